@@ -1,0 +1,128 @@
+"""Checks of what a call is given. Each runs without weights and says what is wrong, what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
+
+
+def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
+    """The prompts as a list.
+
+    Raises:
+        TypeError: if `prompt` is neither a string nor a list of strings.
+        ValueError: if it is empty, or holds an empty prompt.
+    """
+    prompts = [prompt] if isinstance(prompt, str) else prompt
+    if not isinstance(prompts, list | tuple):
+        raise TypeError(f"{name} must be a string or a list of strings, got {type(prompt).__name__}")
+    if not prompts:
+        raise ValueError(f"{name} is an empty list; give at least one prompt")
+    for i, text in enumerate(prompts):
+        if not isinstance(text, str):
+            raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {text!r}")
+        if not text.strip():
+            raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
+    return list(prompts)
+
+
+def check_guidance(guidance_scale: Any) -> float:
+    """Raise ValueError unless it is a finite number of at least 0."""
+    number = isinstance(guidance_scale, int | float) and not isinstance(guidance_scale, bool)
+    if not number or not math.isfinite(guidance_scale) or guidance_scale < 0:
+        raise ValueError(
+            f"guidance_scale must be a finite number of at least 0 (1 switches guidance off), got {guidance_scale!r}"
+        )
+    return float(guidance_scale)
+
+
+def check_guidance_interval(interval: Any) -> int | None:
+    """Raise ValueError unless it is None or a whole number of at least 0."""
+    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
+        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {interval!r}")
+    return interval
+
+
+def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
+    """Class numbers as a list; names are looked up in `id2label`.
+
+    Raises:
+        TypeError: for anything but numbers, names, or a list or int tensor of them.
+        ValueError: for a number outside [0, num_classes) or an unknown name (names the nearest).
+    """
+    if isinstance(class_labels, Tensor):
+        class_labels = class_labels.flatten().tolist()
+    labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
+    if not isinstance(labels, Sequence) or not labels:
+        raise TypeError(f"class_labels must be a class number or name, or a list of them, got {class_labels!r}")
+    return [_class_number(label, num_classes, id2label or {}) for label in labels]
+
+
+def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int:
+    if isinstance(label, str):
+        from difflib import get_close_matches
+
+        numbers = {name.strip().lower(): number for number, names in id2label.items() for name in names.split(",")}
+        if label.strip().lower() in numbers:
+            return numbers[label.strip().lower()]
+        near = get_close_matches(label.lower(), numbers, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
+        raise ValueError(f"unknown class name {label!r}; {hint}")
+    if isinstance(label, bool) or not isinstance(label, int):
+        raise TypeError(f"class_labels must hold class numbers or names, got {label!r}")
+    if not 0 <= label < num_classes:
+        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {label}")
+    return label
+
+
+def check_count(num_images_per_prompt: Any, prompts: int) -> int:
+    """Raise ValueError unless it is a whole number of at least 1 and the call makes at most `MAX_IMAGES` images."""
+    count = num_images_per_prompt
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {count!r}")
+    if count * prompts > MAX_IMAGES:
+        raise ValueError(f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {count}; split the call")
+    return count
+
+
+def check_output_type(output_type: Any) -> str:
+    """Raise ValueError for an unknown output type."""
+    known = ("pil", "np", "pt", "latent")
+    if output_type not in known:
+        raise ValueError(f"output_type must be one of {', '.join(known)}, got {output_type!r}")
+    return output_type
+
+
+def image_seeds(generator: Any, images: int) -> Tensor:
+    """One int64 seed per image, `[images]`, drawn from its generator.
+
+    A list gives image i the generator i, so it comes out as it would alone; one generator is drawn from once per image; None
+    draws from torch's global one.
+
+    Raises:
+        TypeError: for anything but None, a `torch.Generator` or a list of them.
+        ValueError: if a list is not as long as the number of images.
+    """
+    if isinstance(generator, list | tuple):
+        if len(generator) != images:
+            raise ValueError(
+                f"generator is a list of {len(generator)}, but the call makes {images} images (prompts x "
+                "num_images_per_prompt); give one generator per image, or a single one"
+            )
+        sources = list(generator)
+    else:
+        sources = [generator] * images
+    for source in sources:
+        if source is not None and not isinstance(source, torch.Generator):
+            raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
+    limit = 2**63 - 1
+    draws = [
+        torch.randint(limit, (), generator=g, device="cpu" if g is None else g.device, dtype=torch.int64) for g in sources
+    ]
+    return torch.stack([draw.cpu() for draw in draws])

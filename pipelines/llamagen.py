@@ -1,0 +1,315 @@
+"""`LlamaGenPipeline`: a prompt or a class to pictures, with a LlamaGen transformer and its VQ tokenizer."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.compat import ensure_torchvision
+from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, Sampling, decode, resolve_accelerator
+from vargen.models.llamagen import Condition, LlamaGenTransformer
+
+# from_pretrained finds these classes by module path, so the modules must have been imported.
+from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
+from vargen.models.vq import VQModel
+from vargen.pipelines import checks
+from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.loading import checked_folder, component_dtypes
+
+ensure_torchvision()
+
+from diffusers import DiffusionPipeline  # noqa: E402
+from diffusers.image_processor import VaeImageProcessor  # noqa: E402
+from diffusers.utils import BaseOutput  # noqa: E402
+
+logger = logging.getLogger("vargen")
+
+
+@dataclass
+class LlamaGenPipelineOutput(BaseOutput):
+    """Result of a call.
+
+    Attributes:
+        images: a list of PIL images; or float32 `[B, Y, X, 3]` numpy or `[B, 3, Y, X]` torch in [0, 1]; or tokens, int64
+            `[B, rows, columns]`; by `output_type`.
+        stats: what decoding did; see `vargen.decoding.DecodeStats`.
+    """
+
+    images: Any
+    stats: DecodeStats
+
+
+class LlamaGenPipeline(DiffusionPipeline):
+    """Text or class to image with LlamaGen (Sun et al. 2024).
+
+    Example:
+        >>> from vargen import LlamaGenPipeline
+        >>> pipe = LlamaGenPipeline.from_pretrained("emoji")
+        >>> pipe("a red apple").images[0].save("apple.png")
+
+    Args:
+        vqvae: tokenizer between pixels and tokens.
+        transformer: the network that draws tokens.
+        text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
+        id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
+        defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
+    """
+
+    model_cpu_offload_seq = "text_encoder->transformer->vqvae"
+    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer"]
+    _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
+
+    def __init__(
+        self,
+        vqvae: VQModel,
+        transformer: LlamaGenTransformer,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        id2label: dict[int, str] | None = None,
+        defaults: dict[str, Any] | None = None,
+    ):
+        super().__init__()
+        self.register_modules(vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer)
+        self.register_to_config(id2label=id2label, defaults=defaults)
+        self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling)
+        self._compiled: Any = None
+
+    # -- loading ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, torch_dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> LlamaGenPipeline:
+        """Open a packaged model by name (`"emoji"`, no network), a folder, or a model of the hub (`"owner/name"`).
+
+        Args:
+            torch_dtype: of the transformer and a large text encoder; default: bfloat16 on CUDA and on CPUs that multiply it
+                in hardware, else float32. The image tokenizer stays in float32, as trained.
+            **kwargs: of `DiffusionPipeline.from_pretrained`.
+
+        Raises:
+            ValueError: for an unknown name, a folder without `model_index.json`, one that asks for foreign code, or weights
+                that are missing, damaged or of other shapes; before any weight is loaded.
+        """
+        folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
+        dtypes = component_dtypes(folder, torch_dtype)
+        kwargs.setdefault("use_safetensors", True)
+        return super().from_pretrained(str(folder), torch_dtype=dtypes, **kwargs)
+
+    # -- inputs -------------------------------------------------------------------------------------------------------
+
+    @property
+    def default_sampling(self) -> dict[str, Any]:
+        """Guidance, temperature and filters where a call gives none: the checkpoint's own, else LlamaGen's."""
+        stored = {k: v for k, v in (self.config.defaults or {}).items() if v is not None}
+        return {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0, **stored}
+
+    def encode_prompt(self, prompts: list[str], clean: bool = False) -> tuple[Tensor, Tensor]:
+        """Caption features `[B, P, C]` (valid rows last, padding zero) and their bool mask `[B, P]`.
+
+        Prompts longer than P tokens are cut, with a warning that says how much was lost.
+        """
+        if clean:
+            prompts = [clean_caption(text) for text in prompts]
+        rows = self.transformer.config.cls_token_num
+        warn_truncated(self.tokenizer, prompts, rows)
+        encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
+        mask = encoded.attention_mask.to(self._execution_device)
+        features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
+        features = features if isinstance(features, Tensor) else features[0]
+        return align_left_padded(features, mask.bool())
+
+    def _condition(
+        self, prompt: Any, class_labels: Any, prompt_embeds: Any, prompt_mask: Any, clean: bool
+    ) -> tuple[Condition, int]:
+        """The condition of the call's prompts or classes, and how many there are. Validates before it encodes."""
+        config = self.transformer.config
+        if config.condition == "class":
+            if class_labels is None or prompt is not None:
+                raise ValueError("this model draws classes: give class_labels (0 to %d)" % (config.num_classes - 1))
+            names = {int(k): v for k, v in (self.config.id2label or {}).items()}
+            labels = checks.check_class_labels(class_labels, config.num_classes, names)
+            return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
+        if class_labels is not None:
+            raise ValueError("this model draws from text: give a prompt, not class_labels")
+        if prompt_embeds is not None:
+            expected = (config.cls_token_num, config.caption_dim)
+            if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
+                raise ValueError(
+                    f"prompt_embeds must be [B, {expected[0]}, {expected[1]}] and come without prompt, "
+                    f"got {tuple(prompt_embeds.shape)}"
+                )
+            mask = prompt_mask if prompt_mask is not None else torch.ones(prompt_embeds.shape[:2], dtype=torch.bool)
+            embeds, mask = prompt_embeds.to(self._execution_device), mask.bool().to(self._execution_device)
+            return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
+        if prompt is None:
+            raise ValueError("give a prompt, for example pipe('a red apple')")
+        prompts = checks.check_prompts(prompt)
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
+        embeds, mask = self.encode_prompt(prompts, clean)
+        return Condition(caption_embeds=embeds, caption_mask=mask), len(prompts)
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        class_labels: int | str | list[int | str] | Tensor | None = None,
+        num_images_per_prompt: int = 1,
+        guidance_scale: float | None = None,
+        guidance_interval: int | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        negative_prompt: str | None = None,
+        accelerator: str | Accelerator = "ar",
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+        compile: bool = False,
+        compress_prefix: bool = True,
+        clean_prompt: bool = False,
+    ) -> LlamaGenPipelineOutput | tuple[Any]:
+        """Draw pictures.
+
+        Args:
+            prompt: one prompt or several (`condition="text"`).
+            class_labels: one class or several, by number or, where the checkpoint names them, by name (`condition="class"`).
+            num_images_per_prompt: pictures of each.
+            guidance_scale: classifier-free guidance, at least 0; 1 switches it off. None: the checkpoint's default, as for
+                `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary) and `top_p` (in (0, 1]).
+            guidance_interval: guide only up to this decoding step; None guides all.
+            negative_prompt: what guidance leads away from, instead of the null caption.
+            accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
+            generator: a `torch.Generator`, or one per picture; picture i of a list is the picture that its generator draws alone.
+            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
+            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
+            return_dict: False returns `(images,)`.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change the
+                tokens in place or return `{"latents": ...}`; returning `{"stop": True}` ends the run with what is drawn.
+            compile: run the passes through `torch.compile`; the first call takes minutes.
+            compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
+            clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
+
+        Raises:
+            ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
+            NonFiniteLogitsError: if the model returns NaN or infinite logits.
+        """
+        checks.check_output_type(output_type)
+        preset = resolve_accelerator(accelerator)
+        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
+        scale = checks.check_guidance(chosen.pop("guidance_scale"))
+        checks.check_guidance_interval(guidance_interval)
+        sampling = Sampling(**chosen)
+        sampling.check_vocabulary(self.transformer.config.vocab_size)
+        unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
+        if unknown:
+            raise ValueError(f"callback_on_step_end_tensor_inputs must be among {self._callback_tensor_inputs}, got {unknown}")
+        if negative_prompt is not None:
+            checks.check_prompts(negative_prompt, "negative_prompt")
+        requests = checks.check_prompts(prompt) if prompt is not None else prompt_embeds if class_labels is None else class_labels
+        many = len(requests) if isinstance(requests, list | tuple | Tensor) and not isinstance(requests, str) else 1
+        images = many * checks.check_count(num_images_per_prompt, many)
+        seeds = checks.image_seeds(generator, images)
+
+        condition, count = self._condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
+        condition = _repeat(condition, num_images_per_prompt)
+        negative = None
+        if negative_prompt is not None:
+            negative, _ = self._condition(negative_prompt, None, None, None, clean_prompt)
+            negative = _repeat(negative, count * num_images_per_prompt)
+        model = LlamaGenTokens(
+            self.transformer, scale, guidance_interval, negative, compress_prefix, self._step() if compile else None
+        )
+        with self.progress_bar(total=self.transformer.tokens) as bar:
+            callback = self._callback(bar, callback_on_step_end)
+            result = self._decode(model, condition, seeds, preset, sampling, callback)
+        output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+        self.maybe_free_model_hooks()
+        return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
+
+    def _decode(
+        self,
+        model: LlamaGenTokens,
+        condition: Condition,
+        seeds: Tensor,
+        preset: Accelerator,
+        sampling: Sampling,
+        callback: Callable[[Progress], bool | None],
+    ) -> Decoded:
+        try:
+            return decode(model, condition, seeds, preset, sampling, callback=callback)
+        except torch.OutOfMemoryError as error:
+            raise torch.OutOfMemoryError(
+                f"out of memory with {len(seeds)} images at once; make fewer per call (num_images_per_prompt, prompts)"
+            ) from error
+
+    def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
+        """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
+
+        def callback(progress: Progress) -> bool | None:
+            # Reading a length waits for the device: on CUDA only now and then.
+            if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
+                drawn = int(progress.length.amin())
+                bar.update(drawn - bar.n)
+            if on_step_end is None:
+                return None
+            answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens}) or {}
+            latents = answer.get("latents")
+            if latents is not None and latents is not progress.tokens:
+                progress.tokens.copy_(latents)
+            return not answer.get("stop", False)
+
+        return callback
+
+    def _step(self) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(self.transformer, dynamic=False)
+        return self._compiled
+
+    @torch.no_grad()
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Pictures of tokens int64 `[B, N]` or `[B, rows, columns]`; what lies past `length [B]` is left white.
+
+        Also a preview of a picture that is still being drawn.
+        """
+        side = self.transformer.config.grid_size
+        tokens = tokens.reshape(-1, side, side)
+        if output_type == "latent":
+            return tokens
+        pixels = self.vqvae.decode(tokens.to(self.vqvae.device)).float()
+        if length is not None:
+            drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
+            mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
+            pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
+        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    @torch.no_grad()
+    def encode_image(self, images: Any) -> Tensor:
+        """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size."""
+        side = self.transformer.config.grid_size * self.vqvae.downsampling
+        if not isinstance(images, Tensor | np.ndarray):
+            images = [image.convert("RGB") for image in (images if isinstance(images, list) else [images])]
+        pixels = self.image_processor.preprocess(images, height=side, width=side)
+        return self.vqvae.encode(pixels.to(self.vqvae.device, self.vqvae.dtype))
+
+
+def _repeat(condition: Condition, count: int) -> Condition:
+    """Each row `count` times, in place: prompt 0's images first."""
+    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
+    return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))

@@ -1,0 +1,88 @@
+"""A `LlamaGenTransformer` as decoding sees it: guidance rows, caches and positions are handled here.
+
+Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed tokens, A path slots, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Tree
+from vargen.decoding.sampling import guide
+from vargen.models.cache import KVCache
+from vargen.models.llamagen import Condition, LlamaGenOutput, LlamaGenTransformer
+
+
+class LlamaGenTokens:
+    """`TokenModel` of a LlamaGen transformer.
+
+    Args:
+        transformer: the network.
+        guidance_scale: 1 runs without the unconditional rows.
+        guidance_interval: guide token 0 and decoding steps up to this one, counted from 0 at token 1; None guides all.
+        negative: condition of the unconditional rows; default: the null condition.
+        compress_prefix: store the conditioning as its one exact slot.
+        step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
+    """
+
+    def __init__(
+        self,
+        transformer: LlamaGenTransformer,
+        guidance_scale: float = 1.0,
+        guidance_interval: int | None = None,
+        negative: Condition | None = None,
+        compress_prefix: bool = True,
+        step: Callable[..., LlamaGenOutput] | None = None,
+    ):
+        self.transformer = transformer
+        self.step = step or transformer
+        self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
+        self.negative = negative
+        self.compress_prefix = compress_prefix
+        self.halves = 1 if guidance_scale == 1.0 else 2
+
+    @property
+    def vocab(self) -> int:
+        return self.transformer.config.vocab_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.transformer.config.grid_size, self.transformer.config.grid_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.transformer.device
+
+    def prefill(self, condition: Condition, widest: int) -> tuple[KVCache, Tensor]:
+        if self.halves == 2:
+            condition = condition.join(self.negative or self.transformer.null_condition(condition))
+        rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
+        assert rows is not None
+        cache = self.transformer.new_cache(len(rows), scratch=widest, compress_prefix=self.compress_prefix)
+        logits = self.transformer(condition=condition, cache=cache).logits[:, -1]
+        return cache, logits if self.halves == 1 else guide(*logits.chunk(2), self.guidance_scale)
+
+    def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Tensor:
+        rows = tokens.repeat(self.halves, 1)
+        if tree.chain:
+            logits = self.step(rows, cache=state).logits
+        else:
+            positions = state.length[:, None] + tree.depth
+            logits = self.step(rows, cache=state, positions=positions, ancestors=tree.ancestors).logits
+        if self.halves == 1:
+            return logits
+        conditional, unconditional = logits.chunk(2)
+        if self.guidance_interval is None:
+            return guide(conditional, unconditional, self.guidance_scale)
+        step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
+        scale = torch.where(step <= self.guidance_interval, self.guidance_scale, 1.0)
+        return guide(conditional, unconditional, scale[..., None])
+
+    def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:
+        if tree.chain:
+            state.advance(count.repeat(self.halves))
+        else:
+            state.keep(path.repeat(self.halves, 1), count.repeat(self.halves))

@@ -1,0 +1,125 @@
+"""What a model folder must be before any of its weights is loaded."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from vargen.assets import packaged_model_path, packaged_models
+from vargen.compat import ensure_torchvision
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.vq import VQModel
+from vargen.models.weights import check_weights
+
+ensure_torchvision()
+
+from diffusers import DiffusionPipeline  # noqa: E402
+
+# Folders may name classes of these libraries only: anything else would be code from a stranger.
+_TRUSTED = ("diffusers", "transformers", "vargen.")
+_CHECKED: dict[str, type] = {"transformer": LlamaGenTransformer, "vqvae": VQModel}
+
+
+def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """bfloat16 where hardware multiplies it; float32 on a CPU without such instructions, where bfloat16 is 7 times slower."""
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX, or Arm's)."""
+    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+    if any(getattr(torch.cpu, probe, lambda: False)() for probe in probes):
+        return True
+    return bool(getattr(torch.backends.cpu, "get_cpu_capability", str)() == "SVE256")
+
+
+def component_dtypes(folder: Path, torch_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Per component: `torch_dtype`, or the fastest, for the transformer and a transformers text encoder; float32 for the rest."""
+    dtype = torch_dtype or fast_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"torch_dtype must be a floating-point torch.dtype, got {torch_dtype!r}")
+    index = json.loads((folder / "model_index.json").read_text())
+    large = (index.get("text_encoder") or [None])[0] == "transformers"
+    return {"transformer": dtype, "default": torch.float32, **({"text_encoder": dtype} if large else {})}
+
+
+def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Path:
+    """The folder of a packaged model, a local one, or a hub model's, checked without loading a weight.
+
+    Raises:
+        ValueError: unknown name; no or foreign `model_index.json`; missing, damaged or foreign-shaped weights.
+    """
+    folder = _locate(name, hub_options)
+    index_file = folder / "model_index.json"
+    if not index_file.is_file():
+        raise ValueError(
+            f"{folder} holds no model_index.json, so it is not a pipeline folder. "
+            "For official LlamaGen files run `vargen convert llamagen --transformer FILE --vq FILE --output DIR` first"
+        )
+    try:
+        index = json.loads(index_file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{index_file} is not valid JSON: {error}") from error
+    if not isinstance(index, dict) or index.get("_class_name") != pipeline:
+        named = index.get("_class_name") if isinstance(index, dict) else None
+        raise ValueError(f"{index_file} describes a {named!r}, this class opens {pipeline!r}")
+    for component, value in index.items():
+        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
+            library = str(value[0])
+            if library not in _TRUSTED and not library.startswith(_TRUSTED[-1]):
+                raise ValueError(f"{index_file} takes {component!r} from {library!r}; only {', '.join(_TRUSTED)} are trusted")
+    for component, kind in _CHECKED.items():
+        if index.get(component, [None])[0] is not None:
+            check_component(folder / component, kind)
+    return folder
+
+
+def check_component(folder: Path, kind: type) -> None:
+    """Compare a component's weight file with the network that its config describes, by header only.
+
+    Raises:
+        ValueError: naming the file and the first tensors that are wrong.
+    """
+    config_file = folder / "config.json"
+    if not config_file.is_file():
+        raise ValueError(f"{config_file} is missing; the folder is incomplete, download or convert it again")
+    try:
+        config = kind.load_config(str(folder))  # type: ignore[attr-defined]
+        with torch.device("meta"):
+            network: nn.Module = kind.from_config(config)  # type: ignore[attr-defined]
+    except Exception as error:
+        raise ValueError(f"{config_file} does not describe a {kind.__name__}: {error}") from error
+    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    check_weights(folder, "diffusion_pytorch_model", expected)
+
+
+def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
+    text = str(name)
+    if text in packaged_models():
+        return packaged_model_path(text)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    if not hub_like:
+        near = difflib.get_close_matches(text, packaged_models(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown model {text!r}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
+            "a folder with a model_index.json, or a hub id 'owner/name'"
+        )
+    known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "variant", "proxies")
+    options = {key: hub_options[key] for key in known if key in hub_options}
+    try:
+        return Path(DiffusionPipeline.download(text, use_safetensors=True, **options))
+    except Exception as error:
+        raise ValueError(
+            f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}"
+        ) from error

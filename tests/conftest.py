@@ -1,0 +1,56 @@
+"""What every test needs: no network, caches of its own, one torch thread per xdist worker.
+
+The variables are set here, before a test module imports torch or huggingface_hub, which read them once; the
+subprocesses that tests start inherit them.
+"""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_caches = tempfile.TemporaryDirectory(prefix="vargen-tests-")
+
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    GRADIO_ANALYTICS_ENABLED="False",
+    HF_HOME=f"{_caches.name}/hf",
+    TRITON_CACHE_DIR=f"{_caches.name}/triton",
+    TORCHINDUCTOR_CACHE_DIR=f"{_caches.name}/inductor",
+    GRADIO_TEMP_DIR=f"{_caches.name}/gradio",
+)
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # Several workers with a thread pool each fight for the cores: far slower than one thread each.
+    os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")
+
+
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections leave this machine for no test; loopback and Unix sockets stay open."""
+    connect = socket.socket.connect
+
+    def guarded(self: socket.socket, address: Any) -> None:
+        if self.family != socket.AF_UNIX and address[0] not in ("127.0.0.1", "::1", "localhost"):
+            raise OSError(f"tests have no network: connection to {address!r} refused")
+        connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", guarded)
+
+
+@pytest.fixture
+def cache_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache folder, also for the subprocesses of the test."""
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    monkeypatch.setenv("HF_HOME", str(folder / "hf"))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def repo_root() -> Path:
+    return Path(__file__).resolve().parent.parent

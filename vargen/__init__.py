@@ -1,0 +1,43 @@
+"""Fast visual autoregressive generation.
+
+Public names load on first use, so ``import vargen`` is cheap and pulls in no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from vargen.decoding import Accelerator, DecodeStats
+    from vargen.models.llamagen import LlamaGenTransformer
+    from vargen.models.vq import VQModel
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+__version__ = "0.1.0"
+
+__all__ = ["Accelerator", "DecodeStats", "LlamaGenPipeline", "LlamaGenTransformer", "VQModel", "__version__"]
+
+# Public name -> the module that defines it.
+_HOMES = {
+    "Accelerator": "vargen.decoding",
+    "DecodeStats": "vargen.decoding",
+    "LlamaGenPipeline": "vargen.pipelines.llamagen",
+    "LlamaGenTransformer": "vargen.models.llamagen",
+    "VQModel": "vargen.models.vq",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home (PEP 562).
+
+    Raises:
+        AttributeError: `name` is not public.
+    """
+    if name not in _HOMES:
+        raise AttributeError(f"module 'vargen' has no attribute {name!r}")
+    value = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = value  # the next access skips this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

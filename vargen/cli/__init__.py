@@ -1,0 +1,1 @@
+"""The vargen command, a file per verb."""

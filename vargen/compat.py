@@ -1,0 +1,121 @@
+"""What other packages make necessary: the torchvision guard, shadowed names, version probes."""
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import PackageNotFoundError, version
+from threading import Lock
+from typing import Any
+
+logger = logging.getLogger("vargen")
+
+_guard_lock = Lock()
+# A torch.library.Library takes its operators with it when it is collected: keep it as long as the process.
+_declared: list[Any] = []
+
+_OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Version of an installed distribution, None if it is not installed. Imports nothing of it."""
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def ensure_torchvision() -> bool:
+    """Make torchvision importable, and with it transformers' and diffusers' classes, which import it.
+
+    The torchvision wheel in the public index is built for CUDA. Over a CPU-only torch its binary does not
+    load, and the import dies on `operator torchvision::nms does not exist`. Only then are the two operators
+    that it misses declared (without a kernel: calling them still fails) and the import is repeated. Declaring
+    them earlier would clash with a binary that does load. Call this before importing vision classes of
+    transformers, or anything of diffusers. It may be called any number of times.
+
+    Returns:
+        Whether torchvision can be used; False if it is not installed.
+
+    Raises:
+        RuntimeError: torchvision is installed and fails for another reason, or still fails after the repair.
+        ImportError: torchvision is installed and misses something else that it needs.
+    """
+    with _guard_lock:
+        try:
+            importlib.import_module("torchvision")
+            return True
+        except ModuleNotFoundError as error:
+            if error.name != "torchvision":
+                raise
+            return False
+        except RuntimeError as error:
+            if "torchvision::" not in str(error):
+                raise
+            reason = str(error)
+        # Out of the except clause, so that a second failure does not read as a failure of the handler.
+        _drop_modules("torchvision")
+        _declare_operators()
+        importlib.import_module("torchvision")
+        logger.info(
+            "torchvision's compiled operators do not load with this torch (%s); "
+            "its transforms and models work, its compiled operators (nms, image decoding) do not",
+            reason,
+        )
+        return True
+
+
+def _declare_operators() -> None:
+    import torch
+
+    library = torch.library.Library("torchvision", "FRAGMENT")
+    for name in ("nms", "qnms"):
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(name + _OPERATOR_SCHEMA)
+    _declared.append(library)
+
+
+def _drop_modules(package: str) -> None:
+    """Forget a half-loaded package: a failed import leaves its finished submodules behind."""
+    for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
+        del sys.modules[name]
+
+
+def hand_over(name: str, folder: str) -> None:
+    """Give a top-level name that a folder of this repository shadows back to the distribution it belongs to.
+
+    With the repository root first on sys.path (`python app.py`, `python -m pytest`), `import kernels` by
+    another library would find our folder. The folder's `__init__` calls this when it is imported under such
+    a bare name: the package of that name further down the path takes its place in sys.modules.
+
+    Where there is none, the import passes and gives an empty package without submodules or version. It must
+    not fail: transformers 5 imports what it finds under a name to learn its version, and takes "none" for
+    "not available", but lets an error through.
+
+    Args:
+        name: the bare name being imported, for example "kernels".
+        folder: the folder that was found under it.
+    """
+    spec = _find_beside(name, folder)
+    if spec is None or spec.loader is None:
+        sys.modules[name].__path__ = []  # our modules are never importable twice, under two names
+        return
+    module = importlib.util.module_from_spec(spec)
+    # The import system returns what stands in sys.modules when the folder's own __init__ has run.
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+
+
+def _find_beside(name: str, folder: str) -> ModuleSpec | None:
+    root = os.path.realpath(os.path.dirname(folder))
+    path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
+    for finder in sys.meta_path:
+        if finder is PathFinder:
+            spec = PathFinder.find_spec(name, path)
+        else:  # built-in, frozen, and the finders of editable installs, which do not look at sys.path
+            spec = finder.find_spec(name, None, None)
+        if spec is not None and spec.loader is not None:
+            return spec
+    return None

@@ -1,0 +1,206 @@
+"""The one decoding loop: prefill; draft; one target pass over the draft; judge; commit; repeat.
+
+Each image of a batch keeps its own length. On a GPU the loop does not wait for the device: whether images are finished, and
+whether logits were finite, is read through an event one or more passes later (`_Watch`).
+
+Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slots of the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.acceptance import same_noise
+from vargen.decoding.accelerator import Accelerator, resolve_accelerator
+from vargen.decoding.sampling import law
+from vargen.decoding.stats import DecodeStats
+from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel, Tree
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model returned NaN or infinite logits; no picture is made of them."""
+
+
+def decode(
+    model: TokenModel,
+    condition: Any,
+    seeds: Tensor,
+    accelerator: str | Accelerator = "ar",
+    sampling: Sampling | None = None,
+    *,
+    callback: Callable[[Progress], bool | None] | None = None,
+    profile: bool = False,
+) -> Decoded:
+    """Draw the tokens of B images.
+
+    Args:
+        model: see `TokenModel`.
+        condition: passed to `model.prefill`; B rows.
+        seeds: int64 `[B]`; image i depends on `seeds[i]` and its condition alone, not on the batch around it.
+        accelerator: a preset's name or an `Accelerator`.
+        sampling: temperature and filters; default: the plain softmax.
+        callback: called after every pass with a `Progress`; returning False stops the run. What it raises passes through.
+        profile: on CUDA, wait for the device between parts so that `seconds_by_part` is filled.
+
+    Returns:
+        Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
+
+    Raises:
+        ValueError: for an unknown accelerator or a `top_k` over the vocabulary.
+        NonFiniteLogitsError: with the pass and position of the first non-finite logits.
+    """
+    accelerator = resolve_accelerator(accelerator)
+    sampling = sampling or Sampling()
+    sampling.check_vocabulary(model.vocab)
+    device = model.device
+    seeds = seeds.to(device)
+    clock = _Clock(device, profile)
+    drafter = accelerator.drafter
+    tree = Tree.of_chain(0, device) if drafter is None else drafter.tree
+    B, N, T = len(seeds), model.grid[0] * model.grid[1], len(tree.parents)
+    stats = DecodeStats(accelerator.name, images=B, seeds=seeds.tolist())
+    watch = _Watch(device)
+    tokens = torch.zeros(B, N + tree.longest, dtype=torch.int64, device=device)  # the tail takes writes past the grid
+    histogram = torch.zeros(tree.longest + 1, dtype=torch.int64, device=device)
+    spent = torch.zeros(B, device=device)
+
+    with clock.part("prefill"):
+        state, logits = model.prefill(condition, T)
+        memory = drafter.start(model, condition, seeds) if drafter else None
+    root_position = torch.zeros(B, 1, dtype=torch.int64, device=device)
+    empty = Draft(tokens.new_zeros(B, 0), Tree.of_chain(0, device))
+    first = same_noise(law(logits[:, None], sampling), empty, seeds, root_position)
+    tokens[:, 0] = first.next_token
+    length = torch.ones(B, dtype=torch.int64, device=device)
+    histogram[1] += B
+    watch.see(logits[:, None], root_position, length, N, step=1)
+    stats.passes = 1
+    if callback and callback(Progress(1, tokens[:, :N], length, N, torch.ones_like(length))) is False:
+        stats.stopped = True
+
+    # Every pass commits at least one token to every unfinished image, so N - 1 passes suffice whatever was drafted.
+    while stats.passes < N and not stats.stopped:
+        with clock.part("draft"):
+            draft = drafter.propose(memory, tokens, length) if drafter else empty
+            root = tokens.gather(1, length[:, None] - 1)
+            fed = torch.cat([root, draft.tokens], dim=1) if T > 1 else root
+        with clock.part("target"):
+            logits = model.forward(fed, state, draft.tree)
+        with clock.part("accept"):
+            position = length[:, None] + draft.tree.depth
+            target_law = law(logits, sampling)
+            verdict = accelerator.acceptance(target_law, draft, seeds, position)
+        with clock.part("commit"):
+            count = torch.minimum(verdict.count, N - length)  # 0 for a finished image
+            if T > 1:
+                steps = torch.arange(tree.longest, device=device)
+                following = fed.gather(1, verdict.path.roll(-1, dims=1))
+                following = torch.where(steps == verdict.count[:, None] - 1, verdict.next_token[:, None], following)
+                tokens.scatter_(1, length[:, None] + steps, following)
+            else:
+                tokens.scatter_(1, length[:, None], verdict.next_token[:, None])
+            model.commit(state, verdict.path, count, draft.tree)
+            histogram.scatter_add_(0, count, torch.ones_like(count))
+            if verdict.spent is not None:
+                spent += verdict.spent * (count > 0)
+            if drafter:
+                drafter.learn(memory, draft, target_law, verdict)
+            length = length + count
+        stats.passes += 1
+        finished = watch.see(logits, position, length, N, step=stats.passes)
+        if callback and callback(Progress(stats.passes, tokens[:, :N], length, N, count)) is False:
+            stats.stopped = not finished
+        if finished:
+            break
+
+    watch.settle()
+    histogram[0] = 0  # passes that an image sat out, finished
+    stats.accepted_histogram = histogram.tolist()
+    stats.tokens = int(length.sum())
+    stats.relaxation_spent = spent.tolist()
+    stats.seconds, stats.seconds_by_part = clock.read()
+    return Decoded(tokens[:, :N].contiguous(), length, stats, finished=not stats.stopped)
+
+
+class _Watch:
+    """Reads two device values late enough not to wait for them: are all images finished, were all logits finite."""
+
+    def __init__(self, device: torch.device):
+        self.immediate = device.type != "cuda"
+        self.pending: list[tuple[Any, Tensor, int]] = []
+
+    def see(self, logits: Tensor, position: Tensor, length: Tensor, N: int, step: int) -> bool:
+        """True when a pass that has completed left every image finished. One reduction over the logits."""
+        bad = ~logits.sum(-1).isfinite() & (position < N)
+        where = torch.where(bad, position, N).amin()
+        report = torch.stack([where, length.amin()])
+        if self.immediate:
+            return self._read(report, step, N)
+        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host.copy_(report, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self.pending.append((event, host, step))
+        self.total = N
+        finished = False
+        while self.pending and self.pending[0][0].query():
+            _, host, seen = self.pending.pop(0)
+            finished |= self._read(host, seen, N)
+        return finished
+
+    def settle(self) -> None:
+        """Wait for what is outstanding, so that no picture is made of non-finite logits."""
+        for event, host, step in self.pending:
+            event.synchronize()
+            self._read(host, step, self.total)
+        self.pending.clear()
+
+    @staticmethod
+    def _read(report: Tensor, step: int, N: int) -> bool:
+        position, shortest = report.tolist()
+        if position < N:
+            raise NonFiniteLogitsError(
+                f"the model returned NaN or infinite logits at token {position} of {N}, pass {step}; nothing is kept. "
+                "Check the checkpoint, or run with torch_dtype=torch.float32"
+            )
+        return shortest >= N
+
+
+class _Clock:
+    """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to."""
+
+    def __init__(self, device: torch.device, profile: bool):
+        self.cuda = device.type == "cuda"
+        self.detailed = profile or not self.cuda
+        self.parts: dict[str, float] = defaultdict(float)
+        self.started = self._now()
+
+    def _now(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def part(self, name: str) -> _Part:
+        return _Part(self, name)
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        return self._now() - self.started, dict(self.parts)
+
+
+class _Part:
+    def __init__(self, clock: _Clock, name: str):
+        self.clock, self.name = clock, name
+
+    def __enter__(self) -> None:
+        if self.clock.detailed:
+            self.start = self.clock._now()
+
+    def __exit__(self, *_: object) -> None:
+        if self.clock.detailed:
+            self.clock.parts[self.name] += self.clock._now() - self.start

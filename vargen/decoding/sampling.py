@@ -1,0 +1,42 @@
+"""From logits to the law that tokens are drawn from: guidance, temperature, top-k, top-p, softmax; in this order, in float32.
+
+Every method, `ar` included, takes its laws from here: that is what "the same distribution" means in this library.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.types import Sampling
+
+LOWEST_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
+
+
+def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+    """Classifier-free guidance on float32 logits: u + s (c - u) (Ho & Salimans 2022, in LlamaGen's form)."""
+    return unconditional + scale * (conditional - unconditional)
+
+
+def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+    """Logits `[..., V]` with what the filters drop at -inf.
+
+    top-k keeps everything that is at least the k-th largest (ties stay). top-p then keeps the most probable tokens until their
+    sum exceeds p, the crossing one included.
+    """
+    if top_k and top_k < logits.shape[-1]:
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, float("-inf"))
+    if top_p < 1.0:
+        ordered, order = logits.sort(dim=-1, descending=True)
+        cumulative = ordered.softmax(-1).cumsum(-1)
+        drop = (cumulative > top_p).roll(1, dims=-1)
+        drop[..., 0] = False
+        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float("-inf"))
+    return logits
+
+
+def law(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Probabilities float32 `[..., V]` of guided logits `[..., V]`."""
+    scaled = logits.float() / max(sampling.temperature, LOWEST_TEMPERATURE)
+    return filtered(scaled, sampling.top_k, sampling.top_p).softmax(-1)

@@ -1,0 +1,49 @@
+"""What a run of the decoding loop did, in numbers."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+
+@dataclass
+class DecodeStats:
+    """Numbers of one `decode` call.
+
+    Attributes:
+        accelerator: name of the preset.
+        images: batch B.
+        tokens: tokens committed, over all images.
+        passes: target passes (number of function evaluations), the prefill included.
+        seconds: wall-clock of the loop, prefill included.
+        accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
+        relaxation_spent: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
+        seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
+        seeds: per image, what its noise was made from.
+        stopped: whether a callback ended it early.
+    """
+
+    accelerator: str
+    images: int
+    tokens: int = 0
+    passes: int = 0
+    seconds: float = 0.0
+    accepted_histogram: list[int] = field(default_factory=list)
+    relaxation_spent: list[float] = field(default_factory=list)
+    seconds_by_part: dict[str, float] = field(default_factory=dict)
+    seeds: list[int] = field(default_factory=list)
+    stopped: bool = False
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        """Mean tokens that a pass committed per unfinished image."""
+        turns = sum(self.accepted_histogram)
+        return self.tokens / turns if turns else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**asdict(self), "tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}

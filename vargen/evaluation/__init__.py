@@ -1,0 +1,1 @@
+"""Measuring quality and speed: FID, CLIP, rewards, sweeps, reports."""

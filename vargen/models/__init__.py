@@ -1,0 +1,1 @@
+"""Networks only: weights in, tensors out. No sampling, no loops, no files."""

@@ -1,0 +1,121 @@
+"""A static key/value cache with a pointer per row.
+
+Allocated once per (rows, grid); rolling back is moving a pointer, because slots at or behind it are masked until they are
+written again. Slots hold [ conditioning prefix | image tokens | scratch ]. Scratch takes what a pass near the end of the
+grid would write past it.
+
+Shape suffixes: R rows (images, times two under guidance), S slots, P prefix slots, T tokens of one pass, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class KVCache:
+    """Keys and values of every layer, `[R, S, H, K]` each, and the number of image tokens that each row holds.
+
+    Args:
+        layers, rows, heads, head_dim: shape of the network and of the batch.
+        prefix: conditioning slots P.
+        tokens: image tokens N of the grid.
+        scratch: most tokens that one pass feeds; the slots behind the grid.
+        dtype, device: of keys and values.
+
+    Attributes:
+        length: `[R]` int64, image tokens held per row. The next token fed goes to position `length`.
+        prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        heads: int,
+        head_dim: int,
+        *,
+        prefix: int,
+        tokens: int,
+        scratch: int = 1,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
+        self.slots = prefix + tokens + scratch
+        shape = (layers, rows, self.slots, heads, head_dim)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)
+        self.v = torch.zeros(shape, dtype=dtype, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.prefix_bias = torch.zeros(rows, prefix, device=device)
+        self._first_slot = (torch.arange(rows, device=device) * self.slots + prefix)[:, None]  # in the flattened rows
+        self._image_slot = torch.arange(tokens + scratch, device=device)
+
+    @property
+    def nbytes(self) -> int:
+        return self.k.nbytes + self.v.nbytes
+
+    def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
+        """Store the conditioning; `k_RPHK=None` leaves the keys at zero, which LlamaGen's always are."""
+        if k_RPHK is not None:
+            self.k[layer, :, : self.prefix] = k_RPHK
+        self.v[layer, :, : self.prefix] = v_RPHK
+
+    def slot_of(self, T: int) -> Tensor:
+        """Flat slots `[R*T]` of the T tokens that a pass feeds behind each row's pointer."""
+        ahead = self._image_slot[:T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+        return (self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)).flatten()
+
+    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one pass at `slots`; returns all keys and values of the layer, `[R, H, S, K]` views."""
+        k, v = self.k[layer], self.v[layer]
+        k.flatten(0, 1).index_copy_(0, slots, k_RTHK.flatten(0, 1))
+        v.flatten(0, 1).index_copy_(0, slots, v_RTHK.flatten(0, 1))
+        return k.transpose(1, 2), v.transpose(1, 2)
+
+    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
+
+        Args:
+            ancestors: bool `[T, T]` or `[R, T, T]`; `[..., i, j]` is True where token j is token i or one of its ancestors.
+                None for a chain, where every earlier token is.
+        """
+        behind = self._image_slot - self.length[:, None]  # [R, N + scratch]; negative: committed; t: draft token t
+        if ancestors is None:
+            steps = torch.arange(T, device=behind.device)
+            visible = behind[:, None, :] <= steps[None, :, None]
+        else:
+            table = ancestors.expand(self.rows, T, T)
+            index = behind.clamp(0, T - 1)[:, None, :].expand(-1, T, -1)
+            visible = (behind < 0)[:, None, :] | (table.gather(2, index) & (behind < T)[:, None, :])
+        image = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
+        prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
+        return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)
+
+    def advance(self, count_R: Tensor | int) -> None:
+        """Keep the first `count` tokens of the last pass in every row (a chain)."""
+        self.length += count_R
+
+    def rollback(self, length_R: Tensor) -> None:
+        """Set every row's pointer; what lies behind it is forgotten."""
+        self.length.copy_(length_R)
+
+    def keep(self, accepted_RA: Tensor, count_R: Tensor) -> None:
+        """Keep a path of the last pass: its tokens move to consecutive slots and the pointer moves past them.
+
+        Args:
+            accepted_RA: int64 `[R, A]`, indices among the pass's tokens, root first, strictly increasing while valid.
+            count_R: int64 `[R]`, how many of the A are valid.
+        """
+        A = accepted_RA.shape[1]
+        steps = torch.arange(A, device=accepted_RA.device)
+        valid = steps[None] < count_R[:, None]
+        offset = torch.where(valid, accepted_RA, steps[None])  # invalid columns copy onto themselves
+        base = self._first_slot + self.length[:, None].clamp(max=self.tokens)
+        limit = self._first_slot + self.tokens + self.scratch - 1
+        source = torch.minimum(base + offset, limit).flatten()
+        target = torch.minimum(base + steps[None], limit).flatten()
+        for store in (self.k, self.v):
+            flat = store.flatten(1, 2)
+            flat.index_copy_(1, target, flat.index_select(1, source))
+        self.length += count_R

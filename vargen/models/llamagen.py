@@ -1,0 +1,383 @@
+"""LlamaGen: a Llama-like transformer over raster-ordered image tokens.
+
+Source: Sun et al. 2024, "Autoregressive Model Beats Diffusion: Llama for Scalable Image Generation" (arXiv:2406.06525).
+Parameter names are the official ones, so an official state dict loads strictly.
+
+Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, N image tokens of the grid, T tokens of
+one pass, S cache slots, D width, H heads, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+from vargen.models.cache import KVCache
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
+from diffusers.models.modeling_utils import ModelMixin  # noqa: E402
+from diffusers.utils import BaseOutput  # noqa: E402
+
+# The official sizes: width, layers, heads.
+SIZES: dict[str, dict[str, int]] = {
+    "B": {"dim": 768, "n_layer": 12, "n_head": 12},
+    "L": {"dim": 1024, "n_layer": 24, "n_head": 16},
+    "XL": {"dim": 1280, "n_layer": 36, "n_head": 20},
+    "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
+    "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
+}
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a row is drawn from: class labels, or caption features.
+
+    Attributes:
+        class_labels: int64 `[B]`, 0 to `num_classes - 1`, or `num_classes` for the null class.
+        caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
+        caption_mask: bool `[B, P]`, True where a row is valid; None exposes all rows.
+    """
+
+    class_labels: Tensor | None = None
+    caption_embeds: Tensor | None = None
+    caption_mask: Tensor | None = None
+
+    def join(self, other: Condition) -> Condition:
+        """This batch followed by another, as one."""
+        pairs = [(getattr(self, f), getattr(other, f)) for f in ("class_labels", "caption_embeds", "caption_mask")]
+        return Condition(*(None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs))
+
+
+@dataclass
+class LlamaGenOutput(BaseOutput):
+    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm."""
+
+    logits: Tensor
+    features: Tensor
+
+
+def rotary_table(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """`[grid*grid, head_dim/2, 2]` float32 (cos, sin): half the pairs turn with the row, half with the column."""
+    half = head_dim // 2
+    frequency = base ** (-torch.arange(0, half, 2).float() / half)
+    angle = torch.arange(grid).float()[:, None] * frequency  # [grid, half/2]
+    rows = angle[:, None, :].expand(grid, grid, -1)
+    columns = angle[None, :, :].expand(grid, grid, -1)
+    angles = torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotate(x_BTHK: Tensor, table_BTK2: Tensor) -> Tensor:
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; `table_BTK2` is `[B or 1, T, K/2, 2]`."""
+    even, odd = x_BTHK.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = table_BTK2[:, :, None].unbind(-1)
+    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=-1).flatten(-2).type_as(x_BTHK)
+
+
+class RMSNorm(nn.Module):
+    """Statistics in float32, cast to the input's dtype, then times the weight (the official order)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.rms_norm(x.float(), self.weight.shape, None, self.eps).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, n_head: int, n_kv_head: int):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, dim // n_head
+        self.wqkv = nn.Linear(dim, (n_head + 2 * n_kv_head) * self.head_dim, bias=False)
+        self.wo = nn.Linear(dim, dim, bias=False)
+
+    def project(self, x_BTD: Tensor, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[B, T, H, K]` and keys, and values."""
+        qkv = self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))
+        qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
+        q, k = rotate(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
+        return q, k, v
+
+    def values(self, x_BTD: Tensor) -> Tensor:
+        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
+        v_rows = self.wqkv.weight[(self.n_head + self.n_kv_head) * self.head_dim :]
+        return F.linear(x_BTD, v_rows).unflatten(-1, (-1, self.head_dim))
+
+    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
+        grouped = self.n_kv_head != self.n_head
+        out = F.scaled_dot_product_attention(q_BTHK.transpose(1, 2), k_BHSK, v_BHSK, attn_mask=bias, enable_gqa=grouped)
+        return self.wo(out.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False)
+        self.w3 = nn.Linear(dim, hidden, bias=False)
+        self.w2 = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, dim: int, n_head: int, n_kv_head: int, hidden: int, eps: float, dropout: float):
+        super().__init__()
+        self.attention = Attention(dim, n_head, n_kv_head)
+        self.feed_forward = FeedForward(dim, hidden)
+        self.attention_norm = RMSNorm(dim, eps)
+        self.ffn_norm = RMSNorm(dim, eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def finish(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
+        """The residual sums behind attention."""
+        h = x_BTD + self.dropout(attended_BTD)
+        return h + self.dropout(self.feed_forward(self.ffn_norm(h)))
+
+
+class LabelEmbedder(nn.Module):
+    """One row per class, and a last one for the null class."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+    def forward(self, class_labels: Tensor) -> Tensor:
+        return self.embedding_table(class_labels)[:, None]
+
+
+class CaptionProjection(nn.Module):
+    def __init__(self, caption_dim: int, dim: int):
+        super().__init__()
+        self.fc1 = nn.Linear(caption_dim, dim, bias=False)
+        self.fc2 = nn.Linear(dim, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedder(nn.Module):
+    """Caption features through a two-layer projection; the null caption is a stored buffer, not a parameter."""
+
+    def __init__(self, caption_dim: int, dim: int, cls_token_num: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(caption_dim, dim)
+        self.register_buffer("uncond_embedding", torch.randn(cls_token_num, caption_dim) / caption_dim**0.5)
+
+    def forward(self, caption_embeds: Tensor) -> Tensor:
+        return self.cap_proj(caption_embeds.to(self.cap_proj.fc1.weight.dtype))
+
+
+class LlamaGenTransformer(ModelMixin, ConfigMixin):
+    """The next-token image transformer of LlamaGen.
+
+    Args:
+        condition: `"class"` or `"text"`.
+        dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
+        vocab_size: image tokens V.
+        grid_size: side of the square token grid; N = grid_size^2. The rotary table fits no other grid.
+        num_classes: classes, without the null class (`condition="class"`).
+        caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
+        multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
+        dropout: of embeddings and residuals, in training only.
+
+    Raises:
+        ValueError: for an unknown condition or a width that the heads or the two rotary axes do not divide.
+    """
+
+    _supports_gradient_checkpointing = False
+    _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
+    _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
+
+    @register_to_config
+    def __init__(
+        self,
+        condition: Literal["class", "text"] = "class",
+        dim: int = 768,
+        n_layer: int = 12,
+        n_head: int = 12,
+        n_kv_head: int | None = None,
+        vocab_size: int = 16384,
+        grid_size: int = 16,
+        num_classes: int = 1000,
+        caption_dim: int = 2048,
+        cls_token_num: int = 120,
+        multiple_of: int = 256,
+        ffn_dim_multiplier: float | None = None,
+        norm_eps: float = 1e-5,
+        rope_base: float = 10000.0,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        if condition not in ("class", "text"):
+            raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
+        if dim % n_head or (dim // n_head) % 4:
+            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
+        n_kv_head = n_kv_head or n_head
+        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
+        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        self.cls_embedding: nn.Module = (
+            LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
+        )
+        self.tok_embeddings = nn.Embedding(vocab_size, dim)
+        self.layers = nn.ModuleList(
+            TransformerBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer)
+        )
+        self.norm = RMSNorm(dim, norm_eps)
+        self.output = nn.Linear(dim, vocab_size, bias=False)
+        self.embedding_dropout = nn.Dropout(dropout)
+        self.register_buffer("rotary", rotary_table(grid_size, dim // n_head, rope_base), persistent=False)
+        for name, parameter in self.named_parameters():
+            if parameter.dim() > 1:
+                nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens N of the grid."""
+        return self.config.grid_size**2
+
+    @property
+    def prefix_rows(self) -> int:
+        """Conditioning rows P."""
+        return 1 if self.config.condition == "class" else self.config.cls_token_num
+
+    def null_condition(self, condition: Condition) -> Condition:
+        """The unconditional twin for guidance: null class, or the null caption behind the *same* mask."""
+        if condition.class_labels is not None:
+            return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
+        assert condition.caption_embeds is not None
+        B, P, _ = condition.caption_embeds.shape  # fewer rows than the model's: cut on the left, where the padding is
+        null = self.cls_embedding.uncond_embedding[-P:].expand(B, -1, -1)
+        return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
+
+    def new_cache(self, rows: int, scratch: int = 1, compress_prefix: bool = True) -> KVCache:
+        """A cache for `rows` rows; `compress_prefix=False` stores every conditioning row instead of the exact single slot."""
+        config = self.config
+        return KVCache(
+            config.n_layer,
+            rows,
+            config.n_kv_head or config.n_head,
+            config.dim // config.n_head,
+            prefix=1 if compress_prefix else self.prefix_rows,
+            tokens=self.tokens,
+            scratch=scratch,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def forward(
+        self,
+        tokens: Tensor | None = None,
+        condition: Condition | None = None,
+        cache: KVCache | None = None,
+        positions: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        return_dict: bool = True,
+    ) -> LlamaGenOutput | tuple[Tensor, Tensor]:
+        """One pass, in one of three forms.
+
+        Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is the law of token i given those before it.
+        Prefill (`condition`, `cache`): stores the condition; logits `[B, 1, V]` of token 0.
+        Step (`tokens [B, T]`, `cache`): feeds T tokens behind each row's pointer; logits `[B, T, V]` of the token after each.
+        The pointer does not move: call `cache.advance` or `cache.keep` with what is to stay.
+
+        Args:
+            positions: int64 `[T]` or `[B, T]`, grid cell of each fed token; default: consecutive from the pointer. Cells past
+                the grid are clamped (their logits are meaningless).
+            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each may see; default: a chain.
+
+        Raises:
+            ValueError: if the combination of arguments is none of the three.
+        """
+        if condition is not None and tokens is not None and cache is None:
+            x = self._teacher_forced(tokens, condition)
+        elif condition is not None and tokens is None and cache is not None:
+            x = self._prefill(condition, cache)
+        elif condition is None and tokens is not None and cache is not None:
+            x = self._step(tokens, cache, positions, ancestors)
+        else:
+            raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
+        features = self.norm(x)
+        logits = self.output(features).float()
+        return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
+
+    def _embed(self, condition: Condition) -> Tensor:
+        given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
+        if given is None:
+            raise ValueError(f"this model is conditioned on {self.config.condition}; the condition holds none")
+        return self.cls_embedding(given).to(self.dtype)
+
+    def _teacher_forced(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
+        prefix = self._embed(condition)
+        B, P, _ = prefix.shape
+        x = self.embedding_dropout(torch.cat([prefix, self.tok_embeddings(tokens_BN[:, :-1])], dim=1))
+        T = x.shape[1]
+        # Zero rotary rows make the queries and keys of conditioning exactly zero.
+        rotary = torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]])[None]
+        visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
+        if condition.caption_mask is not None:
+            visible = visible.expand(B, T, T).clone()
+            visible[:, :, :P] &= condition.caption_mask.bool()[:, None]
+            visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding sees itself only
+            visible = visible[:, None]
+        for layer in self.layers:
+            attention = layer.attention
+            q, k, v = attention.project(layer.attention_norm(x), rotary)
+            x = layer.finish(x, attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+        return x[:, P - 1 :]
+
+    def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
+        """Conditioning scores are all zero, so each row attends to a running mean of values: no score matrix is needed,
+        and to later tokens n visible rows are one slot of value mean(v), key zero and score log(n)."""
+        x = self._embed(condition)
+        B, P, _ = x.shape
+        mask = condition.caption_mask
+        visible = torch.ones(B, P, device=x.device) if mask is None else mask.float()
+        seen = visible.cumsum(1)  # visible rows up to each, [B, P]
+        total = seen[:, -1:]
+        compressed = cache.prefix == 1
+        cache.prefix_bias.copy_(total.log() if compressed else visible.log())
+        for i, layer in enumerate(self.layers):
+            attention = layer.attention
+            v = attention.values(layer.attention_norm(x))  # [B, P, H, K]
+            weighted = v.float() * visible[:, :, None, None]
+            running = weighted.cumsum(1) / seen.clamp_min(1)[:, :, None, None]
+            running = torch.where(visible[:, :, None, None] > 0, running, v.float()).type_as(v)
+            mean = (weighted.sum(1, keepdim=True) / total.clamp_min(1)[:, :, None, None]).type_as(v)
+            cache.write_prefix(i, None, mean if compressed else v)
+            if attention.n_kv_head != attention.n_head:
+                running = running.repeat_interleave(attention.n_head // attention.n_kv_head, dim=2)
+            x = layer.finish(x, attention.wo(running.flatten(2)))
+        return x[:, -1:]
+
+    def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
+        T = tokens_BT.shape[1]
+        if T > cache.scratch:
+            raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
+        if positions is None:
+            positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
+        rotary = self.rotary[positions.clamp(max=self.tokens - 1)]
+        rotary = rotary[None] if rotary.dim() == 3 else rotary
+        slots = cache.slot_of(T)
+        bias = cache.bias(T, ancestors, self.dtype)
+        x = self.tok_embeddings(tokens_BT)
+        for i, layer in enumerate(self.layers):
+            attention = layer.attention
+            q, k, v = attention.project(layer.attention_norm(x), rotary)
+            x = layer.finish(x, attention.attend(q, *cache.write(i, k, v, slots), bias))
+        return x

@@ -1,0 +1,292 @@
+"""The VQ image tokenizer of LlamaGen: pixels to a grid of codebook indices and back.
+
+Source: Sun et al. 2024, "Autoregressive Model Beats Diffusion" (LlamaGen), section 3.1; the network descends from VQGAN
+(Esser et al. 2021). Parameter names are the official ones, so an official state dict loads strictly.
+
+Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G tokens, E code width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
+from diffusers.models.modeling_utils import ModelMixin  # noqa: E402
+from diffusers.utils import BaseOutput  # noqa: E402
+from diffusers.utils.accelerate_utils import apply_forward_hook  # noqa: E402
+
+NORM_GROUPS = 32
+CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
+
+
+@dataclass
+class VQModelOutput(BaseOutput):
+    """`sample`: reconstructed pixels `[B, 3, Y, X]`, about [-1, 1]; `indices`: `[B, R, G]` int64."""
+
+    sample: Tensor
+    indices: Tensor
+
+
+def group_norm(channels: int) -> nn.GroupNorm:
+    return nn.GroupNorm(NORM_GROUPS, channels, eps=1e-6, affine=True)
+
+
+class ResnetBlock(nn.Module):
+    """norm, swish, 3x3 conv, twice, plus the input (through a 1x1 conv where the width changes)."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.norm1 = group_norm(in_channels)
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.norm2 = group_norm(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        if in_channels != out_channels:
+            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv1(F.silu(self.norm1(x_BCYX)))
+        h = self.conv2(F.silu(self.norm2(h)))
+        return h + (self.nin_shortcut(x_BCYX) if hasattr(self, "nin_shortcut") else x_BCYX)
+
+
+class AttnBlock(nn.Module):
+    """Single-head self-attention over all positions of the feature map, with 1x1 convolutions."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = group_norm(channels)
+        self.q = nn.Conv2d(channels, channels, 1)
+        self.k = nn.Conv2d(channels, channels, 1)
+        self.v = nn.Conv2d(channels, channels, 1)
+        self.proj_out = nn.Conv2d(channels, channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        B, C, Y, X = x_BCYX.shape
+        h = self.norm(x_BCYX)
+        q, k, v = (conv(h).flatten(2).transpose(1, 2).unsqueeze(1) for conv in (self.q, self.k, self.v))
+        attended = F.scaled_dot_product_attention(q, k, v)  # [B, 1, Y*X, C], scale 1/sqrt(C)
+        return x_BCYX + self.proj_out(attended.squeeze(1).transpose(1, 2).reshape(B, C, Y, X))
+
+
+class Downsample(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return self.conv(F.pad(x_BCYX, (0, 1, 0, 1)))  # right and bottom only, as trained
+
+
+class Upsample(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return self.conv(F.interpolate(x_BCYX, scale_factor=2.0, mode="nearest"))
+
+
+class Level(nn.Module):
+    """The blocks of one resolution; attention follows each residual block at the deepest one only."""
+
+    def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool):
+        super().__init__()
+        widths = [in_channels] + [out_channels] * blocks
+        self.res = nn.ModuleList(ResnetBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(blocks if attention else 0))
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        for i, block in enumerate(self.res):
+            x_BCYX = block(x_BCYX)
+            if len(self.attn):
+                x_BCYX = self.attn[i](x_BCYX)
+        return x_BCYX
+
+
+def middle(channels: int) -> nn.ModuleList:
+    return nn.ModuleList([ResnetBlock(channels, channels), AttnBlock(channels), ResnetBlock(channels, channels)])
+
+
+class Encoder(nn.Module):
+    """Pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
+
+    def __init__(self, in_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int):
+        super().__init__()
+        self.conv_in = nn.Conv2d(in_channels, ch, 3, padding=1)
+        widths = [ch] + [ch * m for m in ch_mult]
+        last = len(ch_mult) - 1
+        self.conv_blocks = nn.ModuleList()
+        for i in range(len(ch_mult)):
+            level = Level(widths[i], widths[i + 1], num_res_blocks, attention=i == last)
+            if i != last:
+                level.downsample = Downsample(widths[i + 1])
+            self.conv_blocks.append(level)
+        self.mid = middle(widths[-1])
+        self.norm_out = group_norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], z_channels, 3, padding=1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv_in(x_BCYX)
+        for level in self.conv_blocks:
+            h = level(h)
+            if hasattr(level, "downsample"):
+                h = level.downsample(h)
+        for block in self.mid:
+            h = block(h)
+        return self.conv_out(F.silu(self.norm_out(h)))
+
+
+class Decoder(nn.Module):
+    """The encoder's mirror, one residual block deeper per level; level 0 is the deepest."""
+
+    def __init__(self, out_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int):
+        super().__init__()
+        widths = [ch * m for m in reversed(ch_mult)]
+        self.conv_in = nn.Conv2d(z_channels, widths[0], 3, padding=1)
+        self.mid = middle(widths[0])
+        self.conv_blocks = nn.ModuleList()
+        for i, width in enumerate(widths):
+            level = Level(widths[max(i - 1, 0)], width, num_res_blocks + 1, attention=i == 0)
+            if i != len(widths) - 1:
+                level.upsample = Upsample(width)
+            self.conv_blocks.append(level)
+        self.norm_out = group_norm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
+
+    @property
+    def last_layer(self) -> Tensor:
+        """Weight that adaptive adversarial training balances its losses on."""
+        return self.conv_out.weight
+
+    def forward(self, z_BCRG: Tensor) -> Tensor:
+        h = self.conv_in(z_BCRG)
+        for block in self.mid:
+            h = block(h)
+        for level in self.conv_blocks:
+            h = level(h)
+            if hasattr(level, "upsample"):
+                h = level.upsample(h)
+        return self.conv_out(F.silu(self.norm_out(h)))
+
+
+class VectorQuantizer(nn.Module):
+    """Nearest code on the unit sphere: both the latent and the codebook row are L2-normalised before they are compared."""
+
+    def __init__(self, codebook_size: int, codebook_embed_dim: int):
+        super().__init__()
+        self.embedding = nn.Embedding(codebook_size, codebook_embed_dim)
+        nn.init.normal_(self.embedding.weight)
+        self.register_buffer("codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
+
+    def codes(self) -> Tensor:
+        """`[V, E]` unit-norm rows: what decoding looks up."""
+        return F.normalize(self.embedding.weight, dim=-1)
+
+    def nearest(self, z_BERG: Tensor) -> Tensor:
+        """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
+        z = F.normalize(z_BERG.float().movedim(1, -1), dim=-1)
+        return (z @ self.codes().float().T).argmax(-1)
+
+    def lookup(self, indices_BRG: Tensor) -> Tensor:
+        """Code vectors `[B, E, R, G]` of indices `[B, R, G]`."""
+        return F.normalize(self.embedding(indices_BRG), dim=-1).movedim(-1, 1)
+
+
+class VQModel(ModelMixin, ConfigMixin):
+    """LlamaGen's image tokenizer.
+
+    Args:
+        codebook_size: number of codes V.
+        codebook_embed_dim: width E of a code.
+        ch: base width; every level's width is `ch` times its multiplier and divisible by 32.
+        encoder_ch_mult, decoder_ch_mult: one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
+            `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
+        num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
+        z_channels: width of the features around the quantiser.
+
+    Raises:
+        ValueError: if a width is not divisible by 32, or encoder and decoder have different numbers of levels.
+    """
+
+    _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
+    _keep_in_fp32_modules: ClassVar[list[str]] = ["quantize"]  # nearest-code ties must not depend on the dtype
+
+    @register_to_config
+    def __init__(
+        self,
+        codebook_size: int = 16384,
+        codebook_embed_dim: int = 8,
+        ch: int = 128,
+        encoder_ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4),
+        decoder_ch_mult: tuple[int, ...] = (1, 1, 2, 2, 4),
+        num_res_blocks: int = 2,
+        z_channels: int = 256,
+        in_channels: int = 3,
+        out_channels: int = 3,
+    ):
+        super().__init__()
+        if len(encoder_ch_mult) != len(decoder_ch_mult):
+            raise ValueError(
+                f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"
+            )
+        if ch % NORM_GROUPS:
+            raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
+        self.encoder = Encoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels)
+        self.decoder = Decoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels)
+        self.quantize = VectorQuantizer(codebook_size, codebook_embed_dim)
+        self.quant_conv = nn.Conv2d(z_channels, codebook_embed_dim, 1)
+        self.post_quant_conv = nn.Conv2d(codebook_embed_dim, z_channels, 1)
+
+    @property
+    def downsampling(self) -> int:
+        """Pixels per token along one side."""
+        return 2 ** (len(self.config.encoder_ch_mult) - 1)
+
+    def encode_latents(self, pixels_BCYX: Tensor) -> Tensor:
+        """Unit-norm latents `[B, E, R, G]` before quantisation, of pixels in [-1, 1].
+
+        Raises:
+            ValueError: if a side is not a multiple of `downsampling`.
+        """
+        Y, X = pixels_BCYX.shape[-2:]
+        if Y % self.downsampling or X % self.downsampling:
+            raise ValueError(f"pixels must have sides divisible by {self.downsampling}, got {Y}x{X}")
+        return F.normalize(self.quant_conv(self.encoder(pixels_BCYX)), dim=1)
+
+    @apply_forward_hook  # so that CPU offload moves the weights in
+    def encode(self, pixels_BCYX: Tensor) -> Tensor:
+        """Token indices `[B, R, G]` int64 of pixels `[B, 3, Y, X]` in [-1, 1]."""
+        return self.quantize.nearest(self.encode_latents(pixels_BCYX))
+
+    def decode_latents(self, z_BERG: Tensor) -> Tensor:
+        """Pixels `[B, 3, Y, X]`, about [-1, 1], of code vectors `[B, E, R, G]`."""
+        return self.decoder(self.post_quant_conv(z_BERG.to(self.post_quant_conv.weight.dtype)))
+
+    @apply_forward_hook
+    def decode(self, indices: Tensor) -> Tensor:
+        """Pixels `[B, 3, Y, X]`, about [-1, 1], of indices `[B, R, G]`, or `[B, N]` for a square grid.
+
+        Raises:
+            ValueError: if a flat N is not a square number.
+        """
+        if indices.dim() == 2:
+            side = round(indices.shape[1] ** 0.5)
+            if side * side != indices.shape[1]:
+                raise ValueError(f"flat indices must fill a square grid, got {indices.shape[1]} per row; pass [B, R, G]")
+            indices = indices.view(-1, side, side)
+        return self.decode_latents(self.quantize.lookup(indices))
+
+    def forward(self, sample: Tensor, return_dict: bool = True) -> VQModelOutput | tuple[Tensor, Tensor]:
+        """Reconstruct pixels `[B, 3, Y, X]` in [-1, 1] through the codebook."""
+        indices = self.encode(sample)
+        decoded = self.decode(indices)
+        return VQModelOutput(sample=decoded, indices=indices) if return_dict else (decoded, indices)

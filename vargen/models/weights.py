@@ -1,0 +1,63 @@
+"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def check_weights(folder: Path, stem: str, expected: Shapes) -> None:
+    """Raise ValueError unless `folder/stem.safetensors` (or its shards) holds exactly the `expected` shapes."""
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.is_file():
+        files = [single]
+    elif index.is_file():
+        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    else:
+        others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
+        reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
+        raise ValueError(f"{single} is missing{reason}")
+    found: Shapes = {}
+    for file in files:
+        found.update(header_shapes(file))
+    compare_shapes(found, expected, str(folder))
+
+
+def header_shapes(file: Path) -> Shapes:
+    """Names and shapes in a safetensors file, from its header.
+
+    Raises:
+        ValueError: if the file is missing, truncated or not safetensors.
+    """
+    try:
+        with safe_open(str(file), "pt") as opened:
+            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
+
+
+def compare_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
+    """Raise ValueError naming what is missing, unexpected or of another shape."""
+    problems = [f"missing: {_names(expected.keys() - found.keys())}"] if expected.keys() - found.keys() else []
+    extra = found.keys() - expected.keys() - set(ignore)
+    if extra:
+        problems.append(f"unexpected: {_names(extra)}")
+    wrong = [
+        f"{key} is {list(found[key])}, expected {list(shape)}"
+        for key, shape in expected.items()
+        if key in found and found[key] != shape
+    ]
+    if wrong:
+        problems.append(f"{len(wrong)} of another shape: " + "; ".join(wrong[:3]) + (" ..." if len(wrong) > 3 else ""))
+    if problems:
+        raise ValueError(f"the weights in {where} do not fit the model. " + ". ".join(problems))
+
+
+def _names(keys: Iterable[str], most: int = 5) -> str:
+    ordered = sorted(keys)
+    return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"

@@ -1,0 +1,1 @@
+"""Image and video rewards behind one interface."""

@@ -1,0 +1,1 @@
+"""Data sets, losses and loops that train the small models vargen ships."""

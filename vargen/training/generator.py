@@ -1,0 +1,273 @@
+"""Train a `LlamaGenTransformer` on the tokens of captioned pictures; keep the weights of the best held-out loss.
+
+An over-fitted model has peaked laws, which would flatter every speculative method measured on it, hence the stop at the best
+held-out loss, and the entropy that is reported beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+from transformers import AutoTokenizer
+
+from vargen.files import whole_file
+from vargen.models.llamagen import Condition, LlamaGenTransformer
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.vq import VQModel
+from vargen.pipelines.captions import align_left_padded
+from vargen.pipelines.loading import fast_dtype
+from vargen.training.emoji import EmojiDataset, captions, sample_caption
+from vargen.training.muon import Muon
+from vargen.training.recipe import GeneratorRecipe
+from vargen.training.run import TrainingRun
+from vargen.training.tokenizer import to_pixels
+
+logger = logging.getLogger("vargen")
+
+
+def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
+    """uint8 pictures `[B, Y, X, 3]` moved by (dy, dx) pixels, white coming in."""
+    moved = np.full_like(pictures, 255)
+    Y, X = pictures.shape[1:3]
+    moved[:, max(dy, 0) : Y + min(dy, 0), max(dx, 0) : X + min(dx, 0)] = pictures[
+        :, max(-dy, 0) : Y + min(-dy, 0), max(-dx, 0) : X + min(-dx, 0)
+    ]
+    return moved
+
+
+@torch.no_grad()
+def tokenize_pictures(
+    vqvae: VQModel, images: np.ndarray, recipe: GeneratorRecipe, device: torch.device, batch_size: int = 32
+) -> np.ndarray:
+    """Tokens uint16 `[pictures, variants, N]`; variant 0 is the picture itself, the others are shifted copies."""
+    vqvae.eval()
+    offsets = np.random.default_rng(recipe.seed).integers(-recipe.shift_pixels, recipe.shift_pixels + 1, (64, 2))
+    batches = []
+    for start in tqdm(range(0, len(images), batch_size), desc="tokens", mininterval=5):
+        batch = np.asarray(images[start : start + batch_size])
+        variants = [batch] + [shifted(batch, *offsets[v]) for v in range(recipe.shift_variants)]
+        rows = [vqvae.encode(to_pixels(v, device)).flatten(1).cpu().numpy().astype(np.uint16) for v in variants]
+        batches.append(np.stack(rows, axis=1))
+    return np.concatenate(batches)
+
+
+class CaptionFeatures:
+    """Caption features as the pipeline makes them: `Condition` of texts."""
+
+    def __init__(self, encoder_folder: Path, rows: int, device: torch.device):
+        self.encoder = MiniLMTextEncoder.from_pretrained(encoder_folder / "text_encoder").to(device).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(encoder_folder / "tokenizer")
+        self.rows, self.device = rows, device
+
+    @torch.no_grad()
+    def __call__(self, texts: list[str]) -> Condition:
+        # Padding rows are masked and carry no position, so padding to the batch's longest is as good as to all rows.
+        encoded = self.tokenizer(texts, padding=True, truncation=True, max_length=self.rows, return_tensors="pt")
+        mask = encoded.attention_mask.to(self.device)
+        embeds, valid = align_left_padded(self.encoder(encoded.input_ids.to(self.device), mask), mask.bool())
+        return Condition(caption_embeds=embeds, caption_mask=valid)
+
+
+class Batches:
+    """(tokens `[B, N]`, texts) of the training split, by (seed, step) alone."""
+
+    def __init__(self, data: EmojiDataset, tokens: np.ndarray, recipe: GeneratorRecipe):
+        self.records, self.tokens, self.recipe = data.records, tokens, recipe
+        self.indices = data.indices("train")
+        weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
+        self.cumulative = np.cumsum(weights / weights.sum())
+
+    def __call__(self, step: int) -> tuple[Tensor, list[str], Tensor]:
+        recipe = self.recipe
+        draw = np.random.default_rng((recipe.seed, step))
+        # Stratified: one draw from each of B equal parts of the data, so that a batch is never all flags.
+        points = (np.arange(recipe.batch_size) + draw.random(recipe.batch_size)) / recipe.batch_size
+        chosen = self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)]
+        variant = draw.integers(0, self.tokens.shape[1], len(chosen))
+        rows = torch.from_numpy(self.tokens[chosen, variant].astype(np.int64))
+        words = random.Random(recipe.seed * 1_000_003 + step)
+        texts = [sample_caption(self.records[i], words) for i in chosen]
+        return rows, texts, torch.from_numpy(draw.random(len(chosen)) < recipe.caption_dropout)
+
+
+def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Tensor) -> Condition:
+    """The null caption where `dropped [B]` is True, behind the row's own mask, as guidance uses it."""
+    null = model.null_condition(condition)
+    assert condition.caption_embeds is not None and null.caption_embeds is not None
+    embeds = torch.where(dropped[:, None, None].to(model.device), null.caption_embeds, condition.caption_embeds)
+    return Condition(caption_embeds=embeds, caption_mask=condition.caption_mask)
+
+
+class CodePrior(nn.Module):
+    """Weights that tokens share by where their codes lie, added to the embedding and the head while training.
+
+    A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like codes
+    get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into plain
+    weights, so the trained model is an ordinary one.
+    """
+
+    def __init__(self, codes_VE: Tensor, dim: int):
+        super().__init__()
+        E = codes_VE.shape[1]
+        i, j = torch.triu_indices(E, E)
+        products = codes_VE[:, i] * codes_VE[:, j]
+        features = torch.cat([codes_VE, products], dim=1)
+        features = (features - features.mean(0)) / features.std(0).clamp_min(1e-6)
+        self.register_buffer("features", features, persistent=False)
+        self.embedding = nn.Parameter(torch.randn(features.shape[1], dim) * 0.02)
+        self.head = nn.Parameter(torch.zeros(features.shape[1], dim))
+
+    def weights(self, model: LlamaGenTransformer) -> dict[str, Tensor]:
+        """The summed weights, by parameter name."""
+        return {
+            "tok_embeddings.weight": model.tok_embeddings.weight + self.features @ self.embedding,
+            "output.weight": model.output.weight + self.features @ self.head,
+        }
+
+    def folded(self, model: LlamaGenTransformer) -> dict[str, Tensor]:
+        """The model's state dict with the sums in place."""
+        with torch.no_grad():
+            return {key: value.detach().clone() for key, value in {**model.state_dict(), **self.weights(model)}.items()}
+
+
+def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRecipe) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the blocks, AdamW for embeddings, head and norms; or AdamW for all."""
+    blocks = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2]
+    taken = {id(p) for p in blocks} if recipe.optimizer == "muon" else set()
+    rest = [p for p in [*model.parameters(), *prior.parameters()] if id(p) not in taken]
+    adamw = torch.optim.AdamW(rest, lr=recipe.adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    if recipe.optimizer == "adamw":
+        return [adamw]
+    if recipe.optimizer != "muon":
+        raise ValueError(f"optimizer must be 'muon' or 'adamw', got {recipe.optimizer!r}")
+    return [Muon(blocks, lr=recipe.schedule.learning_rate, weight_decay=recipe.weight_decay), adamw]
+
+
+@torch.no_grad()
+def evaluate_generator(
+    model: LlamaGenTransformer, tokens_PN: np.ndarray, texts: list[str], features: CaptionFeatures, batch_size: int = 16
+) -> dict[str, float]:
+    """Held-out loss and mean entropy of the next-token laws, both in nats per token."""
+    model.eval()
+    loss = entropy = 0.0
+    amp = torch.autocast(features.device.type, torch.bfloat16, enabled=fast_dtype(features.device) == torch.bfloat16)
+    for start in range(0, len(tokens_PN), batch_size):
+        rows = torch.from_numpy(tokens_PN[start : start + batch_size].astype(np.int64)).to(features.device)
+        with amp:
+            logits = model(rows, features(texts[start : start + batch_size])).logits
+        log_law = logits.log_softmax(-1)
+        loss -= log_law.gather(-1, rows[..., None]).sum().item()
+        entropy -= (log_law.exp() * log_law).sum().item()
+    model.train()
+    return {"held_out_loss": loss / tokens_PN.size, "entropy": entropy / tokens_PN.size}
+
+
+def train_generator(
+    recipe: GeneratorRecipe,
+    data: EmojiDataset,
+    tokenizer_folder: Path,
+    text_encoder_folder: Path,
+    folder: Path,
+    device: torch.device,
+) -> dict[str, float]:
+    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the best weights land in `folder/transformer`.
+
+    Args:
+        tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
+
+    Returns the held-out figures of the best weights: `held_out_loss` and `entropy`, nats per token.
+    """
+    torch.manual_seed(recipe.seed)
+    model = LlamaGenTransformer(**{"condition": "text", "dropout": recipe.dropout, **recipe.model}).to(device)
+    run = TrainingRun(
+        folder, {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
+    )
+    vqvae = VQModel.from_pretrained(tokenizer_folder).to(device)
+    tokens = _tokens(folder, recipe, data, vqvae, device)
+    prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
+    evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved
+    features = CaptionFeatures(text_encoder_folder, model.config.cls_token_num, device)
+    held_out = data.indices("validation")
+    held_tokens = tokens[held_out, 0]
+    held_texts = [captions(data.records[i])[0] for i in held_out]
+    part = slice(None, None, max(1, len(held_out) // 96))
+
+    steppers = optimizers(model, prior, recipe)
+    start, best = 0, float("inf")
+    best_weights: dict[str, Tensor] = {}
+    if state := run.resume(device):
+        model.load_state_dict(state["model"])
+        prior.load_state_dict(state["prior"])
+        for stepper, saved in zip(steppers, state["optimizers"], strict=True):
+            stepper.load_state_dict(saved)
+        start, best, best_weights = state["step"], state["best"], state["best_weights"]
+    rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
+    rates = [recipe.schedule.learning_rate, recipe.adamw_learning_rate][-len(rates) :]
+    batches = Batches(data, tokens, recipe)
+    amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+
+    def save(step: int) -> None:
+        saved = [stepper.state_dict() for stepper in steppers]
+        run.checkpoint(
+            step,
+            model=model.state_dict(),
+            prior=prior.state_dict(),
+            optimizers=saved,
+            best=best,
+            best_weights=best_weights,
+        )
+
+    model.train()
+    for step in run.progress(start):
+        for stepper, rate in zip(steppers, rates, strict=True):
+            for group in stepper.param_groups:
+                group["lr"] = rate * recipe.schedule.factor(step)
+        rows, texts, dropped = batches(step)
+        rows = rows.to(device)
+        condition = drop_captions(features(texts), model, dropped)
+        with amp:
+            logits = torch.func.functional_call(model, prior.weights(model), (rows, condition)).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), rows.flatten())
+        for stepper in steppers:
+            stepper.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_([*model.parameters(), *prior.parameters()], 1.0)
+        for stepper in steppers:
+            stepper.step()
+        done = step + 1
+        if done % 10 == 0:
+            run.log(done, loss=loss.detach())
+        if done % recipe.evaluate_every == 0 or done == recipe.schedule.steps:
+            weights = prior.folded(model)
+            evaluated.load_state_dict(weights)
+            figures = evaluate_generator(evaluated, held_tokens[part], held_texts[part], features)
+            run.log(done, **figures)
+            if figures["held_out_loss"] < best:
+                best, best_weights = figures["held_out_loss"], weights
+        if done % recipe.checkpoint_every == 0 or done == recipe.schedule.steps:
+            save(done)
+    evaluated.load_state_dict(best_weights)
+    figures = evaluate_generator(evaluated, held_tokens, held_texts, features)
+    run.log(recipe.schedule.steps, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
+    evaluated.eval().save_pretrained(folder / "transformer")
+    run.plot(("loss", "held_out_loss"), ("entropy",))
+    logger.info("generator %s: %s", folder, figures)
+    return figures
+
+
+def _tokens(folder: Path, recipe: GeneratorRecipe, data: EmojiDataset, vqvae: VQModel, device: torch.device) -> Any:
+    """Tokens of all pictures, computed once per run."""
+    path = folder / "tokens.npy"
+    if not path.is_file():
+        tokens = tokenize_pictures(vqvae, data.images, recipe, device)
+        with whole_file(path) as temporary, open(temporary, "wb") as file:
+            np.save(file, tokens)
+    return np.load(path, mmap_mode="r")

@@ -1,0 +1,137 @@
+"""Training recipes: frozen data read from a TOML file, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+PACKAGED = Path(__file__).parent / "recipes"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Length and learning rate: linear warm-up, constant, then a linear decay to zero.
+
+    The constant middle makes a run extensible: more `steps` on resume move only the decay.
+    """
+
+    steps: int = 1000
+    learning_rate: float = 1e-3
+    warmup_steps: int = 50
+    decay_fraction: float = 0.3
+
+    def factor(self, step: int) -> float:
+        """Multiplier of the learning rate at `step` (from 0), in [0, 1]."""
+        warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
+        decay_steps = max(self.decay_fraction * self.steps, 1.0)
+        return max(0.0, min(warm, (self.steps - step) / decay_steps))
+
+
+@dataclass(frozen=True)
+class TokenizerRecipe:
+    """How to train a `VQModel`. `model` holds the keyword arguments of its constructor."""
+
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    batch_size: int = 32
+    crop: int = 64  # pixels; crops of the content teach more per multiply than the white around it
+    full_fraction: float = 0.15  # last part of training: whole pictures, as used later
+    autoencoder_steps: int = 200  # before the codebook is fitted by k-means: nothing is quantised
+    l1_weight: float = 1.0
+    mse_weight: float = 2.0
+    gradient_weight: float = 0.5
+    commitment_weight: float = 0.25
+    codebook_decay: float = 0.98
+    revive_every: int = 50
+    weight_decay: float = 0.01
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+
+@dataclass(frozen=True)
+class GeneratorRecipe:
+    """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor."""
+
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    batch_size: int = 32
+    caption_dropout: float = 0.1
+    shift_pixels: int = 4  # augmentation: each picture is tokenised at several offsets up to this
+    shift_variants: int = 2
+    dropout: float = 0.0
+    optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
+    adamw_learning_rate: float = 3e-3
+    weight_decay: float = 0.05
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+
+R = TypeVar("R")
+
+
+def load_recipe(source: str | Path, kind: type[R]) -> R:
+    """Read a recipe from a TOML file, or a packaged one by name (`emoji-tokenizer`, `emoji-generator`, ...).
+
+    Raises:
+        FileNotFoundError: if neither a file nor a packaged recipe has that name.
+        ValueError: for malformed TOML, a key that the recipe lacks (names the nearest), or a value of a wrong type.
+    """
+    path = Path(source)
+    if not path.is_file():
+        path = PACKAGED / f"{source}.toml"
+        if not path.is_file():
+            known = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
+            raise FileNotFoundError(
+                f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})"
+            )
+    try:
+        values = tomllib.loads(path.read_text())
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"recipe {path}: not valid TOML: {error}") from error
+    return build(kind, values, str(path))
+
+
+def build(kind: type[R], values: dict[str, Any], where: str) -> R:
+    """An instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
+    hints = typing.get_type_hints(kind)
+    arguments: dict[str, Any] = {}
+    for key, value in values.items():
+        if key not in hints:
+            near = difflib.get_close_matches(key, hints, n=1)
+            raise ValueError(
+                f"{where}: unknown key {key!r}"
+                + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")
+            )
+        expected = hints[key]
+        if dataclasses.is_dataclass(expected) and isinstance(expected, type):
+            value = build(expected, value, f"{where} [{key}]")
+        else:
+            origin = typing.get_origin(expected) or expected
+            accepted: Any = (int, float) if origin is float else origin
+            if (
+                isinstance(accepted, types.UnionType)
+                or isinstance(value, accepted)
+                and not (isinstance(value, bool) and origin is not bool)
+            ):
+                value = float(value) if origin is float else value
+            else:
+                raise ValueError(f"{where}: {key} must be {expected}, got {value!r}")
+        arguments[key] = value
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)  # type: ignore[arg-type]
+        if f.name not in arguments
+        and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    if missing:
+        raise ValueError(f"{where}: missing {', '.join(missing)}")
+    return kind(**arguments)

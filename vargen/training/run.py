@@ -1,0 +1,133 @@
+"""A training run on disk: its state, its log, its curves. A run killed at any moment resumes from its last checkpoint.
+
+Batches are functions of (seed, step), so no random state needs saving and a resumed run sees the same data as an unbroken one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from vargen.files import whole_file
+
+
+class TrainingRun:
+    """State, log and plots under one folder: `state.pt`, `log.jsonl`, `curves.png`.
+
+    Args:
+        folder: where the run lives; created when missing.
+        fingerprint: what must be equal for a resume to make sense (the model's shape, the seed).
+        steps: total number of steps, for the progress bar.
+
+    Raises:
+        ValueError: if the folder holds a run with another fingerprint.
+    """
+
+    def __init__(self, folder: Path, fingerprint: dict[str, Any], steps: int):
+        self.folder = folder
+        self.fingerprint = json.loads(json.dumps(fingerprint))
+        self.steps = steps
+        self.started = time.monotonic()
+        self.seconds_before = 0.0
+        folder.mkdir(parents=True, exist_ok=True)
+
+    @property
+    def seconds(self) -> float:
+        """Training time so far, over all resumes."""
+        return self.seconds_before + time.monotonic() - self.started
+
+    def resume(self, map_location: torch.device | str = "cpu") -> dict[str, Any] | None:
+        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run."""
+        path = self.folder / "state.pt"
+        if not path.is_file():
+            return None
+        state = torch.load(path, map_location=map_location, weights_only=True)
+        if state["fingerprint"] != self.fingerprint:
+            raise ValueError(
+                f"{self.folder} holds a run of another recipe ({state['fingerprint']}); give another --output or remove it"
+            )
+        self.seconds_before = state["seconds"]
+        self._trim_log(state["step"])
+        return state
+
+    def checkpoint(self, step: int, **state: Any) -> None:
+        """Save `state` as of the completed `step`, whole or not at all."""
+        record = {"step": step, "seconds": self.seconds, "fingerprint": self.fingerprint, **state}
+        with whole_file(self.folder / "state.pt") as temporary:
+            torch.save(record, temporary)
+
+    def log(self, step: int, **values: float | Tensor) -> None:
+        line = {"step": step, "seconds": round(self.seconds, 1)}
+        line.update({k: float(v) for k, v in values.items()})
+        with open(self.folder / "log.jsonl", "a") as log:
+            log.write(json.dumps(line) + "\n")
+
+    def _trim_log(self, step: int) -> None:
+        """Drop lines after the checkpoint: they will be written again."""
+        path = self.folder / "log.jsonl"
+        if not path.is_file():
+            return
+        kept = []
+        for line in path.read_text().splitlines():
+            try:
+                record = json.loads(line)
+            except json.JSONDecodeError:  # the kill hit in the middle of a line
+                continue
+            if record["step"] <= step:
+                kept.append(line)
+        with whole_file(path) as temporary:
+            temporary.write_text("".join(line + "\n" for line in kept))
+
+    def records(self) -> list[dict[str, float]]:
+        path = self.folder / "log.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+
+    def progress(self, start: int) -> tqdm:
+        return tqdm(
+            range(start, self.steps), initial=start, total=self.steps, desc=self.folder.name, mininterval=5
+        )
+
+    def plot(self, *panels: tuple[str, ...]) -> Path:
+        """Write `curves.png`: one panel per tuple of logged names, against steps."""
+        import matplotlib
+
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
+        records = self.records()
+        for axis, names in zip(axes[0], panels, strict=True):
+            for name in names:
+                points = [(r["step"], r[name]) for r in records if name in r]
+                if points:
+                    axis.plot(*zip(*points, strict=True), label=name.replace("_", " "), linewidth=1.2)
+            axis.set_xlabel("step")
+            axis.grid(alpha=0.3)
+            axis.legend()
+        figure.tight_layout()
+        target = self.folder / "curves.png"
+        with whole_file(target) as temporary:
+            figure.savefig(temporary, format="png", dpi=100)
+        pyplot.close(figure)
+        return target
+
+
+def training_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`.
+
+    Raises:
+        ValueError: for another name, or for cuda where torch has none.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name not in ("cpu", "cuda"):
+        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device 'cuda' was asked for, but torch sees no GPU; use --device cpu")
+    return torch.device(name)

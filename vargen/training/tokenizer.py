@@ -1,0 +1,248 @@
+"""Train a `VQModel`: reconstruction plus a gradient term, and a codebook kept in use by construction.
+
+The codebook follows the encoder by exponential moving averages (van den Oord et al. 2017, appendix A.1), here on the unit
+sphere: it starts from spherical k-means on real latents and codes that nothing chooses are moved to badly served latents.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vargen.models.vq import VQModel
+from vargen.training.emoji import EmojiDataset
+from vargen.training.recipe import TokenizerRecipe
+from vargen.training.run import TrainingRun
+
+logger = logging.getLogger("vargen")
+
+
+def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
+    """uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
+    # contiguous: channels-last group norm and small convolutions are six times slower on a CPU
+    return (
+        torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2).contiguous().float()
+        / 127.5
+        - 1
+    )
+
+
+class Batches:
+    """Pictures of the training split, by (seed, step) alone: the busier of two random crops of a weighted draw."""
+
+    def __init__(self, data: EmojiDataset, recipe: TokenizerRecipe):
+        self.images = data.images
+        self.indices = data.indices("train")
+        weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
+        self.cumulative = np.cumsum(weights / weights.sum())
+        self.recipe = recipe
+
+    def __call__(self, step: int) -> np.ndarray:
+        recipe = self.recipe
+        random = np.random.default_rng((recipe.seed, step))
+        size = self.images.shape[1]
+        whole = step >= recipe.schedule.steps * (1 - recipe.full_fraction)
+        crop = size if whole else min(recipe.crop, size)
+        count = max(1, recipe.batch_size * recipe.crop**2 // size**2) if whole else recipe.batch_size
+        chosen = self.indices[
+            np.searchsorted(self.cumulative, random.random(count), side="right").clip(
+                max=len(self.indices) - 1
+            )
+        ]
+        batch = []
+        for index in chosen:
+            picture = self.images[index]
+            corners = random.integers(0, size - crop + 1, (2, 2))
+            crops = [picture[y : y + crop, x : x + crop] for y, x in corners]
+            busiest = max(crops, key=lambda part: np.count_nonzero(part != 255))
+            batch.append(busiest[:, ::-1] if random.random() < 0.5 else busiest)
+        return np.stack(batch)
+
+
+class Codebook:
+    """Moving averages behind the codes: `sums [V, E]`, `counts [V]`."""
+
+    def __init__(self, model: VQModel, decay: float):
+        self.weight = model.quantize.embedding.weight
+        self.decay = decay
+        self.sums = self.weight.detach().clone()
+        self.counts = torch.ones(len(self.weight), device=self.weight.device)
+
+    @torch.no_grad()
+    def fit(self, z_NE: Tensor, generator: torch.Generator, rounds: int = 8) -> None:
+        """Spherical k-means on unit latents."""
+        V = len(self.weight)
+        # Flat background gives thousands of equal latents: jitter lets their codes part instead of tying.
+        picks = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
+        centres = F.normalize(
+            z_NE[picks] + 1e-3 * torch.randn(V, z_NE.shape[1], generator=generator).to(z_NE.device), dim=-1
+        )
+        for _ in range(rounds):
+            nearest = torch.cat([(part @ centres.T).argmax(-1) for part in z_NE.split(8192)])
+            counts = torch.bincount(nearest, minlength=V)
+            sums = torch.zeros_like(centres).index_add_(0, nearest, z_NE)
+            spare = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
+            centres = F.normalize(torch.where(counts[:, None] > 0, sums, z_NE[spare]), dim=-1)
+        self.weight.copy_(centres)
+        self.sums.copy_(centres)
+        self.counts.fill_(1.0)
+
+    @torch.no_grad()
+    def update(self, z_NE: Tensor, indices_N: Tensor) -> None:
+        V = len(self.weight)
+        counts = torch.bincount(indices_N, minlength=V).float()
+        sums = torch.zeros_like(self.sums).index_add_(0, indices_N, z_NE)
+        self.counts.lerp_(counts, 1 - self.decay)
+        self.sums.lerp_(sums, 1 - self.decay)
+        self.weight.copy_(F.normalize(self.sums, dim=-1))
+
+    @torch.no_grad()
+    def revive(self, z_NE: Tensor, generator: torch.Generator, threshold: float = 0.03) -> int:
+        """Move codes that nearly nothing chooses to latents that are served badly; returns how many."""
+        dead = (self.counts < threshold).nonzero()[:, 0]
+        if len(dead):
+            miss = (1 - (z_NE @ self.weight.T).amax(-1)).clamp_min(1e-6)
+            picks = torch.multinomial(miss.cpu(), min(len(dead), len(z_NE)), generator=generator).to(
+                z_NE.device
+            )
+            dead = dead[: len(picks)]
+            self.weight[dead] = z_NE[picks]
+            self.sums[dead] = z_NE[picks] * 0.1
+            self.counts[dead] = 0.1
+        return len(dead)
+
+
+def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: TokenizerRecipe) -> Tensor:
+    """L1 and MSE on pixels, and L1 on their horizontal and vertical differences (edges)."""
+    error = predicted - target
+    gradient = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
+    return (
+        recipe.l1_weight * error.abs().mean()
+        + recipe.mse_weight * error.square().mean()
+        + recipe.gradient_weight * gradient
+    )
+
+
+@torch.no_grad()
+def evaluate_tokenizer(
+    model: VQModel, images: np.ndarray, device: torch.device, batch_size: int = 16
+) -> dict[str, float]:
+    """Mean PSNR in dB over uint8 pictures `[N, Y, X, 3]`, share of codes used, and perplexity of their use."""
+    model.eval()
+    psnr, used = [], torch.zeros(model.config.codebook_size, device=device)
+    for start in range(0, len(images), batch_size):
+        pixels = to_pixels(images[start : start + batch_size], device)
+        output = model(pixels)
+        error = (output.sample.float().clamp(-1, 1) - pixels) / 2
+        psnr.append(-10 * error.square().mean((1, 2, 3)).clamp_min(1e-10).log10())
+        used += torch.bincount(output.indices.flatten(), minlength=len(used)).float()
+    model.train()
+    law = used / used.sum()
+    return {
+        "psnr": torch.cat(psnr).mean().item(),
+        "codebook_use": (used > 0).float().mean().item(),
+        "perplexity": torch.exp(-(law * law.clamp_min(1e-12).log()).sum()).item(),
+    }
+
+
+def train_tokenizer(
+    recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device
+) -> dict[str, float]:
+    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
+
+    Returns the held-out figures of the final model: `psnr` (dB), `codebook_use` (share), `perplexity`.
+    """
+    torch.manual_seed(recipe.seed)
+    model = VQModel(**recipe.model).to(device)
+    trained = [p for name, p in model.named_parameters() if name != "quantize.embedding.weight"]
+    optimizer = torch.optim.AdamW(
+        trained, lr=recipe.schedule.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+    )
+    codebook = Codebook(model, recipe.codebook_decay)
+    run = TrainingRun(
+        folder, {"kind": "tokenizer", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
+    )
+    start = 0
+    if state := run.resume(device):
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        codebook.sums.copy_(state["sums"])
+        codebook.counts.copy_(state["counts"])
+        start = state["step"]
+    batches = Batches(data, recipe)
+    held_out = data.images[data.indices("validation")]
+    sample = held_out[:: max(1, len(held_out) // 128)]
+    amp = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+    recent: list[Tensor] = []
+    for step in run.progress(start):
+        for group in optimizer.param_groups:
+            group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        pixels = to_pixels(batches(step), device)
+        quantised = step >= recipe.autoencoder_steps
+        with amp:
+            z_BERG = model.encode_latents(pixels)
+        z_BERG = z_BERG.float()
+        z_NE = z_BERG.detach().movedim(1, -1).flatten(0, 2)
+        if step == recipe.autoencoder_steps or (quantised and step == start and state is None):
+            codebook.fit(torch.cat([*recent, z_NE])[-65536:], generator)
+        if not quantised:
+            recent = [*recent[-40:], z_NE]
+            indices, codes, commitment = None, z_BERG, z_BERG.new_zeros(())
+        else:
+            recent = []
+            indices = model.quantize.nearest(z_BERG)
+            codes = model.quantize.lookup(indices).detach()
+            commitment = (z_BERG - codes).square().sum(1).mean()
+        with amp:
+            decoded = model.decode_latents(z_BERG + (codes - z_BERG).detach())  # straight-through gradient
+        reconstruction = reconstruction_loss(decoded.float(), pixels, recipe)
+        loss = reconstruction + recipe.commitment_weight * commitment
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        revived = 0
+        if indices is not None:
+            codebook.update(z_NE, indices.flatten())
+            # Late changes of the codebook cannot be followed by the decoder any more: none while the rate decays.
+            if (step + 1) % recipe.revive_every == 0 and recipe.schedule.factor(step) >= 1:
+                revived = codebook.revive(z_NE, generator)
+        done = step + 1
+        if done % 10 == 0:
+            run.log(
+                done,
+                loss=loss.detach(),
+                reconstruction=reconstruction.detach(),
+                commitment=commitment.detach(),
+                revived=revived,
+            )
+        if done % recipe.evaluate_every == 0:
+            run.log(done, **evaluate_tokenizer(model, sample, device))
+        if done % recipe.checkpoint_every == 0 and done != recipe.schedule.steps:
+            run.checkpoint(
+                done,
+                model=model.state_dict(),
+                optimizer=optimizer.state_dict(),
+                sums=codebook.sums,
+                counts=codebook.counts,
+            )
+    figures = evaluate_tokenizer(model, held_out, device)
+    run.log(recipe.schedule.steps, **figures)
+    run.checkpoint(
+        recipe.schedule.steps,
+        model=model.state_dict(),
+        optimizer=optimizer.state_dict(),
+        sums=codebook.sums,
+        counts=codebook.counts,
+    )
+    model.save_pretrained(folder / "vqvae")
+    run.plot(("loss", "reconstruction"), ("psnr",), ("codebook_use",))
+    logger.info("tokenizer %s: %s (%s)", folder, figures, asdict(recipe.schedule))
+    return figures
