@@ -17,7 +17,7 @@ export PROMPT OUT SEED
 
 REFERENCE := .venv
 LATEST    := .venv-latest
-PYTEST    := -m pytest -n 2 --dist worksteal
+PYTEST    := pytest -n 2 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets tests
 
 .PHONY: image test test-latest lint ruff types clean
@@ -26,10 +26,10 @@ image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
 
 test: $(REFERENCE)/.all lint
-	$(REFERENCE)/bin/python $(PYTEST)
+	$(REFERENCE)/bin/$(PYTEST)
 
 test-latest: $(LATEST)/.fast
-	$(LATEST)/bin/python $(PYTEST) -m "not slow"
+	$(LATEST)/bin/$(PYTEST) -m "not slow"
 
 lint: ruff types
 

@@ -25,9 +25,9 @@ from vargen.pipelines.loading import checked_folder, component_dtypes
 
 ensure_torchvision()
 
-from diffusers import DiffusionPipeline  # noqa: E402
-from diffusers.image_processor import VaeImageProcessor  # noqa: E402
-from diffusers.utils import BaseOutput  # noqa: E402
+from diffusers import DiffusionPipeline
+from diffusers.image_processor import VaeImageProcessor
+from diffusers.utils import BaseOutput
 
 logger = logging.getLogger("vargen")
 
@@ -133,7 +133,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         config = self.transformer.config
         if config.condition == "class":
             if class_labels is None or prompt is not None:
-                raise ValueError("this model draws classes: give class_labels (0 to %d)" % (config.num_classes - 1))
+                raise ValueError(f"this model draws classes: give class_labels (0 to {config.num_classes - 1}), no prompt")
             names = {int(k): v for k, v in (self.config.id2label or {}).items()}
             labels = checks.check_class_labels(class_labels, config.num_classes, names)
             return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
@@ -188,14 +188,14 @@ class LlamaGenPipeline(DiffusionPipeline):
 
         Args:
             prompt: one prompt or several (`condition="text"`).
-            class_labels: one class or several, by number or, where the checkpoint names them, by name (`condition="class"`).
+            class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
             num_images_per_prompt: pictures of each.
             guidance_scale: classifier-free guidance, at least 0; 1 switches it off. None: the checkpoint's default, as for
                 `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary) and `top_p` (in (0, 1]).
             guidance_interval: guide only up to this decoding step; None guides all.
             negative_prompt: what guidance leads away from, instead of the null caption.
             accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
-            generator: a `torch.Generator`, or one per picture; picture i of a list is the picture that its generator draws alone.
+            generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
@@ -222,7 +222,9 @@ class LlamaGenPipeline(DiffusionPipeline):
             raise ValueError(f"callback_on_step_end_tensor_inputs must be among {self._callback_tensor_inputs}, got {unknown}")
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
-        requests = checks.check_prompts(prompt) if prompt is not None else prompt_embeds if class_labels is None else class_labels
+        requests = prompt_embeds if class_labels is None else class_labels
+        if prompt is not None:
+            requests = checks.check_prompts(prompt)
         many = len(requests) if isinstance(requests, list | tuple | Tensor) and not isinstance(requests, str) else 1
         images = many * checks.check_count(num_images_per_prompt, many)
         seeds = checks.image_seeds(generator, images)

@@ -18,7 +18,7 @@ from vargen.models.weights import check_weights
 
 ensure_torchvision()
 
-from diffusers import DiffusionPipeline  # noqa: E402
+from diffusers import DiffusionPipeline
 
 # Folders may name classes of these libraries only: anything else would be code from a stranger.
 _TRUSTED = ("diffusers", "transformers", "vargen.")
@@ -41,7 +41,7 @@ def cpu_multiplies_bfloat16() -> bool:
 
 
 def component_dtypes(folder: Path, torch_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Per component: `torch_dtype`, or the fastest, for the transformer and a transformers text encoder; float32 for the rest."""
+    """Per component: `torch_dtype`, or the fastest, for the transformer and a T5 text encoder; float32 for the rest."""
     dtype = torch_dtype or fast_dtype("cuda" if torch.cuda.is_available() else "cpu")
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"torch_dtype must be a floating-point torch.dtype, got {torch_dtype!r}")

@@ -26,8 +26,9 @@ _ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "assets": set(),
     "compat": set(),
+    "files": set(),
 }
-_COMMON = {"vargen", "compat", "assets"}
+_COMMON = {"vargen", "compat", "files", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

@@ -40,17 +40,17 @@ def project(repo_root: Path) -> dict[str, Any]:
 
 def test_importing_the_root_is_cheap(tmp_path: Path) -> None:
     code = (
-        "import sys, time; start = time.perf_counter(); import vargen, vargen.assets, vargen.compat;"
-        "print(time.perf_counter() - start); assert 'torch' not in sys.modules"
+        "import sys, time; start = time.process_time(); import vargen, vargen.assets, vargen.compat;"
+        "print(time.process_time() - start); assert 'torch' not in sys.modules"
     )
     best = float("inf")
-    for _ in range(10):  # other processes on the machine only ever make it slower
+    for _ in range(5):  # time of this process, and the best: a busy machine only ever makes it slower
         done = python("-c", code, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
         best = min(best, float(done.stdout))
         if best < 0.3:
             return
-    pytest.fail(f"import vargen took {best:.2f} s at best")
+    pytest.fail(f"import vargen took {best:.2f} s of processor time at best")
 
 
 def test_public_names_are_lazy_and_errors_are_plain() -> None:

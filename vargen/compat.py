@@ -6,7 +6,6 @@ import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec, PathFinder
-from importlib.metadata import PackageNotFoundError, version
 from threading import Lock
 from typing import Any
 
@@ -21,6 +20,8 @@ _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 def installed_version(distribution: str) -> str | None:
     """Version of an installed distribution, None if it is not installed. Imports nothing of it."""
+    from importlib.metadata import PackageNotFoundError, version  # costs more than the rest of this module
+
     try:
         return version(distribution)
     except PackageNotFoundError:
@@ -112,10 +113,8 @@ def _find_beside(name: str, folder: str) -> ModuleSpec | None:
     root = os.path.realpath(os.path.dirname(folder))
     path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
     for finder in sys.meta_path:
-        if finder is PathFinder:
-            spec = PathFinder.find_spec(name, path)
-        else:  # built-in, frozen, and the finders of editable installs, which do not look at sys.path
-            spec = finder.find_spec(name, None, None)
+        # The others (built-in, frozen, those of editable installs) do not look at sys.path.
+        spec = finder.find_spec(name, path if finder is PathFinder else None, None)
         if spec is not None and spec.loader is not None:
             return spec
     return None

@@ -1,4 +1,4 @@
-"""Files appear whole or not at all."""
+"""Files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path` that takes its place only if the block succeeds.
 
     Raises:
-        OSError: if the folder cannot be made or written; `path` is then as it was.
+        OSError: if the folder cannot be made or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

@@ -1,1 +1,1 @@
-"""The vargen command, a file per verb."""
+"""The `vargen` command, a file per verb. Results go to stdout, everything else to stderr."""

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance import same_noise
 from vargen.decoding.accelerator import Accelerator, resolve_accelerator
+from vargen.decoding.acceptance import same_noise
 from vargen.decoding.sampling import law
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel, Tree

@@ -24,6 +24,8 @@ class Purpose(IntEnum):
 
 
 def _signed(value: int) -> int:
+    """The int64 of the low 64 bits."""
+    value &= (1 << 64) - 1
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
@@ -45,7 +47,7 @@ def _mix_(z: Tensor) -> Tensor:
 
 def _keys(seeds: Tensor, position: Tensor, purpose: int) -> Tensor:
     """int64 `[B, T]`, one independent stream each."""
-    key = _mix_((seeds + _GOLDEN * (int(purpose) + 1)).clone())
+    key = _mix_(seeds + _signed(_GOLDEN * (int(purpose) + 1)))
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 

@@ -22,9 +22,9 @@ from vargen.models.cache import KVCache
 
 ensure_torchvision()
 
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
-from diffusers.models.modeling_utils import ModelMixin  # noqa: E402
-from diffusers.utils import BaseOutput  # noqa: E402
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.utils import BaseOutput
 
 # The official sizes: width, layers, heads.
 SIZES: dict[str, dict[str, int]] = {
@@ -367,7 +367,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
 
     def _step(self, tokens_BT: Tensor, cache: KVCache, positions: Tensor | None, ancestors: Tensor | None) -> Tensor:
         T = tokens_BT.shape[1]
-        if T > cache.scratch:
+        if cache.scratch < T:
             raise ValueError(f"the cache was made for at most {cache.scratch} tokens a pass, got {T}")
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)

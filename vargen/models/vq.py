@@ -9,6 +9,7 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -19,10 +20,10 @@ from vargen.compat import ensure_torchvision
 
 ensure_torchvision()
 
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # noqa: E402
-from diffusers.models.modeling_utils import ModelMixin  # noqa: E402
-from diffusers.utils import BaseOutput  # noqa: E402
-from diffusers.utils.accelerate_utils import apply_forward_hook  # noqa: E402
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.utils import BaseOutput
+from diffusers.utils.accelerate_utils import apply_forward_hook
 
 NORM_GROUPS = 32
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
@@ -101,7 +102,7 @@ class Level(nn.Module):
     def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool):
         super().__init__()
         widths = [in_channels] + [out_channels] * blocks
-        self.res = nn.ModuleList(ResnetBlock(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.res = nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths))
         self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(blocks if attention else 0))
 
     def forward(self, x_BCYX: Tensor) -> Tensor:

@@ -109,8 +109,8 @@ def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Ten
 class CodePrior(nn.Module):
     """Weights that tokens share by where their codes lie, added to the embedding and the head while training.
 
-    A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like codes
-    get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into plain
+    A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like
+    codes get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into plain
     weights, so the trained model is an ordinary one.
     """
 

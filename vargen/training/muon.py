@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are orthogonalised before they are applied (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982).
+"""Muon: momentum, orthogonalised before it is applied (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982).
 
 torch.optim.Muon iterates in bfloat16, which CPUs without such instructions multiply eight times slower than float32, and one
 matrix at a time. Here equal shapes go through one batched iteration, in float32 on a CPU.
@@ -33,7 +33,7 @@ class Muon(torch.optim.Optimizer):
     """Muon for two-dimensional parameters.
 
     Args:
-        params: matrices. A fused matrix (queries, keys, values) is split into squares where its rows are a multiple of its columns.
+        params: matrices; fused ones (queries, keys, values) are split into squares.
         lr: learning rate on AdamW's scale: updates are scaled to AdamW's usual root mean square of 0.2 (Liu et al., eq. 4).
         momentum: Nesterov momentum. weight_decay: decoupled.
     """

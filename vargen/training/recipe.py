@@ -47,6 +47,7 @@ class TokenizerRecipe:
     l1_weight: float = 1.0
     mse_weight: float = 2.0
     gradient_weight: float = 0.5
+    colour_weight: float = 2.0
     commitment_weight: float = 0.25
     codebook_decay: float = 0.98
     revive_every: int = 50
@@ -118,8 +119,8 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
             accepted: Any = (int, float) if origin is float else origin
             if (
                 isinstance(accepted, types.UnionType)
-                or isinstance(value, accepted)
-                and not (isinstance(value, bool) and origin is not bool)
+                or (isinstance(value, accepted)
+                and not (isinstance(value, bool) and origin is not bool))
             ):
                 value = float(value) if origin is float else value
             else:

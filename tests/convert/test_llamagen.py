@@ -1,0 +1,682 @@
+"""Official LlamaGen files to a pipeline folder: what comes out is what went in, and what is wrong is named."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vargen import LlamaGenPipeline
+from vargen.convert import llamagen
+from vargen.convert.checkpoints import read_checkpoint
+from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
+from vargen.models.llamagen import SIZES, LlamaGenTransformer, rotary_table
+from vargen.models.vq import VQModel
+
+State = dict[str, Tensor]
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+_WEIGHTS = "diffusion_pytorch_model.safetensors"
+_TEXT_HEADS = 2
+
+
+def _golden(name: str) -> State:
+    return load_file(_GOLDEN / f"llamagen_{name}" / "model.safetensors")
+
+
+def _io(name: str) -> State:
+    return load_file(_GOLDEN / f"llamagen_{name}" / "io.safetensors")
+
+
+@pytest.fixture(autouse=True)
+def official_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The golden class model stands for an official size; the text model does not."""
+    monkeypatch.setitem(llamagen.HEADS, (64, 3), 4)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> tuple[Path, Path]:
+    """The class model and its image tokenizer, as the authors save them."""
+    gpt, vq = tmp_path / "c2i.pt", tmp_path / "vq.pt"
+    torch.save({"model": _golden("c2i")}, gpt)
+    torch.save({"model": _golden("vq")}, vq)
+    return gpt, vq
+
+
+@pytest.fixture
+def text_files(tmp_path: Path) -> tuple[Path, Path]:
+    """The text model, and an image tokenizer of as many codes."""
+    gpt, vq = tmp_path / "t2i.pt", tmp_path / "vq48.pt"
+    torch.save({"model": _golden("t2i")}, gpt)
+    torch.manual_seed(0)
+    tokenizer = VQModel(48, 8, 32, (1, 1), (1, 1), num_res_blocks=1, z_channels=32)
+    torch.save({"model": tokenizer.state_dict()}, vq)
+    return gpt, vq
+
+
+def _open(folder: Path) -> LlamaGenPipeline:
+    pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def _left(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+# -- what comes out ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("scale", "interval", "case"), [(1.0, None, "cfg1"), (3.0, None, "cfg3"), (3.0, 5, "cfg3_interval")])
+def test_a_converted_class_model_draws_the_official_greedy_tokens(
+    files: tuple[Path, Path], tmp_path: Path, scale: float, interval: int | None, case: str
+) -> None:
+    assert convert_llamagen(*files, tmp_path / "out", grid_size=4) == tmp_path / "out"
+    io = _io("c2i")
+    result = _open(tmp_path / "out")(
+        class_labels=io["class_labels"],
+        guidance_scale=scale,
+        guidance_interval=interval,
+        temperature=0.0,
+        output_type="latent",
+    )
+    assert torch.equal(result.images.flatten(1), io[f"greedy_tokens_{case}"])
+
+
+@pytest.mark.parametrize(("scale", "case"), [(1.0, "cfg1"), (3.0, "cfg3")])
+def test_a_converted_text_model_draws_the_official_greedy_tokens(
+    text_files: tuple[Path, Path], tmp_path: Path, scale: float, case: str
+) -> None:
+    convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=_TEXT_HEADS)
+    io = _io("t2i")
+    result = _open(tmp_path / "out")(
+        prompt_embeds=io["caption_embeds"],
+        prompt_mask=io["caption_mask"],
+        guidance_scale=scale,
+        temperature=0.0,
+        output_type="latent",
+    )
+    assert torch.equal(result.images.flatten(1), io[f"greedy_tokens_{case}"])
+
+
+def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path, Path], tmp_path: Path) -> None:
+    labels = tmp_path / "labels.json"
+    labels.write_text(json.dumps({"0": "tench", "3": "shark, great white"}))
+    convert_llamagen(*files, tmp_path / "out", grid_size=4, id2label=labels)
+    pipe = _open(tmp_path / "out")
+    pipe.save_pretrained(tmp_path / "again")
+    ours, theirs = (json.loads((tmp_path / f / "model_index.json").read_text()) for f in ("out", "again"))
+    assert ours == {k: v for k, v in theirs.items() if k != "_name_or_path"}
+    for part, network in (("transformer", pipe.transformer), ("vqvae", pipe.vqvae)):
+        kept = [json.loads((tmp_path / f / part / "config.json").read_text()) for f in ("out", "again")]
+        kept[1].pop("_name_or_path", None)
+        assert kept[0] == kept[1]
+        again = load_file(tmp_path / "again" / part / _WEIGHTS)
+        assert all(torch.equal(v, again[k]) for k, v in network.state_dict().items())
+    before, after = pipe(class_labels=3, generator=torch.Generator().manual_seed(0), output_type="pt"), None
+    after = _open(tmp_path / "again")(class_labels="great white", generator=torch.Generator().manual_seed(0), output_type="pt")
+    assert torch.equal(before.images, after.images)
+    assert pipe.config.id2label == {"0": "tench", "3": "shark, great white"}
+
+
+def test_weights_arrive_unchanged_in_their_own_type(files: tuple[Path, Path], tmp_path: Path) -> None:
+    convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    for part, name in (("transformer", "c2i"), ("vqvae", "vq")):
+        written, given = load_file(tmp_path / "out" / part / _WEIGHTS), _golden(name)
+        assert written.keys() == given.keys()
+        assert all(torch.equal(written[k], v) and written[k].dtype == v.dtype for k, v in given.items())
+
+
+def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Path) -> None:
+    convert_llamagen(*files, tmp_path / "out", grid_size=4, dtype=torch.bfloat16)
+    written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
+    assert all(torch.equal(written[k], v.bfloat16()) for k, v in _golden("c2i").items())
+    assert {v.dtype for v in load_file(tmp_path / "out" / "vqvae" / _WEIGHTS).values()} == {torch.float16}
+    with pytest.raises(ValueError, match="dtype must be"):
+        convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8)
+
+
+def test_official_sampling_defaults_are_stored_where_they_fit(tmp_path: Path) -> None:
+    for condition, scale, top_k in (("class", 4.0, 2000), ("text", 7.5, 1000)):
+        for vocab in (16384, top_k, top_k - 1):
+            llamagen._write_index(tmp_path, {}, None, {"condition": condition, "vocab_size": vocab})
+            stored = json.loads((tmp_path / "model_index.json").read_text())["defaults"]
+            expected = {"guidance_scale": scale, "temperature": 1.0, "top_p": 1.0}
+            assert stored == ({**expected, "top_k": top_k} if vocab >= top_k else expected)
+
+
+# -- layouts -----------------------------------------------------------------------------------------------------
+
+
+def _nothing(state: State) -> Any:
+    return state
+
+
+_LAYOUTS: dict[str, Callable[[State], Any]] = {
+    "bare": _nothing,
+    "model": lambda s: {"model": s, "optimizer": {"state": {}}, "steps": 3},
+    "module": lambda s: {"module": s},
+    "state_dict": lambda s: {"state_dict": s, "epoch": 1},
+    "ddp": lambda s: {f"module.{k}": v for k, v in s.items()},
+    "compiled": lambda s: {"model": {f"_orig_mod.{k}": v for k, v in s.items()}},
+    "ddp of compiled": lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
+    "compiled blocks": lambda s: {re.sub(r"(layers\.\d+)", r"\1._orig_mod", k): v for k, v in s.items()},
+    "training": lambda s: {"model": s, "args": argparse.Namespace(lr=1e-4, name="x", layers=[1], seed=None)},
+    "views into one buffer": lambda s: _views(s),
+    "parameters": lambda s: {k: torch.nn.Parameter(v) for k, v in s.items()},
+}
+
+
+def _views(state: State) -> State:
+    """All tensors in one storage, as fully sharded training leaves them."""
+    flat = torch.cat([v.flatten() for v in state.values()])
+    pieces = flat.split([v.numel() for v in state.values()])
+    return {k: piece.view(v.shape) for (k, v), piece in zip(state.items(), pieces, strict=True)}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_every_layout_is_read(layout: str, files: tuple[Path, Path], tmp_path: Path) -> None:
+    given = _golden("c2i")
+    torch.save(_LAYOUTS[layout](given), files[0])
+    convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
+    assert written.keys() == given.keys() and all(torch.equal(written[k], v) for k, v in given.items())
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".safetensors", "legacy.pt"])
+def test_every_file_kind_is_read(ending: str, files: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / f"model{ending}"
+    if ending == ".safetensors":
+        save_file(_golden("c2i"), file)
+    else:
+        torch.save(_golden("c2i"), file, _use_new_zipfile_serialization=ending != "legacy.pt")
+    convert_llamagen(file, files[1], tmp_path / "out", grid_size=4)
+    written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
+    assert all(torch.equal(written[k], v) for k, v in _golden("c2i").items())
+
+
+def test_the_image_tokenizer_prefers_its_averaged_weights_and_the_transformer_does_not(
+    files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    for file, name in zip(files, ("c2i", "vq"), strict=True):
+        averaged = {k: v * 0.5 for k, v in _golden(name).items()}
+        torch.save({"model": _golden(name), "ema": averaged, "discriminator": {}}, file)
+    convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    norm = "norm.weight"
+    assert torch.equal(load_file(tmp_path / "out" / "transformer" / _WEIGHTS)[norm], _golden("c2i")[norm])
+    bias = "encoder.conv_in.bias"
+    assert torch.equal(load_file(tmp_path / "out" / "vqvae" / _WEIGHTS)[bias], _golden("vq")[bias] * 0.5)
+
+
+def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path: Path) -> None:
+    state = _golden("vq")
+    del state["quantize.codebook_used"]
+    torch.save(state, files[1])
+    convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    _open(tmp_path / "out")
+
+
+# -- what the shapes tell ------------------------------------------------------------------------------------------
+
+
+def _manifest() -> dict[str, Any]:
+    return json.loads((_GOLDEN / "llamagen_manifest.json").read_text())
+
+
+def _meta(tensors: dict[str, list[int]]) -> State:
+    return {name: torch.empty(shape, device="meta") for name, shape in tensors.items()}
+
+
+@pytest.mark.parametrize("name", [k for k in _manifest() if k.startswith("GPT")])
+def test_official_transformers_are_recognised(name: str) -> None:
+    size, kind, tokens = name.split("/")
+    side = int(int(tokens) ** 0.5)
+    state = _meta(_manifest()[name]["tensors"])
+    config = detect_transformer(state, Path(f"{kind}_{size[4:]}_{side * 16}.pt"), 16)
+    expected = {**SIZES[size[4:]], "vocab_size": 16384, "grid_size": side, "multiple_of": 256}
+    if kind == "c2i":
+        expected |= {"condition": "class", "num_classes": 1000}
+    else:
+        expected |= {"condition": "text", "cls_token_num": 120, "caption_dim": 2048}
+    assert config == expected
+
+
+@pytest.mark.parametrize(("name", "mult"), [("VQ-16", [1, 1, 2, 2, 4]), ("VQ-8", [1, 2, 2, 4])])
+def test_official_image_tokenizers_are_recognised(name: str, mult: list[int]) -> None:
+    config = detect_vq(_meta(_manifest()[name]["tensors"]), Path("vq.pt"))
+    assert config == {
+        "codebook_size": 16384,
+        "codebook_embed_dim": 8,
+        "ch": 128,
+        "encoder_ch_mult": mult,
+        "decoder_ch_mult": mult,
+        "num_res_blocks": 2,
+        "z_channels": 256,
+        "in_channels": 3,
+        "out_channels": 3,
+    }
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"dim": 96, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "multiple_of": 128},
+        {"dim": 80, "n_layer": 1, "n_head": 2, "multiple_of": 1},
+        {"dim": 64, "n_layer": 11, "n_head": 1, "multiple_of": 96, "num_classes": 1},
+        {"dim": 64, "n_layer": 1, "n_head": 2, "condition": "text", "caption_dim": 7, "cls_token_num": 3},
+    ],
+)
+def test_any_transformer_is_recognised_up_to_its_heads_and_grid(config: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        network = LlamaGenTransformer(vocab_size=50, grid_size=3, **config)
+    state = network.state_dict()
+    found = detect_transformer(dict(state), Path("x.pt"), 4, n_head=config["n_head"], grid_size=3)
+    with torch.device("meta"):
+        rebuilt = LlamaGenTransformer(**found)
+    assert {k: v.shape for k, v in rebuilt.state_dict().items()} == {k: v.shape for k, v in state.items()}
+    asked = {k: v for k, v in config.items() if k != "multiple_of"}  # several give the same width
+    assert {k: found[k] for k in asked if k in found} == {k: v for k, v in asked.items() if k in found}
+    assert found["grid_size"] == 3 and found.get("n_kv_head", found["n_head"]) == config.get("n_kv_head", config["n_head"])
+
+
+@pytest.mark.parametrize(
+    ("name", "downsampling", "grid"),
+    [
+        ("c2i_B_256", 16, 16), ("c2i_XL_384", 16, 24), ("t2i_XL_stage2_512", 16, 32), ("c2i_L_256", 8, 32),
+    ],
+)  # fmt: skip
+def test_the_grid_comes_from_the_file_name(name: str, downsampling: int, grid: int) -> None:
+    assert detect_transformer(_golden("c2i"), Path(f"{name}.pt"), downsampling)["grid_size"] == grid
+    given = detect_transformer(_golden("c2i"), Path(f"{name}.pt"), downsampling, grid_size=5)
+    assert given["grid_size"] == 5, "the caller knows better than a name"
+
+
+@pytest.mark.parametrize("name", ["model.pt", "step_1384.pt", "384_from_256.pt", "256/model.pt"])
+def test_an_unknown_grid_is_asked_for(name: str) -> None:
+    with pytest.raises(ValueError, match=r"grid of .* is unknown.*Give grid_size"):
+        detect_transformer(_golden("c2i"), Path(name), 4)
+
+
+@pytest.mark.parametrize(("kind", "prefix", "heads"), [("c2i", 1, 4), ("t2i", 120, 2)])
+def test_a_stray_rotary_table_tells_grid_and_heads_and_is_dropped(
+    kind: str, prefix: int, heads: int, files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    table = torch.cat([torch.zeros(prefix, 64 // heads // 2, 2), rotary_table(4, 64 // heads)])
+    gpt, vq = files if kind == "c2i" else text_files
+    file = tmp_path / "a_256.pt"  # a name that says otherwise
+    torch.save({"model": {**_golden(kind), "freqs_cis": table}}, file)
+    convert_llamagen(file, vq, tmp_path / "out")
+    config = json.loads((tmp_path / "out" / "transformer" / "config.json").read_text())
+    assert (config["grid_size"], config["n_head"]) == (4, heads)
+    assert "freqs_cis" not in load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
+    with pytest.raises(ValueError, match=r"grid_size=5 contradicts .*4 x 4"):
+        convert_llamagen(file, vq, tmp_path / "out2", grid_size=5)
+    with pytest.raises(ValueError, match=rf"n_head=8 contradicts .*{heads} heads"):
+        convert_llamagen(file, vq, tmp_path / "out2", n_head=8)
+    torch.save({**_golden(kind), "freqs_cis": table[:-1]}, gpt)
+    with pytest.raises(ValueError, match="15 tokens, which fill no square grid"):
+        convert_llamagen(gpt, vq, tmp_path / "out2")
+
+
+def test_heads_of_an_unknown_size_are_asked_for(text_files: tuple[Path, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"width 64 and 2 layers.*give n_head"):
+        convert_llamagen(*text_files, tmp_path / "out", grid_size=4)
+    with pytest.raises(ValueError, match="n_head=3 does not divide the width 64"):
+        convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=3)
+    with pytest.raises(ValueError, match=r"t2i\.pt does not describe a network.*divisible by 4"):
+        convert_llamagen(*text_files, tmp_path / "out", grid_size=4, n_head=32)
+
+
+def test_a_feed_forward_that_is_too_narrow_is_refused() -> None:
+    state = _golden("c2i")
+    state["layers.0.feed_forward.w1.weight"] = torch.zeros(100, 64)
+    with pytest.raises(ValueError, match=r"feed-forward width of 100, width 64 wants at least 170"):
+        detect_transformer(state, Path("x.pt"), 4, grid_size=4)
+
+
+# -- what is wrong is named ----------------------------------------------------------------------------------------
+
+
+def _refused(files: tuple[Path, Path], tmp_path: Path, match: str, **options: Any) -> None:
+    """Converting fails with that message, and leaves nothing but the inputs."""
+    before = _left(tmp_path)
+    with pytest.raises(ValueError, match=match):
+        convert_llamagen(*files, tmp_path / "out", **{"grid_size": 4, **options})
+    assert _left(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("norm.weight"), r"c2i\.pt do not fit.*missing: 1 \(norm\.weight\)"),
+        (lambda s: s.update(extra=torch.zeros(2)), r"c2i\.pt do not fit.*unexpected: 1 \(extra\)"),
+        (lambda s: s.update({"output.weight": torch.zeros(64, 32)}), r"output\.weight is \[64, 32\], exp.*\[64, 64\]"),
+        (lambda s: s.pop("tok_embeddings.weight"), r"c2i\.pt is not a LlamaGen transformer.*tok_embeddings\.weight"),
+        (
+            lambda s: s.update({"layers.0.attention.wqkv.weight": torch.zeros(100, 64)}),
+            r"wqkv\.weight is \[100, 64\]",
+        ),
+        (lambda s: s.pop("layers.1.ffn_norm.weight"), r"missing: 1 \(layers\.1\.ffn_norm\.weight\)"),
+        (lambda s: s.pop("cls_embedding.embedding_table.weight"), r"no cls_embedding\.uncond_embedding"),
+        (lambda s: s["norm.weight"].fill_(torch.nan), r"norm\.weight in .*c2i\.pt holds NaN"),
+        (lambda s: s.update({"norm.weight": torch.ones(64, dtype=torch.int64)}), "norm.weight in .*torch.int64"),
+        (lambda s: s.update({"tok_embeddings.weight": torch.zeros(3)}), r"its tok_embeddings\.weight is \[3\]"),
+        (lambda s: s.update({"module.norm.weight": torch.ones(64)}), "holds a tensor twice"),
+    ],
+)  # fmt: skip
+def test_a_wrong_transformer_is_refused(
+    change: Callable[[State], Any], message: str, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    state = _golden("c2i")
+    change(state)
+    torch.save(state, files[0])
+    _refused(files, tmp_path, message)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("decoder.norm_out.bias"), r"vq\.pt do not fit.*missing: 1 \(decoder\.norm_out\.bias\)"),
+        (lambda s: s.pop("encoder.conv_in.weight"), r"vq\.pt is not a LlamaGen image tokenizer.*encoder\.conv_in"),
+        (lambda s: s.pop("quantize.embedding.weight"), r"no quantize\.embedding\.weight"),
+        (lambda s: s.update({"quant_conv.weight": torch.zeros(8, 32, 1, 1)}), r"quant_conv\.weight is \[8, 32, 1, 1\]"),
+        (
+            lambda s: s.update({"encoder.conv_blocks.1.res.0.conv1.weight": torch.zeros(40, 32, 3, 3)}),
+            r"encoder widths \[32, 40, 64\], expected multiples of 32",
+        ),
+        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(5, 3, 3, 3)}), r"encoder widths .* multiples of 5"),
+        (lambda s: s.pop("quant_conv.bias") if False else _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
+    ],
+)  # fmt: skip
+def test_a_wrong_image_tokenizer_is_refused(
+    change: Callable[[State], Any], message: str, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    state = _golden("vq")
+    change(state)
+    torch.save(state, files[1])
+    _refused(files, tmp_path, message)
+
+
+def _drop(state: State, prefix: str) -> None:
+    for name in [k for k in state if k.startswith(prefix)]:
+        del state[name]
+
+
+def test_swapped_and_doubled_files_are_told(files: tuple[Path, Path], tmp_path: Path) -> None:
+    gpt, vq = files
+    _refused((vq, gpt), tmp_path, r"swapped: .*vq\.pt is the image tokenizer and .*c2i\.pt is the transformer")
+    _refused((vq, vq), tmp_path, r"vq\.pt is an image tokenizer, but was given as the transformer")
+    _refused((gpt, gpt), tmp_path, r"c2i\.pt is a transformer, but was given as the image tokenizer")
+
+
+def test_parts_of_different_codebooks_are_refused(
+    files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    _refused((files[0], text_files[1]), tmp_path, "do not belong together.*64 tokens.*48 codes")
+
+
+def test_weights_that_overflow_the_type_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    torch.save({**_golden("c2i"), "norm.weight": torch.full((64,), 1e6)}, files[0])
+    _refused(files, tmp_path, r"norm\.weight in .* does not fit torch\.float16", dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list"),
+        (torch.zeros(3), "holds a Tensor"),
+        ({}, "holds no tensors"),
+        ({"epoch": 3, "weights": {"a": torch.zeros(1)}}, r"more than tensors at its top \(epoch, weights\)"),
+        ({"model": {"a": 1.0}}, r"more than tensors at its top \(a\)"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(content: Any, message: str, files: tuple[Path, Path], tmp_path: Path) -> None:
+    torch.save(content, files[0])
+    _refused(files, tmp_path, message)
+
+
+class _Hostile:
+    """Would make a file where it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_none(
+    which: int, zipped: bool, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    marker = tmp_path / "ran"
+    content = {"model": _golden("c2i"), "args": _Hostile(marker)}
+    torch.save(content, files[which], _use_new_zipfile_serialization=zipped)
+    _refused(files, tmp_path, rf"{files[which].name} holds more than tensors: \w+\.mkdir.*could run code")
+    assert not marker.exists()
+    torch.load(files[which], weights_only=False)
+    assert marker.exists(), "the file does run code where it is let"
+
+
+def test_only_a_namespace_is_let_in_and_only_meanwhile(files: tuple[Path, Path], tmp_path: Path) -> None:
+    torch.save({"model": _golden("c2i"), "args": Path("x")}, files[0])
+    _refused(files, tmp_path, r"holds more than tensors: pathlib")
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()
+    program = torch.jit.script(torch.nn.Linear(2, 2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.save(program, str(files[0]))
+        _refused(files, tmp_path, "holds more than tensors: a TorchScript program")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("x.pt", lambda b: b[: len(b) // 2]),
+        ("x.pt", lambda b: b[:100]),
+        ("x.pt", lambda b: b""),
+        ("x.pt", lambda b: b"hello world" * 100),
+        ("x.pt", lambda b: b"PK\x03\x04" + bytes(500)),
+        ("x.pth", lambda b: b[:80] + b"\xff" * 40 + b[120:]),
+        ("x.safetensors", lambda b: b[:500]),
+    ],
+)
+def test_a_damaged_file_is_refused(
+    name: str, damage: Callable[[bytes], bytes], files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(damage(files[0].read_bytes()))
+    _refused((file, files[1]), tmp_path, rf"{re.escape(name)} is (damaged|missing, damaged)")
+
+
+def test_what_is_no_checkpoint_file_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("x")
+    _refused((readme, files[1]), tmp_path, r"README\.md is not a checkpoint file")
+    folder = tmp_path / "model.pt"
+    folder.mkdir()
+    _refused((folder, files[1]), tmp_path, r"model\.pt is not a checkpoint file")
+    with pytest.raises(FileNotFoundError, match=r"none\.pt does not exist"):
+        convert_llamagen(files[0], tmp_path / "none.pt", tmp_path / "out", grid_size=4)
+    with pytest.raises(FileNotFoundError, match=r"labels\.json does not exist"):
+        convert_llamagen(*files, tmp_path / "out", grid_size=4, id2label=tmp_path / "labels.json")
+    assert not (tmp_path / "out").exists()
+
+
+# -- names of classes, text encoders -------------------------------------------------------------------------------
+
+
+def test_class_names_come_from_json(files: tuple[Path, Path], tmp_path: Path) -> None:
+    labels = tmp_path / "labels.json"
+    for content in (["a, b", "c"], {"0": "a, b", "1": "c"}, {"0": ["a", "b"], "1": ["c"]}):
+        labels.write_text(json.dumps(content))
+        convert_llamagen(*files, tmp_path / "out", grid_size=4, id2label=labels, overwrite=True)
+        index = json.loads((tmp_path / "out" / "model_index.json").read_text())
+        assert index["id2label"] == {"0": "a, b", "1": "c"}
+    shutil.rmtree(tmp_path / "out")
+    for text in ("{", "3", '{"x": "y"}', '{"0": 3}'):
+        labels.write_text(text)
+        _refused(files, tmp_path, r"labels\.json is not JSON of the form", id2label=labels)
+    labels.write_text('{"10": "the null class is not named"}')
+    _refused(files, tmp_path, r"names class 10, but the transformer has classes 0 to 9", id2label=labels)
+
+
+def _save_text_encoder(folder: Path, width: int) -> Path:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import Whitespace
+    from transformers import PreTrainedTokenizerFast, T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    shape = {"d_ff": 32, "d_kv": 4, "num_layers": 1, "num_heads": 2, "vocab_size": 6}
+    T5EncoderModel(T5Config(d_model=width, **shape)).save_pretrained(folder)
+    words = Tokenizer(WordLevel({"<pad>": 0, "<unk>": 1, "a": 2, "red": 3, "apple": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>").save_pretrained(folder)
+    return folder
+
+
+def test_a_text_model_takes_its_encoder_along(text_files: tuple[Path, Path], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"grid_size": 4, "n_head": _TEXT_HEADS}
+    encoder = _save_text_encoder(tmp_path / "t5", 24)
+    convert_llamagen(*text_files, tmp_path / "out", text_encoder=encoder, **options)
+    pipe = _open(tmp_path / "out")
+    embeds, mask = pipe.encode_prompt(["a red apple"])
+    assert mask.sum() == 3 and embeds.shape == (1, 120, 24)
+    images = pipe("a red apple", temperature=0.0, output_type="latent").images
+    same = pipe(prompt_embeds=embeds, prompt_mask=mask, temperature=0.0, output_type="latent").images
+    assert torch.equal(images, same)
+
+    convert_llamagen(*text_files, tmp_path / "bare", **options)
+    with pytest.raises(ValueError, match="without a text encoder: pass prompt_embeds"):
+        _open(tmp_path / "bare")("a red apple")
+
+
+def test_what_cannot_be_the_text_encoder_is_refused(
+    files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    wide = _save_text_encoder(tmp_path / "wide", 16)
+    text = {"n_head": _TEXT_HEADS}
+    _refused(text_files, tmp_path, "wide.*expected a T5 encoder of width 24", text_encoder=wide, **text)
+    _refused(files, tmp_path, "this transformer draws classes", text_encoder=wide)
+    _refused(text_files, tmp_path, "tokenizer comes with a text_encoder", tokenizer=wide, **text)
+    right = _save_text_encoder(tmp_path / "right", 24)
+    (tmp_path / "empty").mkdir()
+    _refused(text_files, tmp_path, "empty", text_encoder=right, tokenizer=tmp_path / "empty", **text)
+    _refused(text_files, tmp_path, "empty", text_encoder=tmp_path / "empty", **text)
+    labels = tmp_path / "labels.json"
+    labels.write_text("[]")
+    _refused(text_files, tmp_path, "this transformer draws from text", id2label=labels, **text)
+
+
+# -- the output folder ---------------------------------------------------------------------------------------------
+
+
+def test_what_is_there_is_kept_unless_it_is_a_model_folder_to_overwrite(files: tuple[Path, Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    convert_llamagen(*files, out, grid_size=4)  # an empty folder is as good as none
+    (out / "note").write_text("mine")
+    with pytest.raises(FileExistsError, match="exists and is not empty"):
+        convert_llamagen(*files, out, grid_size=4)
+    assert (out / "note").exists()
+    convert_llamagen(*files, out, grid_size=4, overwrite=True)
+    assert _left(out) == {"model_index.json", "transformer", "vqvae"}
+    assert _left(tmp_path) == {"c2i.pt", "vq.pt", "out"}
+    (out / "model_index.json").unlink()
+    with pytest.raises(FileExistsError, match="not a model folder"):
+        convert_llamagen(*files, out, grid_size=4, overwrite=True)
+    with pytest.raises(FileExistsError, match="not a model folder"):
+        convert_llamagen(*files, files[0], grid_size=4, overwrite=True)
+    assert (out / "transformer").exists() and files[0].is_file()
+
+
+def test_a_folder_that_holds_the_inputs_is_not_replaced(files: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "model_index.json").write_text("{}")
+    with pytest.raises(FileExistsError, match="holds what is to be converted"):
+        convert_llamagen(*files, tmp_path, grid_size=4, overwrite=True)
+    assert files[0].exists()
+
+
+def test_missing_parents_are_made_at_the_end(files: tuple[Path, Path], tmp_path: Path) -> None:
+    deep = tmp_path / "a" / "b" / "out"
+    _refused(files, tmp_path, "n_head=7", n_head=7)
+    with pytest.raises(ValueError, match="n_head=7"):
+        convert_llamagen(*files, deep, grid_size=4, n_head=7)
+    assert not (tmp_path / "a").exists()
+    convert_llamagen(*files, deep, grid_size=4)
+    _open(deep)
+    mask = os.umask(0)
+    os.umask(mask)
+    assert deep.stat().st_mode & 0o777 == 0o777 & ~mask, "as open as any new folder"
+
+
+def test_where_nothing_can_be_written_nothing_is_read(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[Any] = []
+    monkeypatch.setattr(llamagen, "read_checkpoint", lambda *a, **k: read.append(a))
+    with pytest.raises(OSError, match=r"cannot write .*out"):
+        convert_llamagen(*files, files[0] / "out", grid_size=4)  # below a file
+    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"cannot write .*out.*read-only"):
+        patch.setattr("tempfile.mkdtemp", _read_only)
+        convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    if os.geteuid():  # permissions do not bind the superuser
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(OSError, match="cannot write"):
+            convert_llamagen(*files, tmp_path / "closed" / "out", grid_size=4)
+    assert not read
+
+
+def _read_only(**_: Any) -> str:
+    raise OSError(30, "read-only file system")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "no space left")])
+def test_an_interruption_leaves_what_was_there(
+    error: BaseException, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
+    index = (tmp_path / "out" / "model_index.json").stat().st_mtime_ns
+
+    def stop(*_: Any) -> None:
+        raise error
+
+    for name in ("fresh", "out"):
+        with monkeypatch.context() as patch, pytest.raises(type(error)):
+            patch.setattr(llamagen, "_write_index", stop)  # by then the weights are written
+            convert_llamagen(*files, tmp_path / name, grid_size=4, overwrite=True)
+    replace = os.replace
+
+    def fail_to_place(source: Any, target: Any) -> None:
+        if Path(source).name == "new":
+            raise error
+        replace(source, target)
+
+    if isinstance(error, OSError):
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
+            patch.setattr(os, "replace", fail_to_place)
+            convert_llamagen(*files, tmp_path / "out", grid_size=4, overwrite=True)
+    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
+    assert (tmp_path / "out" / "model_index.json").stat().st_mtime_ns == index
+
+
+def test_a_checkpoint_of_the_current_format_is_mapped(files: tuple[Path, Path]) -> None:
+    """A large file must not need its size in memory before the first tensor is used."""
+    calls: list[dict[str, Any]] = []
+    load = torch.load
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "load", lambda *a, **k: calls.append(k) or load(*a, **k))
+        read_checkpoint(files[0])
+    assert calls[0]["mmap"] and calls[0]["weights_only"] is True

@@ -1,0 +1,183 @@
+"""Laws of the one loop: the right joint law, rows that do not see each other, drafts that change speed and nothing else."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from drafters import GuessingDrafter
+from table_model import TableModel
+
+from vargen.decoding import (
+    Accelerator,
+    NonFiniteLogitsError,
+    Sampling,
+    Tree,
+    decode,
+    resolve_accelerator,
+    same_noise,
+)
+from vargen.decoding.noise import race
+from vargen.decoding.sampling import law
+
+TREES = {
+    "chain of 1": (-1, 0),
+    "chain of 4": (-1, 0, 1, 2, 3),
+    "two branches": (-1, 0, 0, 1, 2),
+    "bushy": (-1, 0, 0, 0, 1, 1, 2, 4, 4),
+}
+
+
+def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    index = (tokens * vocab ** torch.arange(tokens.shape[1] - 1, -1, -1)).sum(1)
+    return torch.bincount(index, minlength=vocab ** tokens.shape[1]).view([vocab] * tokens.shape[1])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=0.7, top_k=3), Sampling(top_p=0.7)])
+def test_ar_draws_the_enumerated_joint_law(sampling):
+    model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
+    result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
+    exact = model.joint(0, lambda logits: law(logits, sampling))
+    drawn = counts(result.tokens, 4) / n
+    noise = (exact * (1 - exact) / n).sqrt().sum() * math.sqrt(2 / math.pi) / 2  # expected total variation of n draws
+    distance = (drawn - exact).abs().sum() / 2
+    assert distance < 1.5 * noise
+    assert drawn[exact == 0].sum() == 0
+    # The same check tells a wrong law from the right one.
+    wrong = model.joint(1, lambda logits: law(logits, sampling))
+    assert (drawn - wrong).abs().sum() / 2 > 5 * noise
+
+
+@pytest.mark.parametrize("shape", TREES)
+@pytest.mark.parametrize("batch", [1, 5])
+def test_what_is_drafted_never_changes_what_is_drawn(shape, batch):
+    """Same noise, same picture; at a vocabulary of 3 a blind guess is often right, so every path through commit is taken."""
+    model = TableModel(vocab=3, tokens=23, seed=5)
+    condition, seeds = torch.arange(batch) % 2, torch.arange(100, 100 + batch)
+    plain = decode(model, condition, seeds, "ar")
+    drafter = GuessingDrafter(TREES[shape], vocab=3)
+    fast = decode(model, condition, seeds, Accelerator(drafter=drafter))
+    assert torch.equal(plain.tokens, fast.tokens)
+    assert fast.stats.passes < plain.stats.passes
+    assert fast.stats.tokens == batch * 23
+    assert sum(k * n for k, n in enumerate(fast.stats.accepted_histogram)) == batch * 23
+    assert max(k for k, n in enumerate(fast.stats.accepted_histogram) if n) > 1
+
+
+def test_rows_finish_independently_and_equal_their_solo_runs():
+    model = TableModel(vocab=3, tokens=17, seed=8)
+    condition, seeds = torch.tensor([0, 1, 1, 0, 1]), torch.tensor([5, 5, 9, 1, 2])
+    for accelerator in ("ar", Accelerator(drafter=GuessingDrafter((-1, 0, 1), 3))):
+        together = decode(model, condition, seeds, accelerator)
+        for row in range(5):
+            alone = decode(model, condition[row : row + 1], seeds[row : row + 1], accelerator)
+            assert torch.equal(alone.tokens[0], together.tokens[row])
+
+
+def test_ar_feeds_one_token_a_pass():
+    model = TableModel(vocab=4, tokens=9)
+    result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    assert model.passes == [1] * 8
+    assert result.stats.passes == 9 and result.stats.tokens_per_pass == 1.0
+    assert set(result.stats.seconds_by_part) == {"prefill", "draft", "target", "accept", "commit"}
+    assert result.finished and result.length.tolist() == [9, 9]
+
+
+def test_a_grid_of_one_token_needs_the_prefill_alone():
+    model = TableModel(vocab=4, tokens=1)
+    result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3))
+    assert result.tokens.shape == (3, 1) and model.passes == []
+
+
+def test_callback_sees_every_pass_and_can_stop():
+    model, seen = TableModel(vocab=4, tokens=12), []
+
+    def callback(progress):
+        seen.append((progress.step, progress.length.tolist(), progress.accepted.tolist()))
+        return progress.step < 5
+
+    seeds = torch.arange(2)
+    result = decode(model, torch.zeros(2, dtype=torch.int64), seeds, callback=callback)
+    assert [step for step, _, _ in seen] == [1, 2, 3, 4, 5]
+    assert seen[-1][1] == [5, 5] and not result.finished and result.stats.stopped
+    whole = decode(model, torch.zeros(2, dtype=torch.int64), seeds)
+    assert torch.equal(result.tokens[:, :5], whole.tokens[:, :5])
+
+
+def test_a_callback_that_raises_passes_through_and_the_model_stays_usable():
+    model = TableModel(vocab=4, tokens=12)
+
+    def callback(progress):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), callback=callback)
+    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1)).finished
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_non_finite_logits_stop_with_position_and_pass(value):
+    model = TableModel(vocab=4, tokens=12)
+    model.table[1, 7, ..., 2] = value
+    with pytest.raises(NonFiniteLogitsError, match=r"token 7 of 12, pass 8"):
+        decode(model, torch.tensor([0, 1]), torch.arange(2))
+    assert decode(model, torch.tensor([0, 0]), torch.arange(2)).finished
+
+
+def test_non_finite_logits_past_the_grid_do_not_matter():
+    """A pass near the end feeds drafts whose laws nobody reads."""
+    model = TableModel(vocab=3, tokens=10)
+
+    class Overrun(TableModel):
+        def logits(self, condition, position, before, last):
+            values = super().logits(condition, position, before, last)
+            return torch.where((position >= 10)[:, None], math.nan, values)
+
+    model.__class__ = Overrun
+    accelerator = Accelerator(drafter=GuessingDrafter((-1, 0, 1, 2), 3))
+    result = decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)
+    assert result.finished
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("arr", "did you mean 'ar'"), ("warp-drive", "presets: ar")],
+)
+def test_unknown_accelerators_name_the_nearest(name, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_accelerator(name)
+    with pytest.raises(TypeError, match="preset's name or an Accelerator"):
+        resolve_accelerator(3)  # type: ignore[arg-type]
+
+
+def test_trees():
+    tree = Tree.of((-1, 0, 0, 1))
+    assert tree.depth.tolist() == [0, 1, 1, 2] and tree.longest == 3 and not tree.chain
+    assert tree.ancestors.tolist()[3] == [True, True, False, True]
+    assert Tree.of_chain(3).chain and Tree.of_chain(3).longest == 4
+    for bad in [(), (0,), (-1, 1), (-1, 0, -1)]:
+        with pytest.raises(ValueError, match="parents"):
+            Tree.of(bad)
+
+
+def test_same_noise_verdict_against_a_plain_walk():
+    """The vectorised verdict equals walking the tree from the root, over every small tree and many draws."""
+    generator = torch.Generator().manual_seed(0)
+    for parents in itertools.chain(TREES.values(), [(-1, 0, 0, 1, 1, 2, 2)]):
+        drafter = GuessingDrafter(parents, vocab=4)
+        T = len(parents)
+        for trial in range(60):
+            draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1))
+            target = torch.rand(1, T, 4, generator=generator).softmax(-1)
+            seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
+            verdict = same_noise(target, draft, seeds, position)
+            drawn = race(target, seeds, position)[0].tolist()
+            path = [0]
+            while True:
+                follows = [s for s in range(1, T) if parents[s] == path[-1] and int(draft.tokens[0, s - 1]) == drawn[path[-1]]]
+                if not follows:
+                    break
+                path.append(follows[0])
+            assert verdict.count.item() == len(path)
+            assert verdict.path[0, : len(path)].tolist() == path
+            assert verdict.next_token.item() == drawn[path[-1]]

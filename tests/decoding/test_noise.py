@@ -1,0 +1,77 @@
+"""The noise is uniform, independent across its keys, and a function of them alone."""
+
+import math
+
+import pytest
+import torch
+
+from vargen.decoding.noise import Purpose, exponential, race, uniform
+
+SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
+
+
+def test_is_a_function_of_seed_position_and_purpose_alone():
+    position = torch.arange(12).expand(len(SEEDS), -1)
+    together = exponential(SEEDS, position, 33)
+    for row, seed in enumerate(SEEDS):
+        for start in (0, 5):
+            alone = exponential(seed[None], position[:1, start : start + 3], 33)
+            assert torch.equal(alone[0], together[row, start : start + 3])
+
+
+def test_a_longer_vocabulary_extends_the_noise():
+    position = torch.tensor([[3]])
+    assert torch.equal(exponential(SEEDS[:1], position, 10), exponential(SEEDS[:1], position, 20)[..., :10])
+
+
+def test_known_values_do_not_change():
+    """Pictures are promised to stay the same for a seed: these numbers may only change with a major version."""
+    value = exponential(torch.tensor([42]), torch.tensor([[7]]), 4)[0, 0]
+    expected = torch.tensor([0.0079994369, 0.097904667, 1.2539248, 1.1321876])
+    assert torch.allclose(value, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("axis", ["seed", "position", "purpose", "token"])
+def test_neighbouring_keys_are_uncorrelated(axis):
+    n = 200_000
+    if axis == "token":
+        noise = exponential(torch.tensor([3]), torch.tensor([[0]]), n + 1)[0, 0]
+        a, b = noise[:-1], noise[1:]
+    elif axis == "position":
+        noise = uniform(torch.tensor([3]), torch.arange(n + 1)[None], Purpose.TOKEN)[0]
+        a, b = noise[:-1], noise[1:]
+    elif axis == "seed":
+        noise = uniform(torch.arange(n + 1), torch.zeros(n + 1, 1, dtype=torch.int64), Purpose.TOKEN)[:, 0]
+        a, b = noise[:-1], noise[1:]
+    else:
+        position = torch.arange(n)[None]
+        a, b = (uniform(torch.tensor([3]), position, p)[0] for p in (Purpose.TOKEN, Purpose.ACCEPT))
+    correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].abs()
+    assert correlation < 5 / math.sqrt(n)
+
+
+def test_uniform_fills_the_unit_interval_evenly():
+    n, bins = 400_000, 64
+    noise = uniform(torch.tensor([11]), torch.arange(n)[None], Purpose.ACCEPT)[0]
+    assert noise.min() > 0 and noise.max() <= 1
+    counts = torch.histc(noise, bins, 0, 1)
+    chi_square = ((counts - n / bins) ** 2 / (n / bins)).sum()
+    assert abs(chi_square - (bins - 1)) < 6 * math.sqrt(2 * (bins - 1))
+
+
+def test_exponential_has_its_mean_and_tail():
+    noise = exponential(torch.tensor([5]), torch.arange(50)[None], 8192).flatten()
+    assert abs(noise.mean() - 1) < 5 / math.sqrt(len(noise))
+    assert abs((noise > 3).double().mean() - math.exp(-3)) < 5 * math.sqrt(math.exp(-3) / len(noise))
+    assert noise.min() > 0
+
+
+def test_race_draws_from_its_law_and_never_what_has_no_probability():
+    law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    n = 200_000
+    drawn = race(law.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    share = torch.bincount(drawn, minlength=5) / n
+    assert share[1] == 0
+    assert (share - law).abs().max() < 5 * math.sqrt(0.25 / n)
+    certain = torch.tensor([0.0, 1.0, 0.0])
+    assert (race(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()

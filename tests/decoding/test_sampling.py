@@ -1,0 +1,86 @@
+"""One function makes every law; it equals the official filters, ties and edges included."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from vargen.decoding import Sampling
+from vargen.decoding.sampling import filtered, guide, law
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+@pytest.mark.parametrize("name", ["llamagen_c2i", "llamagen_t2i"])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 0.8), (None, 1.0), (10, 1.0), (20, 0.9)])
+def test_filters_equal_the_official_ones(name, top_k, top_p):
+    io = load_file(GOLDEN / name / "io.safetensors")
+    temperature = json.loads((GOLDEN / name / "config.json").read_text())["filter_temperature"]
+    probabilities = law(io["filter_logits"], Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    expected = io[f"filter_probs_k{top_k or 0}_p{top_p}"]
+    assert torch.allclose(probabilities, expected, atol=1e-6)
+    assert torch.equal(probabilities > 0, expected > 0)
+
+
+def test_guidance_comes_before_temperature_and_filters():
+    conditional, unconditional = torch.randn(2, 3, 50, generator=torch.Generator().manual_seed(0)).unbind(0)
+    sampling = Sampling(temperature=0.7, top_k=5)
+    guided = unconditional + 3 * (conditional - unconditional)
+    kept = guided >= guided.topk(5).values[..., -1:]
+    expected = (guided / 0.7).masked_fill(~kept, -math.inf).softmax(-1)
+    assert torch.allclose(law(guide(conditional, unconditional, 3.0), sampling), expected, atol=1e-7)
+
+
+def test_ties_with_the_kth_value_stay():
+    logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
+    assert filtered(logits, 1, 1.0).isfinite().tolist() == [[False, True, True, False]]
+
+
+def test_top_p_keeps_the_crossing_token_and_always_one():
+    logits = torch.tensor([0.5, 0.3, 0.2]).log()
+    assert filtered(logits[None], None, 0.6).isfinite().tolist() == [[True, True, False]]
+    assert filtered(logits[None], None, 1e-9).isfinite().tolist() == [[True, False, False]]
+
+
+def test_laws_are_float32_from_any_dtype_and_sum_to_one():
+    probabilities = law(torch.randn(4, 7, 300).bfloat16(), Sampling(top_k=40, top_p=0.9))
+    assert probabilities.dtype == torch.float32
+    assert torch.allclose(probabilities.sum(-1), torch.ones(4, 7), atol=1e-5)
+
+
+def test_temperature_zero_is_greedy():
+    logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
+    probabilities = law(logits, Sampling(temperature=0))
+    assert torch.equal(probabilities.argmax(-1), logits.argmax(-1))
+    assert probabilities.amax(-1).min() > 0.99
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "allowed"),
+    [
+        ("temperature", -1.0, "at least 0"),
+        ("temperature", math.nan, "at least 0"),
+        ("temperature", math.inf, "finite"),
+        ("temperature", "warm", "finite number"),
+        ("top_k", 0, "None to keep every token"),
+        ("top_k", -3, "at least 1"),
+        ("top_k", 2.5, "whole number"),
+        ("top_k", True, "whole number"),
+        ("top_p", 0.0, "(0, 1]"),
+        ("top_p", 1.1, "(0, 1]"),
+        ("top_p", math.nan, "(0, 1]"),
+    ],
+)
+def test_bad_sampling_names_argument_value_and_range(argument, value, allowed):
+    with pytest.raises(ValueError) as error:
+        Sampling(**{argument: value})
+    assert argument in str(error.value) and repr(value) in str(error.value) and allowed in str(error.value)
+
+
+def test_top_k_over_the_vocabulary_is_refused():
+    with pytest.raises(ValueError, match="top_k must be at most the vocabulary of 100"):
+        Sampling(top_k=101).check_vocabulary(100)
+    Sampling(top_k=100).check_vocabulary(100)

@@ -1,0 +1,286 @@
+"""`LlamaGenPipeline`: conventions of diffusers, seeds, batches, and what bad input gets."""
+
+import json
+import logging
+import math
+import threading
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_models import class_pipeline, text_pipeline
+
+from vargen import LlamaGenPipeline
+from vargen.decoding import NonFiniteLogitsError
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def classes() -> LlamaGenPipeline:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def texts() -> LlamaGenPipeline:
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_output_types_agree(classes):
+    calls = {
+        kind: classes(class_labels=3, generator=seeded(0)[0], output_type=kind).images
+        for kind in ("pil", "np", "pt", "latent")
+    }
+    assert isinstance(calls["pil"][0], Image.Image) and calls["pil"][0].size == (8, 8)
+    assert calls["np"].shape == (1, 8, 8, 3) and 0 <= calls["np"].min() and calls["np"].max() <= 1
+    assert calls["pt"].shape == (1, 3, 8, 8)
+    assert calls["latent"].shape == (1, 4, 4) and calls["latent"].dtype == torch.int64
+    assert np.allclose(calls["np"][0], calls["pt"][0].permute(1, 2, 0).numpy())
+    assert np.array_equal(np.asarray(calls["pil"][0]), (calls["np"][0] * 255).round().astype("uint8"))
+    assert np.allclose(classes.decode_tokens(calls["latent"], output_type="np"), calls["np"])
+
+
+def test_tuple_equals_dict(classes):
+    by_name = classes(class_labels=3, generator=seeded(4)[0], output_type="latent").images
+    (by_place,) = classes(class_labels=3, generator=seeded(4)[0], output_type="latent", return_dict=False)
+    assert torch.equal(by_name, by_place)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_row_of_a_batch_equals_the_image_alone(dtype):
+    """Exactly in float32. In bfloat16 a matrix product may round by its number of rows: most tokens still agree."""
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.to(dtype)
+    labels = [1, 2, 3, 4, 5]
+    together = pipe(class_labels=labels, generator=seeded(*range(5)), output_type="latent").images
+    agree = []
+    for row, label in enumerate(labels):
+        alone = pipe(class_labels=label, generator=seeded(row)[0], output_type="latent").images[0]
+        agree.append((alone == together[row]).float().mean().item())
+    assert agree == [1.0] * 5 if dtype == torch.float32 else np.mean(agree) > 0.5
+
+
+def test_text_rows_equal_the_image_alone(texts):
+    prompts = ["a red apple", "a very long sentence about a cat that sits", "b"]
+    together = texts(prompts, generator=seeded(7, 8, 9), output_type="latent").images
+    for row, prompt in enumerate(prompts):
+        alone = texts(prompt, generator=seeded(7 + row)[0], output_type="latent").images[0]
+        assert torch.equal(alone, together[row])
+
+
+def test_num_images_per_prompt_keeps_prompts_together(texts):
+    several = texts(["cat", "dog"], num_images_per_prompt=2, generator=seeded(1, 2, 3, 4), output_type="latent").images
+    assert several.shape == (4, 4, 4)
+    assert torch.equal(several[1], texts("cat", generator=seeded(2)[0], output_type="latent").images[0])
+    assert torch.equal(several[2], texts("dog", generator=seeded(3)[0], output_type="latent").images[0])
+
+
+def test_one_generator_gives_different_images_and_repeats(classes):
+    first = classes(class_labels=3, num_images_per_prompt=3, generator=seeded(5)[0], output_type="latent").images
+    again = classes(class_labels=3, num_images_per_prompt=3, generator=seeded(5)[0], output_type="latent").images
+    assert torch.equal(first, again)
+    assert not torch.equal(first[0], first[1])
+    one = seeded(5)[0]
+    a, b = (classes(class_labels=3, generator=one, output_type="latent").images for _ in range(2))
+    assert not torch.equal(a, b), "a generator advances from call to call"
+
+
+def test_the_global_generator_is_not_reseeded(classes):
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    classes(class_labels=3, generator=seeded(0)[0])
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_class_names(classes):
+    by_name = classes(class_labels="Kitty", generator=seeded(0)[0], output_type="latent").images
+    by_number = classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images
+    assert torch.equal(by_name, by_number)
+
+
+def test_guidance_scale_one_equals_the_conditional_model(classes):
+    """At scale 1 the null rows are not run, and nothing of them is left."""
+    one = classes(class_labels=3, guidance_scale=1.0, temperature=0, output_type="latent").images
+    nearly = classes(class_labels=3, guidance_scale=1.0 + 1e-9, temperature=0, output_type="latent").images
+    strong = classes(class_labels=3, guidance_scale=9.0, temperature=0, output_type="latent").images
+    assert torch.equal(one, nearly) and not torch.equal(one, strong)
+
+
+def test_long_and_compressed_prefix_draw_the_same(texts):
+    drawn = [
+        texts("a red apple", generator=seeded(0)[0], compress_prefix=c, output_type="latent").images for c in (True, False)
+    ]
+    assert torch.equal(*drawn)
+
+
+def test_negative_prompt_changes_the_picture(texts):
+    plain = texts("apple", generator=seeded(0)[0], output_type="latent").images
+    led_away = texts("apple", negative_prompt="red", generator=seeded(0)[0], output_type="latent").images
+    assert not torch.equal(plain, led_away)
+
+
+def test_prompt_embeds_replace_the_prompt(texts):
+    embeds, mask = texts.encode_prompt(["a red apple"])
+    expected = texts("a red apple", generator=seeded(0)[0], output_type="latent").images
+    given = texts(prompt_embeds=embeds, prompt_mask=mask, generator=seeded(0)[0], output_type="latent").images
+    assert torch.equal(expected, given)
+
+
+def test_caption_features_are_left_aligned(texts):
+    embeds, mask = texts.encode_prompt(["apple", "a red apple on a blue table"])
+    assert mask.sum(1).tolist() == [3, 9]
+    assert mask[:, -1].all() and (mask.int().diff(dim=1) >= 0).all()
+    assert embeds[~mask].abs().max() == 0 and embeds[mask].abs().sum(-1).min() > 0
+
+
+def test_stats(classes):
+    result = classes(class_labels=[1, 2], generator=seeded(0, 1))
+    stats = result.stats
+    assert (stats.accelerator, stats.images, stats.tokens, stats.passes) == ("ar", 2, 32, 16)
+    assert stats.tokens_per_pass == 1.0 and stats.tokens_per_second > 0
+    assert json.loads(json.dumps(stats.to_dict()))["seeds"] == stats.seeds and len(set(stats.seeds)) == 2
+
+
+def test_callback_has_diffusers_form_and_may_change_tokens(classes):
+    seen = []
+
+    def callback(pipe, step, timestep, kwargs):
+        seen.append((pipe is classes, step, timestep, kwargs["latents"].shape))
+        if step == 15:
+            kwargs["latents"] = torch.zeros_like(kwargs["latents"])
+        return kwargs
+
+    tokens = classes(
+        class_labels=3, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["latents"], output_type="latent"
+    ).images
+    assert seen == [(True, step, step + 1, (1, 16)) for step in range(16)]
+    assert tokens.abs().sum() == 0
+
+
+def test_callback_can_stop_and_the_rest_stays_white(classes):
+    result = classes(class_labels=3, callback_on_step_end=lambda *a: {"stop": a[1] == 7}, output_type="np")
+    assert result.stats.stopped and result.stats.passes == 8
+    assert (result.images[:, 4:] == 1).all() and not (result.images[:, :4] == 1).all()
+    assert not classes(class_labels=3).stats.stopped
+
+
+def test_a_callback_that_raises_leaves_the_pipeline_usable(classes):
+    expected = classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images
+
+    def callback(*_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        classes(class_labels=3, callback_on_step_end=callback)
+    assert torch.equal(classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images, expected)
+
+
+def test_two_threads_may_share_one_pipeline(classes):
+    labels = list(range(8))
+    expected = [classes(class_labels=c, generator=seeded(c)[0], output_type="latent").images for c in labels]
+    results: dict[int, torch.Tensor] = {}
+
+    def work(part):
+        for c in part:
+            results[c] = classes(class_labels=c, generator=seeded(c)[0], output_type="latent").images
+
+    threads = [threading.Thread(target=work, args=(labels[i::2],)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(results[c], expected[c]) for c in labels)
+
+
+def test_save_and_open_again(tmp_path, texts):
+    texts.save_pretrained(tmp_path / "model")
+    again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
+    again.set_progress_bar_config(disable=True)
+    expected = texts("a red apple", generator=seeded(0)[0], output_type="np").images
+    assert np.array_equal(again("a red apple", generator=seeded(0)[0], output_type="np").images, expected)
+    assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_encode_image_inverts_the_size(classes):
+    tokens = classes.encode_image(Image.new("RGB", (50, 40), "red"))
+    assert tokens.shape == (1, 4, 4) and tokens.dtype == torch.int64
+
+
+def test_non_finite_logits_are_an_error_and_no_picture():
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    with torch.no_grad():
+        pipe.transformer.output.weight[5] = math.nan
+    with pytest.raises(NonFiniteLogitsError, match="token 0 of 16, pass 1"):
+        pipe(class_labels=3)
+
+
+BAD_CALLS = [
+    ({"guidance_scale": -1}, "guidance_scale must be a finite number of at least 0.*got -1"),
+    ({"guidance_scale": math.nan}, "guidance_scale.*got nan"),
+    ({"temperature": -0.5}, "temperature.*got -0.5"),
+    ({"temperature": math.nan}, "temperature.*got nan"),
+    ({"top_k": 0}, "top_k.*None to keep every token.*got 0"),
+    ({"top_k": -5}, "top_k.*got -5"),
+    ({"top_k": 65}, "top_k must be at most the vocabulary of 64 tokens, got 65"),
+    ({"top_p": 0.0}, r"top_p must be in \(0, 1\].*got 0.0"),
+    ({"top_p": 1.5}, r"top_p must be in \(0, 1\].*got 1.5"),
+    ({"accelerator": "aar"}, "unknown accelerator 'aar'; did you mean 'ar'"),
+    ({"class_labels": 10}, "class label must be from 0 to 9, got 10"),
+    ({"class_labels": -1}, "class label must be from 0 to 9, got -1"),
+    ({"class_labels": "kity"}, "unknown class name 'kity'; did you mean 'kitty'"),
+    ({"class_labels": None}, "give class_labels"),
+    ({"prompt": "a cat"}, "this model draws classes"),
+    ({"num_images_per_prompt": 0}, "num_images_per_prompt must be a whole number of at least 1, got 0"),
+    ({"num_images_per_prompt": 10**6}, "at most 1024 images"),
+    ({"generator": seeded(1, 2)}, "generator is a list of 2, but the call makes 1 images"),
+    ({"output_type": "jpeg"}, "output_type must be one of pil, np, pt, latent, got 'jpeg'"),
+    ({"guidance_interval": -2}, "guidance_interval.*got -2"),
+    ({"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD_CALLS, ids=[str(c)[:40] for c, _ in BAD_CALLS])
+def test_bad_calls_say_what_is_allowed(classes, change, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        classes(**{"class_labels": 3, **change})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt": ""}, r"prompt\[0\] is empty"),
+        ({"prompt": ["a cat", "  "]}, r"prompt\[1\] is empty"),
+        ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": 7}, "prompt must be a string or a list of strings, got int"),
+        ({"prompt": ["a cat", None]}, r"prompt\[1\] must be a string, got NoneType"),
+        ({}, "give a prompt"),
+        ({"class_labels": 3}, "this model draws from text"),
+        ({"prompt_embeds": torch.zeros(1, 5, 384)}, r"prompt_embeds must be \[B, 12, 384\]"),
+        ({"prompt": "a cat", "generator": "7"}, "generator must be a torch.Generator"),
+        ({"prompt": "a cat", "negative_prompt": ""}, r"negative_prompt\[0\] is empty"),
+    ],
+)
+def test_bad_prompts(texts, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        texts(**arguments)
+
+
+def test_a_long_prompt_is_cut_with_a_warning_that_says_how_much(texts, caplog):
+    words = "apple " * 1667  # 10,002 characters
+    with caplog.at_level(logging.WARNING, logger="vargen"):
+        images = texts(words).images
+    assert len(images) == 1
+    assert "the prompt has 1669 tokens and the model reads 12: the last 1657 are ignored" in caplog.text
+    caplog.clear()
+    texts("a short one")
+    assert not caplog.records

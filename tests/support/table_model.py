@@ -1,0 +1,79 @@
+"""A tiny causal model whose joint law can be enumerated: logits from a table over position and the two previous tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Tree
+
+
+@dataclass
+class TableState:
+    history: Tensor  # [B, N + T] tokens held
+    length: Tensor  # [B]
+    fed: Tensor | None = None
+
+
+class TableModel:
+    """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, one table each."""
+
+    def __init__(self, vocab: int, tokens: int, conditions: int = 2, seed: int = 0, spread: float = 1.5):
+        generator = torch.Generator().manual_seed(seed)
+        shape = (conditions, tokens, vocab + 1, vocab + 1, vocab)
+        self.table = torch.randn(shape, generator=generator) * spread
+        self.vocab, self.tokens = vocab, tokens
+        self.grid = (1, tokens)
+        self.device = torch.device("cpu")
+        self.passes: list[int] = []
+
+    def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
+        return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
+
+    def prefill(self, condition: Tensor, widest: int) -> tuple[tuple[Tensor, TableState], Tensor]:
+        B = len(condition)
+        start = torch.full((B,), self.vocab)
+        history = torch.zeros(B, self.tokens + widest + 1, dtype=torch.int64)
+        state = TableState(history, torch.zeros(B, dtype=torch.int64))
+        return (condition, state), self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)
+
+    def forward(self, tokens: Tensor, state: tuple[Tensor, TableState], tree: Tree) -> Tensor:
+        condition, held = state
+        held.fed = tokens
+        self.passes.append(tokens.shape[1])
+        rows = []
+        for slot in range(tokens.shape[1]):
+            parent = int(tree.parents[slot])
+            if parent >= 0:
+                before = tokens[:, parent]
+            else:
+                previous = held.history.gather(1, (held.length - 1).clamp_min(0)[:, None])[:, 0]
+                before = torch.where(held.length > 0, previous, self.vocab)
+            rows.append(self.logits(condition, held.length + 1 + tree.depth[slot], before, tokens[:, slot]))
+        return torch.stack(rows, dim=1)
+
+    def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:
+        _, held = state
+        kept = held.fed.gather(1, path)
+        for a in range(path.shape[1]):
+            at = (held.length + a).clamp(max=held.history.shape[1] - 1)[:, None]
+            old = held.history.gather(1, at)
+            held.history.scatter_(1, at, torch.where((a < count)[:, None], kept[:, a : a + 1], old))
+        held.length = held.length + count
+
+    def joint(self, condition: int, law) -> Tensor:
+        """Probabilities of all V^N sequences, `[V] * N`, under laws made by `law(logits)`."""
+        V, N = self.vocab, self.tokens
+        total = torch.ones(())
+        sequences = torch.cartesian_prod(*[torch.arange(V)] * N) if N > 1 else torch.arange(V)[:, None]
+        total = torch.ones(len(sequences), dtype=torch.float64)
+        start = torch.full((len(sequences),), V)
+        for n in range(N):
+            last = sequences[:, n - 1] if n else start
+            before = sequences[:, n - 2] if n > 1 else start
+            where = torch.full((len(sequences),), n)
+            probabilities = law(self.logits(torch.full_like(where, condition), where, before, last)).double()
+            total *= probabilities.gather(1, sequences[:, n : n + 1])[:, 0]
+        return total.view([V] * N)

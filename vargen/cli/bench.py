@@ -1,0 +1,190 @@
+"""`vargen bench`: what a pass costs on this machine, and how fast the sequential baseline is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from vargen.cli.console import print_json, quiet_libraries, say, table
+from vargen.cli.options import Device, Dtype, pick_device, pick_dtype, use_threads
+from vargen.cli.outputs import check_writable
+
+if TYPE_CHECKING:
+    from vargen.evaluation.speed import BaselineReport, StepReport
+
+app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
+
+_MODEL = typer.Option(
+    metavar="NAME|DIR", help="Packaged model, folder, or llamagen-b, -l, -xl, -xxl, -3b with random weights; may be repeated."
+)  # fmt: skip
+_JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
+_BATCH = typer.Option(metavar="N,...", help="Images at once.")
+
+
+@app.command()
+def step(
+    model: Annotated[list[str] | None, _MODEL] = None,
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens fed per image.")] = "1,2,4,8,16,32,64",
+    batch: Annotated[str, _BATCH] = "1,8",
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    guidance: Annotated[bool, typer.Option("--guidance", help="Two rows per image, as guidance feeds.")] = False,
+    rounds: Annotated[int, typer.Option(min=1, help="Visits of each case; more are steadier.")] = 7,
+    as_json: Annotated[str | None, _JSON] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
+) -> None:
+    """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
+    widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch")
+    _check_file(as_json, ".json", "json")
+    _check_file(plot, ".png", "plot")
+    chosen, kind, machine = _prepare(device, dtype, threads)
+
+    from vargen.evaluation.machine import machine_line
+    from vargen.evaluation.network import open_network
+    from vargen.evaluation.speed import measure_steps
+
+    reports = []
+    for name in model or ["emoji", "llamagen-b"]:
+        network = open_network(name, kind, chosen)
+        with tqdm(desc=name, disable=None, leave=False) as bar:
+
+            def show(done: int, total: int, bar: tqdm = bar) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            report = measure_steps(network, widths, batches, guidance=guidance, rounds=rounds, progress=show)
+        reports.append(report)
+        del network
+    document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
+    if as_json != "-":
+        print(machine_line(machine, chosen, kind))
+        for report in reports:
+            print("\n" + _step_table(report))
+    _write_json(as_json, document)
+    if plot:
+        from vargen.evaluation.speed_plot import plot_steps
+
+        plot_steps(reports, plot)
+
+
+@app.command()
+def ar(
+    model: Annotated[list[str] | None, _MODEL] = None,
+    batch: Annotated[str, _BATCH] = "1,8",
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="Whole batches are drawn for at least so long, each size.")] = 10.0,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
+    as_json: Annotated[str | None, _JSON] = None,
+) -> None:  # fmt: skip
+    """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
+    batches = whole_numbers(batch, "batch")
+    _check_file(as_json, ".json", "json")
+    chosen, kind, machine = _prepare(device, dtype, threads)
+
+    from vargen.evaluation.machine import machine_line
+    from vargen.evaluation.network import open_network
+    from vargen.evaluation.speed import measure_baseline
+
+    reports = []
+    for name in model or ["emoji"]:
+        network = open_network(name, kind, chosen)
+        for count in tqdm(batches, desc=name, disable=None, leave=False):
+            reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
+        del network
+    document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
+    if as_json != "-":
+        print(machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n")
+        print(_baseline_table(reports))
+    _write_json(as_json, document)
+
+
+def whole_numbers(text: str, name: str) -> list[int]:
+    """`"1,2,8"` as numbers.
+
+    Raises:
+        ValueError: unless all are whole numbers of at least 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} must be whole numbers of at least 1 with commas between, such as 1,8, got {text!r}")
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def _check_file(path: str | Path | None, suffix: str, name: str) -> None:
+    """Before minutes of measuring: can the result be written?"""
+    if path is None or str(path) == "-":
+        return
+    if Path(path).suffix.lower() != suffix or Path(path).is_dir():
+        raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
+    check_writable(Path(path).parent)
+
+
+def _prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, Any, dict[str, Any]]:
+    """The torch device and dtype, and the machine."""
+    quiet_libraries()
+
+    from vargen.evaluation.machine import describe_machine
+
+    use_threads(threads)
+    chosen = pick_device(device)
+    machine = describe_machine()
+    busy = machine["load"]
+    if busy is not None and busy > 0.5 * machine["cores"]:
+        say(f"warning: the load average is {busy:.1f} on {machine['cores']} cores, so these figures will be unsteady")
+    return chosen, pick_dtype(dtype, chosen), machine
+
+
+def _write_json(where: str | None, document: dict[str, Any]) -> None:
+    if where == "-":
+        print_json(document)
+    elif where is not None:
+        from vargen.files import whole_file
+
+        with whole_file(Path(where)) as temporary:
+            temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def _step_table(report: StepReport) -> str:
+    rows = [
+        [
+            str(result.batch),
+            str(result.tokens),
+            f"{result.milliseconds:.2f}",
+            f"{result.quartiles[0]:.2f}-{result.quartiles[1]:.2f}",
+            "" if result.over_one is None else f"{result.over_one:.2f}",
+            f"{result.over_read:.2f}",
+        ]
+        for result in report.results
+    ]
+    head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights"]
+    rows_each = ", two rows per image" if report.guidance else ""
+    return (
+        f"{report.model}: {report.parameters / 1e6:.1f} M parameters, {report.cached_tokens} tokens held{rows_each}\n"
+        f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
+        f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
+    )
+
+
+def _baseline_table(reports: list[BaselineReport]) -> str:
+    parts = list(dict.fromkeys(part for report in reports for part in report.share_by_part))
+    rows = [
+        [
+            report.model,
+            str(report.batch),
+            f"{report.guidance_scale:g}",
+            f"{report.tokens_per_second:.1f}",
+            f"{report.tokens_per_second_per_image:.1f}",
+            f"{report.milliseconds_per_pass:.2f}",
+            *(f"{100 * report.share_by_part.get(part, 0.0):.0f} %" for part in parts),
+        ]
+        for report in reports
+    ]
+    head = ["model", "batch", "guidance", "tokens/s", "per image", "ms a pass", *parts]
+    return table(head, rows, "<>>>>>" + ">" * len(parts))

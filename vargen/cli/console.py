@@ -1,0 +1,156 @@
+"""What every verb shares with the terminal: errors in one line, logs on stderr, tables and JSON on stdout.
+
+Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+LEVELS = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
+
+# Errors of the operating system that a user's argument causes; a full disk, say, is a failure instead.
+_WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
+
+
+class Commands(TyperGroup):
+    """The root command: runs a verb and turns what it raises into a line on stderr and an exit code."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(130) from None
+        except (typer.Exit, typer.Abort, BrokenPipeError):
+            raise
+        except Exception as error:
+            if hasattr(error, "exit_code"):  # typer's own usage errors, which it prints itself
+                raise
+            if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
+                traceback.print_exception(error, file=sys.stderr)
+            say(f"error: {describe(error)}")
+            raise typer.Exit(2 if is_bad_input(error) else 1) from None
+
+
+def is_bad_input(error: Exception) -> bool:
+    """Whether an error says that an argument is wrong: our own checks raised it, or a path cannot be used."""
+    if isinstance(error, _WRONG_PATH):
+        return True
+    if not isinstance(error, ValueError | TypeError):
+        return False
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    return frame is not None and str(frame.tb_frame.f_globals.get("__name__")).startswith("vargen.")
+
+
+def describe(error: Exception) -> str:
+    """One printable line; a failure also gives its type and where to find the traceback."""
+    text = " ".join(str(error).split())
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    if is_bad_input(error):
+        return text
+    hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"
+    return f"{type(error).__name__}: {text}{hint}"
+
+
+def say(line: str) -> None:
+    """A line on stderr."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def print_json(document: Any) -> None:
+    """One JSON document on stdout."""
+    print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
+    """Aligned plain text. `align` holds `<` or `>` per column."""
+    cells = [list(head), *[list(row) for row in rows]]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
+    lines = [
+        "  ".join(f"{cell:{side}{width}}" for cell, side, width in zip(row, align, widths, strict=True)).rstrip()
+        for row in cells
+    ]
+    return "\n".join(lines)
+
+
+class _Once(logging.Filter):
+    """Drops a message that was shown before: a prompt drawn ten times is cut short once, for the reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        new = message not in self.seen
+        self.seen.add(message)
+        return new
+
+
+class _Lines(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.levelname.lower()}: {super().format(record)}"
+
+
+def verbosity() -> str:
+    """`VARGEN_VERBOSITY`, or `warning`.
+
+    Raises:
+        ValueError: for an unknown level.
+    """
+    level = os.environ.get("VARGEN_VERBOSITY", "").strip().lower() or "warning"
+    if level not in LEVELS:
+        raise ValueError(f"VARGEN_VERBOSITY must be one of {', '.join(LEVELS)}, got {level!r}")
+    return level
+
+
+def configure_logging() -> None:
+    """Send the library's log to stderr at the chosen level; other libraries' warnings only when that is verbose."""
+    logger = logging.getLogger("vargen")
+    for handler in list(logger.handlers):
+        if isinstance(handler.formatter, _Lines):  # of an earlier call in this process, on its stderr
+            logger.removeHandler(handler)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Lines())
+    handler.addFilter(_Once())
+    logger.addHandler(handler)
+    logger.setLevel(LEVELS[verbosity()])
+    if not verbose():
+        warnings.simplefilter("ignore")
+
+
+def verbose() -> bool:
+    return verbosity() in ("debug", "info")
+
+
+def quiet_libraries() -> None:
+    """Silence diffusers' and transformers' logs and loading bars, unless verbose. Imports both."""
+    if verbose():
+        return
+    from vargen.compat import ensure_torchvision
+
+    ensure_torchvision()
+    import diffusers.utils.logging as diffusers_logging
+    import transformers.utils.logging as transformers_logging
+
+    for library in (diffusers_logging, transformers_logging):
+        library.set_verbosity_error()
+        library.disable_progress_bar()

@@ -1,0 +1,61 @@
+"""`vargen convert`: official checkpoints to folders that `vargen generate --model` opens."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vargen.cli.console import quiet_libraries
+
+app = typer.Typer(help="Convert official checkpoints.", no_args_is_help=True)
+
+_HUB_FOLDER = "Folder as transformers saves it"
+
+
+class StoredDtype(StrEnum):
+    file = "file"
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+@app.callback()
+def root() -> None:
+    """One command per model family."""  # the callback keeps the family's name: typer drops it from a lone command
+
+
+@app.command()
+def llamagen(
+    transformer: Annotated[Path, typer.Option(metavar="FILE", help="Class- or text-conditional GPT: .pt, .pth, .bin, .safetensors.")],
+    vq: Annotated[Path, typer.Option(metavar="FILE", help="Its image tokenizer.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
+    text_encoder: Annotated[Path | None, typer.Option(metavar="DIR", help=f"{_HUB_FOLDER}: T5, for text models.")] = None,
+    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="T5's tokenizer. Default: beside it.")] = None,
+    id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON, for class models.")] = None,
+    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
+    n_head: Annotated[int | None, typer.Option(min=1, help="Heads, for a size outside the official table.")] = None,
+    grid_size: Annotated[int | None, typer.Option(min=1, help="Side of the token grid, where no file tells.")] = None,
+) -> None:
+    """Official LlamaGen files to a pipeline folder; prints its path. Files are read as tensors only, never run."""
+    quiet_libraries()
+    import torch
+
+    from vargen.convert.llamagen import convert_llamagen
+
+    folder = convert_llamagen(
+        transformer,
+        vq,
+        output,
+        text_encoder=text_encoder,
+        tokenizer=tokenizer,
+        id2label=id2label,
+        dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value),
+        overwrite=overwrite,
+        n_head=n_head,
+        grid_size=grid_size,
+    )
+    print(folder)

@@ -1,0 +1,103 @@
+"""`vargen info`: versions, devices, packaged models, presets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vargen.cli.console import print_json, quiet_libraries, table
+
+app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
+
+_PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton")
+_JSON = typer.Option("--json", help="Print one JSON document.")
+
+
+@app.callback()
+def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
+    if ctx.invoked_subcommand is not None:
+        return
+    quiet_libraries()
+    facts = gather()
+    if as_json:
+        print_json(facts)
+        return
+    machine = facts["machine"]
+    bfloat16 = "in hardware" if machine["bfloat16_in_hardware"] else "emulated, slow"
+    gpus = [f"{gpu['name']}, {gpu['memory_gib']} GiB" for gpu in machine["gpus"]]
+    rows = [
+        *([name, version or "not installed"] for name, version in facts["versions"].items()),
+        ["cpu", f"{machine['cpu']}; {machine['threads']} threads on {machine['cores']} cores; bfloat16 {bfloat16}"],
+        *([f"gpu {number}", gpu] for number, gpu in enumerate(gpus)),
+        *([["gpu", "none"]] if not gpus else []),
+        ["default dtype", facts["default_dtype"]],
+    ]
+    print(table(["", ""], rows, "<<").lstrip("\n"))
+    print("\nPackaged models:")
+    for model in facts["models"]:
+        print(f"  {model['name']}  {model['megabytes']:.1f} MB  {model['summary']}".rstrip())
+    if not facts["models"]:
+        print("  none")
+    print("\nPresets: " + ", ".join(preset["name"] for preset in facts["presets"]))
+
+
+@app.command("presets")
+def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
+    """The accelerators by name: exact ones draw from the model's own law, relaxed ones do not."""
+    found = presets()
+    if as_json:
+        print_json(found)
+        return
+    head = ["name", "kind", "summary", "source"]
+    print(table(head, [[preset[key] for key in head] for preset in found], "<<<<"))
+
+
+def presets() -> list[dict[str, str]]:
+    from vargen.decoding import PRESETS
+
+    return [
+        {"name": preset.name, "kind": preset.kind, "summary": preset.summary, "source": preset.source}
+        for preset in PRESETS.values()
+    ]
+
+
+def gather() -> dict[str, Any]:
+    """All that `vargen info` shows, as plain values."""
+    import torch
+
+    from vargen import __version__
+    from vargen.assets import packaged_model_path, packaged_models
+    from vargen.compat import installed_version
+    from vargen.evaluation.machine import describe_machine
+    from vargen.pipelines.loading import fast_dtype
+
+    machine = describe_machine()
+    versions = {name: installed_version(name) for name in _PACKAGES}
+    models = []
+    for name in packaged_models():
+        folder = packaged_model_path(name)
+        size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        models.append({"name": name, "megabytes": round(size / 1e6, 1), "summary": card_summary(folder)})
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return {
+        "versions": {**versions, "vargen": __version__, "python": machine["python"]},
+        "machine": machine,
+        "default_device": device,
+        "default_dtype": str(fast_dtype(device)).removeprefix("torch."),
+        "models": models,
+        "presets": presets(),
+    }
+
+
+def card_summary(folder: Path) -> str:
+    """The first line of text of a folder's model card, behind front matter and headings; empty without a card."""
+    card = next((folder / name for name in ("README.md", "MODEL_CARD.md") if (folder / name).is_file()), None)
+    if card is None:
+        return ""
+    lines = card.read_text(encoding="utf-8").splitlines()
+    if lines and lines[0].strip() == "---" and "---" in lines[1:]:
+        lines = lines[lines.index("---", 1) + 1 :]
+    text = (line.strip() for line in lines)
+    return next((line for line in text if line and line[0] not in "#<!["), "")

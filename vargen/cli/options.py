@@ -1,0 +1,54 @@
+"""Options that several verbs take: the device, the dtype, threads."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Device(StrEnum):
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Dtype(StrEnum):
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+def pick_device(name: Device) -> torch.device:
+    """The device to run on; `auto` takes a GPU where there is one.
+
+    Raises:
+        ValueError: for cuda where torch sees none.
+    """
+    import torch
+
+    if name is Device.cuda and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
+    if name is Device.auto:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return torch.device(name.value)
+
+
+def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
+    """The dtype of the large networks; `auto` takes the fastest of the device."""
+    import torch
+
+    from vargen.pipelines.loading import fast_dtype
+
+    return fast_dtype(device) if name is Dtype.auto else getattr(torch, name.value)
+
+
+def use_threads(count: int | None) -> None:
+    """Let torch use `count` CPU threads; None leaves its default."""
+    import torch
+
+    if count is not None:
+        torch.set_num_threads(count)

@@ -1,0 +1,111 @@
+"""`vargen train`: the data set, the tokenizer, the generator, and the folder that joins them."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from vargen.cli.console import print_json, quiet_libraries
+from vargen.cli.options import Device, pick_device, use_threads
+
+if TYPE_CHECKING:
+    from vargen.training.emoji import EmojiDataset
+
+app = typer.Typer(help="Train the small models that vargen ships.", no_args_is_help=True)
+
+R = TypeVar("R")
+_CONFIG = typer.Option(metavar="FILE|NAME", help="A recipe in TOML, or a packaged one by name.")
+_DATA = typer.Option(metavar="DIR", help="Data set. Default: where `vargen train data` puts it.")
+_RUN = typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
+_DEVICE = typer.Option(help="auto takes a GPU where there is one.")
+_THREADS = typer.Option(min=1, help="CPU threads. Default: torch's.")
+_STEPS = typer.Option(min=1, help="Length of the run, instead of the recipe's.")
+
+
+@app.command()
+def data(
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: a folder of the user's cache.")] = None,
+    size: Annotated[int, typer.Option(min=8, help="Side of the pictures in pixels.")] = 128,
+) -> None:
+    """Build the emoji data set: fetch the pinned packages, check their sums, draw every emoji."""
+    from vargen.training.emoji import build_emoji_dataset, default_cache
+
+    built = build_emoji_dataset(output, size=size)
+    folder = output or default_cache() / f"emoji-{size}"
+    splits = {split: len(built.indices(split)) for split in ("train", "validation")}
+    print_json({"folder": str(folder), "pictures": len(built.records), **splits, "report": built.report})
+
+
+@app.command()
+def tokenizer(
+    config: Annotated[str, _CONFIG] = "emoji-tokenizer",
+    data: Annotated[Path | None, _DATA] = None,
+    output: Annotated[Path, _RUN] = Path("runs/tokenizer"),
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train the image tokenizer; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.recipe import TokenizerRecipe
+    from vargen.training.tokenizer import train_tokenizer
+
+    recipe = _recipe(config, TokenizerRecipe, steps)
+    pictures, place = _open_data(data), pick_device(device)
+    use_threads(threads)
+    print_json({"model": str(output / "vqvae"), **train_tokenizer(recipe, pictures, output, place)})
+
+
+@app.command()
+def generator(
+    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
+    config: Annotated[str, _CONFIG] = "emoji-generator",
+    data: Annotated[Path | None, _DATA] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+    ] = None,
+    output: Annotated[Path, _RUN] = Path("runs/generator"),
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.training.generator import train_generator
+    from vargen.training.recipe import GeneratorRecipe
+
+    recipe = _recipe(config, GeneratorRecipe, steps)
+    encoder = text_encoder or Path(vargen.assets.__file__).parent / "emoji"
+    for part in (encoder / "text_encoder", encoder / "tokenizer"):
+        if not part.is_dir():
+            raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
+    codes = _saved(tokenizer, "vqvae", "tokenizer")
+    pictures, place = _open_data(data), pick_device(device)
+    use_threads(threads)
+    figures = train_generator(recipe, pictures, codes, encoder, output, place)
+    print_json({"model": str(output / "transformer"), **figures})
+
+
+def _recipe(config: str, kind: type[R], steps: int | None) -> R:
+    from vargen.training.recipe import load_recipe
+
+    recipe: Any = load_recipe(config, kind)
+    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps)) if steps else recipe
+
+
+def _open_data(folder: Path | None) -> EmojiDataset:
+    from vargen.training.emoji import default_cache, load_emoji_dataset
+
+    return load_emoji_dataset(folder or default_cache() / "emoji-128")
+
+
+def _saved(folder: Path, part: str, name: str) -> Path:
+    """The saved network in a run's folder, or the folder itself if it is one."""
+    for place in (folder / part, folder):
+        if (place / "config.json").is_file():
+            return place
+    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved model, got {str(folder)!r}")

@@ -1,0 +1,297 @@
+"""Official LlamaGen files, a transformer and its image tokenizer, to a folder that `LlamaGenPipeline` opens.
+
+Neither file says what network it belongs to: sizes are read off the shapes, and what no shape tells (heads,
+grid) comes from the official table, the file name or the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.compat import installed_version
+from vargen.convert.checkpoints import State, build, read_checkpoint
+from vargen.convert.output import whole_folder
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
+
+# (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, which exist as code only.
+HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}
+HEADS |= {(2048, 22): 32, (2560, 48): 40, (4096, 32): 32}
+# What the official demos sample with.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "class": {"guidance_scale": 4.0, "temperature": 1.0, "top_k": 2000, "top_p": 1.0},
+    "text": {"guidance_scale": 7.5, "temperature": 1.0, "top_k": 1000, "top_p": 1.0},
+}
+
+
+def convert_llamagen(
+    transformer: Path,
+    vq: Path,
+    output: Path,
+    *,
+    text_encoder: Path | None = None,
+    tokenizer: Path | None = None,
+    id2label: Path | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+    n_head: int | None = None,
+    grid_size: int | None = None,
+) -> Path:
+    """Write a pipeline folder from two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`.
+
+    Args:
+        transformer: class- or text-conditional GPT.
+        vq: its image tokenizer (VQ-16, VQ-8, or another of that design); EMA weights where the file has them.
+            They keep their type.
+        output: the folder to make. It appears whole or not at all.
+        text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one the pipeline
+            takes `prompt_embeds` instead of a prompt.
+        tokenizer: folder of its tokenizer; default: the text encoder's folder.
+        id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
+        dtype: type in which the transformer and the text encoder are stored; None keeps the files' own.
+        overwrite: replace `output` if it is a model folder.
+        n_head: attention heads, for a width and depth outside the official table.
+        grid_size: side of the token grid, where neither the file nor its name (256, 384 or 512 pixels) tells.
+
+    Returns:
+        `output`.
+
+    Raises:
+        FileExistsError: `output` may not be replaced; before anything is read.
+        OSError: `output` cannot be written; before anything is read.
+        FileNotFoundError: an input is missing.
+        ValueError: a file is damaged, holds more than tensors, is not what it is given as, lacks a tensor or has
+            one of the wrong shape; the files do not fit each other; heads or grid cannot be told.
+    """
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+    if tokenizer is not None and text_encoder is None:
+        raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
+    transformer, vq, output = Path(transformer), Path(vq), Path(output)
+    inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
+    with whole_folder(output, inputs, overwrite) as folder:
+        for path in inputs:
+            if not path.exists():
+                raise FileNotFoundError(f"{path} does not exist")
+        gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
+        _check_kinds(gpt, transformer, codes, vq)
+        vq_config = detect_vq(codes, vq)
+        downsampling = 2 ** (len(vq_config["encoder_ch_mult"]) - 1)
+        config = detect_transformer(gpt, transformer, downsampling, n_head, grid_size)
+        if config["vocab_size"] != vq_config["codebook_size"]:
+            raise ValueError(
+                f"{transformer} and {vq} do not belong together: the transformer draws from "
+                f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
+            )
+        labels = None if id2label is None else _read_labels(Path(id2label), config)
+        parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+        if text_encoder is not None:
+            parts = _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
+        parts["vqvae"] = build(VQModel, vq_config, codes, vq)
+        parts["transformer"] = build(LlamaGenTransformer, config, gpt, transformer, dtype)
+        for name, part in parts.items():
+            if part is not None:
+                part.save_pretrained(folder / name)
+        _write_index(folder, parts, labels, config)
+    return output
+
+
+# -- what the shapes tell ------------------------------------------------------------------------------------
+
+
+def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
+    """Raise ValueError if a file is given as the other one."""
+    gpt_is_vq, vq_is_gpt = "quantize.embedding.weight" in gpt, "tok_embeddings.weight" in codes
+    if gpt_is_vq and vq_is_gpt:
+        raise ValueError(f"swapped: {gpt_file} is the image tokenizer and {vq_file} is the transformer")
+    if gpt_is_vq:
+        raise ValueError(f"{gpt_file} is an image tokenizer, but was given as the transformer")
+    if vq_is_gpt:
+        raise ValueError(f"{vq_file} is a transformer, but was given as the image tokenizer")
+
+
+def _shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
+    if name not in state:
+        raise ValueError(f"{file} is not a LlamaGen {kind}: it has no {name}")
+    if state[name].dim() != dims:
+        raise ValueError(f"{file} is not a LlamaGen {kind}: its {name} is {list(state[name].shape)}")
+    return state[name].shape
+
+
+def _count(state: State, prefix: str) -> int:
+    """How many entries follow `prefix`."""
+    return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
+
+
+def detect_transformer(
+    state: State, file: Path, downsampling: int, n_head: int | None = None, grid_size: int | None = None
+) -> dict[str, Any]:
+    """Arguments of `LlamaGenTransformer` for a state dict; takes a left-over `freqs_cis` out of it.
+
+    Raises:
+        ValueError: if heads, feed-forward width or grid cannot be told, or contradict each other.
+    """
+
+    def shape(name: str, dims: int = 2) -> torch.Size:
+        return _shape(state, name, dims, file, "transformer")
+
+    vocab, dim = shape("tok_embeddings.weight")
+    qkv, hidden = shape("layers.0.attention.wqkv.weight")[0], shape("layers.0.feed_forward.w1.weight")[0]
+    config: dict[str, Any] = {"dim": dim, "n_layer": _count(state, "layers."), "vocab_size": vocab}
+    if "cls_embedding.embedding_table.weight" in state:
+        config["condition"] = "class"
+        # The last row is the null class.
+        config["num_classes"] = shape("cls_embedding.embedding_table.weight")[0] - 1
+    else:
+        config["condition"] = "text"
+        config["cls_token_num"], config["caption_dim"] = shape("cls_embedding.uncond_embedding")
+
+    # The official rotary table, [conditioning rows + grid cells, head width / 2, 2]: a witness, no weight.
+    rows = pairs = None
+    if "freqs_cis" in state:
+        rows, pairs, _ = shape("freqs_cis", 3)
+        del state["freqs_cis"]
+    config["n_head"] = heads = _heads(file, dim, config["n_layer"], pairs, n_head)
+    kv_heads = (qkv // (dim // heads) - heads) // 2
+    if kv_heads != heads:
+        config["n_kv_head"] = max(kv_heads, 1)
+
+    least = 8 * dim // 3
+    multiples = [m for m in (256, 128, 64, 32, 16, 8, 4, 2, 1, hidden) if m * math.ceil(least / m) == hidden]
+    if not multiples:
+        raise ValueError(f"{file} has a feed-forward width of {hidden}, width {dim} wants at least {least}")
+    config["multiple_of"] = multiples[0]
+    cells = None if rows is None else rows - config.get("cls_token_num", 1)
+    config["grid_size"] = _grid(file, cells, downsampling, grid_size)
+    return config
+
+
+def _heads(file: Path, dim: int, layers: int, pairs: int | None, given: int | None) -> int:
+    stored = None if pairs is None else dim // (2 * pairs)
+    heads = given or stored or HEADS.get((dim, layers))
+    if heads is None:
+        raise ValueError(
+            f"{file} has width {dim} and {layers} layers, which is no official size, and no tensor's shape "
+            "tells the number of heads: give n_head"
+        )
+    if stored is not None and heads != stored:
+        raise ValueError(f"n_head={heads} contradicts {file}, whose freqs_cis is made for {stored} heads")
+    if heads < 0 or dim % heads:
+        raise ValueError(f"n_head={heads} does not divide the width {dim} of {file}")
+    return heads
+
+
+def _grid(file: Path, cells: int | None, downsampling: int, given: int | None) -> int:
+    """Side of the grid: from the rotary table's rows, else as given, else from pixels in the file name."""
+    if cells is not None:
+        side = math.isqrt(max(cells, 0))
+        if side * side != cells:
+            raise ValueError(f"the freqs_cis of {file} is made for {cells} tokens, which fill no square grid")
+        if given not in (None, side):
+            raise ValueError(f"grid_size={given} contradicts {file}: its freqs_cis is made for {side} x {side}")
+        return side
+    if given is not None:
+        if given < 1:
+            raise ValueError(f"grid_size must be at least 1, got {given}")
+        return given
+    pixels = set(re.findall(r"(?<!\d)(?:256|384|512)(?!\d)", file.stem))
+    if len(pixels) != 1:
+        raise ValueError(
+            f"the grid of {file} is unknown: the weights fit any, and the file name does not say 256, 384 or "
+            f"512 pixels. Give grid_size, the tokens along a side (pixels / {downsampling})"
+        )
+    return int(pixels.pop()) // downsampling
+
+
+def detect_vq(state: State, file: Path) -> dict[str, Any]:
+    """Arguments of `VQModel` for a state dict; adds the usage counter, of training only, if it is missing.
+
+    Raises:
+        ValueError: if it is not a LlamaGen image tokenizer.
+    """
+
+    def shape(name: str, dims: int = 4) -> torch.Size:
+        return _shape(state, name, dims, file, "image tokenizer")
+
+    def multipliers(half: str) -> list[int]:
+        levels = range(_count(state, f"{half}.conv_blocks."))
+        widths = [shape(f"{half}.conv_blocks.{i}.res.0.conv1.weight")[0] for i in levels]
+        if not widths or any(width % ch for width in widths):
+            raise ValueError(f"{file} has {half} widths {widths}, expected multiples of {ch}")
+        return [width // ch for width in widths]
+
+    ch, in_channels = shape("encoder.conv_in.weight")[:2]
+    codes, code_width = shape("quantize.embedding.weight", 2)
+    state.setdefault("quantize.codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
+    return {
+        "codebook_size": codes,
+        "codebook_embed_dim": code_width,
+        "ch": ch,
+        "encoder_ch_mult": multipliers("encoder"),
+        "decoder_ch_mult": multipliers("decoder")[::-1],
+        "num_res_blocks": _count(state, "encoder.conv_blocks.0.res."),
+        "z_channels": shape("encoder.conv_out.weight")[0],
+        "in_channels": in_channels,
+        "out_channels": shape("decoder.conv_out.weight")[0],
+    }
+
+
+# -- what goes with the weights ------------------------------------------------------------------------------
+
+
+def _read_labels(file: Path, config: dict[str, Any]) -> dict[int, str]:
+    if config["condition"] != "class":
+        raise ValueError("id2label names classes, but this transformer draws from text")
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        items = enumerate(content) if isinstance(content, list) else content.items()
+        labels = {int(k): v if isinstance(v, str) else ", ".join(v) for k, v in items}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not JSON of the form {{number: names}} or [names]: {error}") from error
+    outside = [k for k in labels if not 0 <= k < config["num_classes"]]
+    if outside:
+        last = config["num_classes"] - 1
+        raise ValueError(f"{file} names class {outside[0]}, but the transformer has classes 0 to {last}")
+    return labels
+
+
+def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
+    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel  # seconds to import, and rarely needed
+
+    if config["condition"] != "text":
+        raise ValueError("text_encoder goes with a text model, but this transformer draws classes")
+    options: dict[str, Any] = {"local_files_only": True}
+    try:
+        described = AutoConfig.from_pretrained(str(folder), **options)
+        if described.model_type != "t5" or described.d_model != config["caption_dim"]:
+            raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
+        # "auto" would be float32 where an old config names no type; the weights' own then stays unused.
+        encoder = T5EncoderModel.from_pretrained(str(folder), torch_dtype=dtype or "auto", **options)
+        words = AutoTokenizer.from_pretrained(str(tokenizer), **options)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error
+    return {"text_encoder": encoder, "tokenizer": words}
+
+
+def _write_index(folder: Path, parts: dict[str, Any], labels: dict[int, str] | None, config: dict[str, Any]) -> None:
+    """`model_index.json` as `LlamaGenPipeline.save_pretrained`, which must not be imported here, writes it."""
+    defaults = dict(DEFAULTS[config["condition"]])
+    if defaults["top_k"] > config["vocab_size"]:
+        del defaults["top_k"]
+    index: dict[str, Any] = {
+        "_class_name": "LlamaGenPipeline",
+        "_diffusers_version": installed_version("diffusers"),
+        "id2label": labels,
+        "defaults": defaults,
+    }
+    for name, part in parts.items():
+        kind = type(part)
+        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+        index[name] = [None, None] if part is None else [library, kind.__name__]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -1,0 +1,63 @@
+"""The machine that a figure was measured on: without its name a speed means nothing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.pipelines.loading import cpu_multiplies_bfloat16
+
+
+def cpu_model() -> str:
+    """Name of the processor, as its system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    except OSError:  # no Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def load_average() -> float | None:
+    """Processes that wanted to run over the last minute; None where the system does not tell."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else None
+
+
+def describe_machine() -> dict[str, Any]:
+    """CPU, threads, load, GPUs and torch, as plain values."""
+    gpus = []
+    for number in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        found = torch.cuda.get_device_properties(number)
+        gpus.append({"name": found.name, "memory_gib": round(found.total_memory / 2**30, 1)})
+    return {
+        "cpu": cpu_model(),
+        "cores": usable_cores(),
+        "threads": torch.get_num_threads(),
+        "load": load_average(),
+        "bfloat16_in_hardware": cpu_multiplies_bfloat16(),
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def machine_line(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
+    """One line for the head of a table."""
+    place = f"{machine['cpu']}, {machine['threads']} of {machine['cores']} threads"
+    if device.type == "cuda":
+        place = machine["gpus"][device.index or 0]["name"]
+    return f"{place}, {str(dtype).removeprefix('torch.')}, torch {machine['torch']}"

@@ -1,0 +1,264 @@
+"""What a pass of a network costs, against the tokens it feeds and against reading its weights once; and the baseline's speed.
+
+A pass that feeds few tokens spends its time reading weights, so feeding more is nearly free: that is what drafting lives on.
+Cases are measured in turn, round after round, so that a drift of the machine meets all alike; each visit first runs once
+untimed, because a decoding loop finds in the caches what its last pass left there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Accelerator, DecodeStats, Progress, decode
+from vargen.evaluation.network import Network, plausible_condition
+from vargen.models.cache import KVCache
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+_VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
+_LONG_PASS = 0.1  # seconds; what another case leaves in the caches is lost in a pass this long
+_GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One case. `milliseconds` is the median of the timed passes, `quartiles` the first and the third.
+
+    `over_one` is the cost relative to the pass of one token at the same batch (None if that was not measured), `over_read`
+    relative to reading the weights once.
+    """
+
+    batch: int
+    tokens: int
+    milliseconds: float
+    quartiles: tuple[float, float]
+    passes: int
+    over_one: float | None
+    over_read: float
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes, by as many threads."""
+
+    model: str
+    dtype: str
+    device: str
+    guidance: bool
+    cached_tokens: int
+    parameters: int
+    weight_bytes: int
+    read_milliseconds: float
+    results: list[StepResult]
+
+    @property
+    def gigabytes_per_second(self) -> float:
+        return self.weight_bytes / self.read_milliseconds / 1e6
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "gigabytes_per_second": self.gigabytes_per_second}
+
+
+@dataclass(frozen=True)
+class BaselineReport:
+    """Sequential decoding of one batch, over whole images. Rates are medians over the runs."""
+
+    model: str
+    dtype: str
+    device: str
+    batch: int
+    guidance_scale: float
+    runs: int
+    tokens_per_second: float
+    tokens_per_second_per_image: float
+    milliseconds_per_pass: float
+    share_by_part: dict[str, float]
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def read_weight_bytes(transformer: LlamaGenTransformer) -> int:
+    """Bytes of the parameters that every pass reads in full."""
+    return sum(p.nbytes for name, p in transformer.named_parameters() if not name.startswith(_GATHERED))
+
+
+def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tensor]]:
+    """Functions that read `nbytes` bytes once and keep nothing; which is fastest depends on the machine.
+
+    They read one buffer again and again, as decoding reads the weights: what fits into a cache stays there.
+    """
+    columns = 1024
+    # float32 of any content but subnormal numbers, which are slow to add
+    buffer = torch.randn(max(nbytes // 4 // columns, 1), columns, device=device)
+    flat, vector = buffer.flatten(), torch.randn(columns, device=device)
+    return [flat.sum, lambda: torch.dot(flat, flat), lambda: torch.mv(buffer, vector)]
+
+
+def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
+    """By width, a cache half full of random keys and values that takes passes so wide. They share their memory."""
+    caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
+    widest = caches[max(widths)]
+    widest.k.normal_()
+    widest.v.normal_()
+    keys, values = widest.k.flatten(), widest.v.flatten()
+    for cache in caches.values():
+        cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
+        cache.advance(transformer.tokens // 2)
+    return caches
+
+
+class _Case:
+    """Something to time, and its times in seconds."""
+
+    def __init__(self, run: Callable[[], Any], device: torch.device):
+        self.run, self.cuda = run, device.type == "cuda"
+        self.seconds: list[float] = []
+
+    def visit(self) -> None:
+        if not self.seconds or self.seconds[-1] < _LONG_PASS:
+            self._time()
+        spent, passes = 0.0, 0
+        while passes < _VISIT_PASSES and spent < _VISIT_SECONDS:
+            self.seconds.append(self._time())
+            spent, passes = spent + self.seconds[-1], passes + 1
+
+    def _time(self) -> float:
+        if self.cuda:
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        self.run()
+        if self.cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+
+@torch.no_grad()
+def measure_steps(
+    network: Network,
+    tokens: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    batches: Sequence[int] = (1, 8),
+    *,
+    guidance: bool = False,
+    rounds: int = 7,
+    progress: Callable[[int, int], None] | None = None,
+) -> StepReport:
+    """Time a pass of the transformer for every batch (images) and number of fed tokens, and a read of its weights.
+
+    Args:
+        guidance: feed two rows per image, as classifier-free guidance does.
+        rounds: visits of each case.
+        progress: called with the rounds done and all rounds.
+
+    Raises:
+        ValueError: if a pass would feed more tokens than the grid has, or a number is below 1.
+    """
+    transformer, device = network.transformer, network.transformer.device
+    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > transformer.tokens:
+        raise ValueError(
+            f"tokens must be from 1 to the {transformer.tokens} of the grid, batch and rounds at least 1; "
+            f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
+        )
+    weight_bytes = read_weight_bytes(transformer)
+    readers = [_Case(read, device) for read in weight_readers(weight_bytes, device)]
+    cases: dict[tuple[int, int], _Case] = {}
+    for batch in dict.fromkeys(batches):
+        rows = batch * (2 if guidance else 1)
+        caches = filled_caches(transformer, rows, tokens)
+        for width in sorted(set(tokens)):
+            fed = torch.randint(transformer.config.vocab_size, (rows, width), device=device)
+            cases[batch, width] = _Case(_step(transformer, fed, caches[width]), device)
+    for done in range(rounds):
+        for case in [*readers, *cases.values()]:
+            case.visit()
+        if progress:
+            progress(done + 1, rounds)
+    read = min(min(case.seconds) for case in readers)
+    medians = {key: statistics.median(case.seconds) for key, case in cases.items()}
+    results = []
+    for (batch, width), case in cases.items():
+        median, one = medians[batch, width], medians.get((batch, 1))
+        few = len(case.seconds) < 2
+        low, _, high = [median] * 3 if few else statistics.quantiles(case.seconds, n=4, method="inclusive")
+        results.append(
+            StepResult(
+                batch=batch,
+                tokens=width,
+                milliseconds=1e3 * median,
+                quartiles=(1e3 * low, 1e3 * high),
+                passes=len(case.seconds),
+                over_one=median / one if one else None,
+                over_read=median / read,
+            )
+        )
+    return StepReport(
+        model=network.name,
+        dtype=str(transformer.dtype).removeprefix("torch."),
+        device=str(device),
+        guidance=guidance,
+        cached_tokens=transformer.tokens // 2,
+        parameters=sum(p.numel() for p in transformer.parameters()),
+        weight_bytes=weight_bytes,
+        read_milliseconds=1e3 * read,
+        results=results,
+    )
+
+
+def _step(transformer: LlamaGenTransformer, fed: Tensor, cache: KVCache) -> Callable[[], Any]:
+    # The pointer stays, so every call is the same pass.
+    return lambda: transformer(fed, cache=cache)
+
+
+@torch.no_grad()
+def measure_baseline(
+    network: Network, batch: int, *, seconds: float = 10.0, compile: bool = False, accelerator: str | Accelerator = "ar"
+) -> BaselineReport:
+    """Decode whole images, after a short warm-up, for at least `seconds`.
+
+    Args:
+        compile: run the passes through `torch.compile`; compiling is part of the warm-up.
+
+    Raises:
+        ValueError: if `batch` is below 1.
+    """
+    if batch < 1:
+        raise ValueError(f"batch must be at least 1, got {batch}")
+    transformer = network.transformer
+    step = torch.compile(transformer, dynamic=False) if compile else None
+    model = LlamaGenTokens(transformer, network.guidance_scale, step=step)
+    condition = plausible_condition(transformer, batch)
+    seeds = torch.arange(batch)
+
+    def run(**options: Any) -> DecodeStats:
+        return decode(model, condition, seeds, accelerator, network.sampling, **options).stats
+
+    def few_passes(progress: Progress) -> bool:
+        return progress.step < 8
+
+    run(callback=few_passes)
+    runs: list[DecodeStats] = []
+    while not runs or sum(stats.seconds for stats in runs) < seconds:
+        runs.append(run())
+    # On a GPU the parts are only known when the loop waits for each, which costs time: a run of its own.
+    parts = (run(profile=True) if transformer.device.type == "cuda" else runs[-1]).seconds_by_part
+    rate = statistics.median(stats.tokens_per_second for stats in runs)
+    whole = sum(parts.values())
+    return BaselineReport(
+        model=network.name,
+        dtype=str(transformer.dtype).removeprefix("torch."),
+        device=str(transformer.device),
+        batch=batch,
+        guidance_scale=network.guidance_scale,
+        runs=len(runs),
+        tokens_per_second=rate,
+        tokens_per_second_per_image=rate / batch,
+        milliseconds_per_pass=1e3 * statistics.median(stats.seconds / stats.passes for stats in runs),
+        share_by_part={part: spent / whole for part, spent in parts.items()},
+    )
