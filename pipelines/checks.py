@@ -29,6 +29,8 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
             raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {text!r}")
         if not text.strip():
             raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # bytes of a shell that are no text
+            raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {text!r}")
     return list(prompts)
 
 

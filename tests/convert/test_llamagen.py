@@ -1,26 +1,22 @@
 """Official LlamaGen files to a pipeline folder: what comes out is what went in, and what is wrong is named."""
 
-import argparse
 import json
 import os
-import re
-import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
-from vargen.convert.checkpoints import read_checkpoint
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
 from vargen.models.llamagen import SIZES, LlamaGenTransformer, rotary_table
 from vargen.models.vq import VQModel
+from vargen.pipelines.loading import checked_folder
 
 State = dict[str, Tensor]
 
@@ -122,9 +118,11 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
         assert kept[0] == kept[1]
         again = load_file(tmp_path / "again" / part / _WEIGHTS)
         assert all(torch.equal(v, again[k]) for k, v in network.state_dict().items())
-    before, after = pipe(class_labels=3, generator=torch.Generator().manual_seed(0), output_type="pt"), None
-    after = _open(tmp_path / "again")(class_labels="great white", generator=torch.Generator().manual_seed(0), output_type="pt")
-    assert torch.equal(before.images, after.images)
+    drawn = [
+        opened(class_labels=label, generator=torch.Generator().manual_seed(0), output_type="pt").images
+        for opened, label in ((pipe, 3), (_open(tmp_path / "again"), "great white"))
+    ]
+    assert torch.equal(*drawn)
     assert pipe.config.id2label == {"0": "tench", "3": "shark, great white"}
 
 
@@ -154,75 +152,12 @@ def test_official_sampling_defaults_are_stored_where_they_fit(tmp_path: Path) ->
             assert stored == ({**expected, "top_k": top_k} if vocab >= top_k else expected)
 
 
-# -- layouts -----------------------------------------------------------------------------------------------------
-
-
-def _nothing(state: State) -> Any:
-    return state
-
-
-_LAYOUTS: dict[str, Callable[[State], Any]] = {
-    "bare": _nothing,
-    "model": lambda s: {"model": s, "optimizer": {"state": {}}, "steps": 3},
-    "module": lambda s: {"module": s},
-    "state_dict": lambda s: {"state_dict": s, "epoch": 1},
-    "ddp": lambda s: {f"module.{k}": v for k, v in s.items()},
-    "compiled": lambda s: {"model": {f"_orig_mod.{k}": v for k, v in s.items()}},
-    "ddp of compiled": lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
-    "compiled blocks": lambda s: {re.sub(r"(layers\.\d+)", r"\1._orig_mod", k): v for k, v in s.items()},
-    "training": lambda s: {"model": s, "args": argparse.Namespace(lr=1e-4, name="x", layers=[1], seed=None)},
-    "views into one buffer": lambda s: _views(s),
-    "parameters": lambda s: {k: torch.nn.Parameter(v) for k, v in s.items()},
-}
-
-
-def _views(state: State) -> State:
-    """All tensors in one storage, as fully sharded training leaves them."""
-    flat = torch.cat([v.flatten() for v in state.values()])
-    pieces = flat.split([v.numel() for v in state.values()])
-    return {k: piece.view(v.shape) for (k, v), piece in zip(state.items(), pieces, strict=True)}
-
-
-@pytest.mark.parametrize("layout", _LAYOUTS)
-def test_every_layout_is_read(layout: str, files: tuple[Path, Path], tmp_path: Path) -> None:
-    given = _golden("c2i")
-    torch.save(_LAYOUTS[layout](given), files[0])
-    convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
-    assert written.keys() == given.keys() and all(torch.equal(written[k], v) for k, v in given.items())
-
-
-@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".safetensors", "legacy.pt"])
-def test_every_file_kind_is_read(ending: str, files: tuple[Path, Path], tmp_path: Path) -> None:
-    file = tmp_path / f"model{ending}"
-    if ending == ".safetensors":
-        save_file(_golden("c2i"), file)
-    else:
-        torch.save(_golden("c2i"), file, _use_new_zipfile_serialization=ending != "legacy.pt")
-    convert_llamagen(file, files[1], tmp_path / "out", grid_size=4)
-    written = load_file(tmp_path / "out" / "transformer" / _WEIGHTS)
-    assert all(torch.equal(written[k], v) for k, v in _golden("c2i").items())
-
-
-def test_the_image_tokenizer_prefers_its_averaged_weights_and_the_transformer_does_not(
-    files: tuple[Path, Path], tmp_path: Path
-) -> None:
-    for file, name in zip(files, ("c2i", "vq"), strict=True):
-        averaged = {k: v * 0.5 for k, v in _golden(name).items()}
-        torch.save({"model": _golden(name), "ema": averaged, "discriminator": {}}, file)
-    convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    norm = "norm.weight"
-    assert torch.equal(load_file(tmp_path / "out" / "transformer" / _WEIGHTS)[norm], _golden("c2i")[norm])
-    bias = "encoder.conv_in.bias"
-    assert torch.equal(load_file(tmp_path / "out" / "vqvae" / _WEIGHTS)[bias], _golden("vq")[bias] * 0.5)
-
-
 def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path: Path) -> None:
     state = _golden("vq")
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    _open(tmp_path / "out")
+    checked_folder(tmp_path / "out", "LlamaGenPipeline", {})
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------
@@ -394,7 +329,7 @@ def test_a_wrong_transformer_is_refused(
             r"encoder widths \[32, 40, 64\], expected multiples of 32",
         ),
         (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(5, 3, 3, 3)}), r"encoder widths .* multiples of 5"),
-        (lambda s: s.pop("quant_conv.bias") if False else _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
+        (lambda s: _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
     ],
 )  # fmt: skip
 def test_a_wrong_image_tokenizer_is_refused(
@@ -424,111 +359,43 @@ def test_parts_of_different_codebooks_are_refused(
     _refused((files[0], text_files[1]), tmp_path, "do not belong together.*64 tokens.*48 codes")
 
 
-def test_weights_that_overflow_the_type_are_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
-    torch.save({**_golden("c2i"), "norm.weight": torch.full((64,), 1e6)}, files[0])
-    _refused(files, tmp_path, r"norm\.weight in .* does not fit torch\.float16", dtype=torch.float16)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ([1, 2], "holds a list"),
-        (torch.zeros(3), "holds a Tensor"),
-        ({}, "holds no tensors"),
-        ({"epoch": 3, "weights": {"a": torch.zeros(1)}}, r"more than tensors at its top \(epoch, weights\)"),
-        ({"model": {"a": 1.0}}, r"more than tensors at its top \(a\)"),
-    ],
-)
-def test_what_is_no_state_dict_is_refused(content: Any, message: str, files: tuple[Path, Path], tmp_path: Path) -> None:
-    torch.save(content, files[0])
-    _refused(files, tmp_path, message)
-
-
-class _Hostile:
-    """Would make a file where it is unpickled."""
-
-    def __init__(self, marker: Path):
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
-
-
-@pytest.mark.parametrize("which", [0, 1])
-@pytest.mark.parametrize("zipped", [True, False])
-def test_a_pickle_that_would_run_code_is_refused_and_runs_none(
-    which: int, zipped: bool, files: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_a_hostile_file_is_refused_and_runs_nothing(files: tuple[Path, Path], tmp_path: Path) -> None:
     marker = tmp_path / "ran"
-    content = {"model": _golden("c2i"), "args": _Hostile(marker)}
-    torch.save(content, files[which], _use_new_zipfile_serialization=zipped)
-    _refused(files, tmp_path, rf"{files[which].name} holds more than tensors: \w+\.mkdir.*could run code")
+
+    class Hostile:
+        def __reduce__(self) -> Any:
+            return os.mkdir, (str(marker),)
+
+    for file in files[::-1]:
+        torch.save({"model": {}, "args": Hostile()}, file)
+        _refused(files, tmp_path, rf"{file.name} holds more than tensors")
     assert not marker.exists()
-    torch.load(files[which], weights_only=False)
-    assert marker.exists(), "the file does run code where it is let"
 
 
-def test_only_a_namespace_is_let_in_and_only_meanwhile(files: tuple[Path, Path], tmp_path: Path) -> None:
-    torch.save({"model": _golden("c2i"), "args": Path("x")}, files[0])
-    _refused(files, tmp_path, r"holds more than tensors: pathlib")
-    assert argparse.Namespace not in torch.serialization.get_safe_globals()
-    program = torch.jit.script(torch.nn.Linear(2, 2))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.jit.save(program, str(files[0]))
-        _refused(files, tmp_path, "holds more than tensors: a TorchScript program")
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("x.pt", lambda b: b[: len(b) // 2]),
-        ("x.pt", lambda b: b[:100]),
-        ("x.pt", lambda b: b""),
-        ("x.pt", lambda b: b"hello world" * 100),
-        ("x.pt", lambda b: b"PK\x03\x04" + bytes(500)),
-        ("x.pth", lambda b: b[:80] + b"\xff" * 40 + b[120:]),
-        ("x.safetensors", lambda b: b[:500]),
-    ],
-)
-def test_a_damaged_file_is_refused(
-    name: str, damage: Callable[[bytes], bytes], files: tuple[Path, Path], tmp_path: Path
-) -> None:
-    file = tmp_path / name
-    file.write_bytes(damage(files[0].read_bytes()))
-    _refused((file, files[1]), tmp_path, rf"{re.escape(name)} is (damaged|missing, damaged)")
-
-
-def test_what_is_no_checkpoint_file_is_refused(files: tuple[Path, Path], tmp_path: Path) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("x")
-    _refused((readme, files[1]), tmp_path, r"README\.md is not a checkpoint file")
-    folder = tmp_path / "model.pt"
-    folder.mkdir()
-    _refused((folder, files[1]), tmp_path, r"model\.pt is not a checkpoint file")
-    with pytest.raises(FileNotFoundError, match=r"none\.pt does not exist"):
-        convert_llamagen(files[0], tmp_path / "none.pt", tmp_path / "out", grid_size=4)
-    with pytest.raises(FileNotFoundError, match=r"labels\.json does not exist"):
-        convert_llamagen(*files, tmp_path / "out", grid_size=4, id2label=tmp_path / "labels.json")
+def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
+    none = tmp_path / "none.pt"
+    for arguments, options in (((none, files[1]), {}), ((files[0], none), {}), (files, {"id2label": none})):
+        with pytest.raises(FileNotFoundError, match=r"none\.pt does not exist"):
+            convert_llamagen(*arguments, tmp_path / "out", grid_size=4, **options)
     assert not (tmp_path / "out").exists()
 
 
 # -- names of classes, text encoders -------------------------------------------------------------------------------
 
 
-def test_class_names_come_from_json(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_class_names_come_from_json(tmp_path: Path) -> None:
     labels = tmp_path / "labels.json"
+    config = {"condition": "class", "num_classes": 10}
     for content in (["a, b", "c"], {"0": "a, b", "1": "c"}, {"0": ["a", "b"], "1": ["c"]}):
         labels.write_text(json.dumps(content))
-        convert_llamagen(*files, tmp_path / "out", grid_size=4, id2label=labels, overwrite=True)
-        index = json.loads((tmp_path / "out" / "model_index.json").read_text())
-        assert index["id2label"] == {"0": "a, b", "1": "c"}
-    shutil.rmtree(tmp_path / "out")
+        assert llamagen._read_labels(labels, config) == {0: "a, b", 1: "c"}
     for text in ("{", "3", '{"x": "y"}', '{"0": 3}'):
         labels.write_text(text)
-        _refused(files, tmp_path, r"labels\.json is not JSON of the form", id2label=labels)
-    labels.write_text('{"10": "the null class is not named"}')
-    _refused(files, tmp_path, r"names class 10, but the transformer has classes 0 to 9", id2label=labels)
+        with pytest.raises(ValueError, match=r"labels\.json is not JSON of the form"):
+            llamagen._read_labels(labels, config)
+    labels.write_text('{"10": "the null class has no name"}')
+    with pytest.raises(ValueError, match="names class 10, but the transformer has classes 0 to 9"):
+        llamagen._read_labels(labels, config)
 
 
 def _save_text_encoder(folder: Path, width: int) -> Path:
@@ -582,101 +449,33 @@ def test_what_cannot_be_the_text_encoder_is_refused(
 # -- the output folder ---------------------------------------------------------------------------------------------
 
 
-def test_what_is_there_is_kept_unless_it_is_a_model_folder_to_overwrite(files: tuple[Path, Path], tmp_path: Path) -> None:
+def test_what_is_there_is_kept_unless_it_is_to_be_overwritten(files: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()
-    convert_llamagen(*files, out, grid_size=4)  # an empty folder is as good as none
-    (out / "note").write_text("mine")
+    (out / "model_index.json").write_text("mine")
     with pytest.raises(FileExistsError, match="exists and is not empty"):
         convert_llamagen(*files, out, grid_size=4)
-    assert (out / "note").exists()
+    with pytest.raises(ValueError, match="n_head=7"):
+        convert_llamagen(*files, out, grid_size=4, overwrite=True, n_head=7)
+    assert (out / "model_index.json").read_text() == "mine"
     convert_llamagen(*files, out, grid_size=4, overwrite=True)
     assert _left(out) == {"model_index.json", "transformer", "vqvae"}
     assert _left(tmp_path) == {"c2i.pt", "vq.pt", "out"}
-    (out / "model_index.json").unlink()
-    with pytest.raises(FileExistsError, match="not a model folder"):
-        convert_llamagen(*files, out, grid_size=4, overwrite=True)
-    with pytest.raises(FileExistsError, match="not a model folder"):
-        convert_llamagen(*files, files[0], grid_size=4, overwrite=True)
-    assert (out / "transformer").exists() and files[0].is_file()
 
 
-def test_a_folder_that_holds_the_inputs_is_not_replaced(files: tuple[Path, Path], tmp_path: Path) -> None:
-    (tmp_path / "model_index.json").write_text("{}")
-    with pytest.raises(FileExistsError, match="holds what is to be converted"):
-        convert_llamagen(*files, tmp_path, grid_size=4, overwrite=True)
-    assert files[0].exists()
-
-
-def test_missing_parents_are_made_at_the_end(files: tuple[Path, Path], tmp_path: Path) -> None:
-    deep = tmp_path / "a" / "b" / "out"
-    _refused(files, tmp_path, "n_head=7", n_head=7)
-    with pytest.raises(ValueError, match="n_head=7"):
-        convert_llamagen(*files, deep, grid_size=4, n_head=7)
-    assert not (tmp_path / "a").exists()
-    convert_llamagen(*files, deep, grid_size=4)
-    _open(deep)
-    mask = os.umask(0)
-    os.umask(mask)
-    assert deep.stat().st_mode & 0o777 == 0o777 & ~mask, "as open as any new folder"
-
-
-def test_where_nothing_can_be_written_nothing_is_read(
-    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[Any] = []
-    monkeypatch.setattr(llamagen, "read_checkpoint", lambda *a, **k: read.append(a))
+def test_where_nothing_can_be_written_nothing_is_read(files: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(llamagen, "read_checkpoint", lambda *_, **__: pytest.fail("read"))
     with pytest.raises(OSError, match=r"cannot write .*out"):
         convert_llamagen(*files, files[0] / "out", grid_size=4)  # below a file
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"cannot write .*out.*read-only"):
-        patch.setattr("tempfile.mkdtemp", _read_only)
-        convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    if os.geteuid():  # permissions do not bind the superuser
-        (tmp_path / "closed").mkdir(mode=0o500)
-        with pytest.raises(OSError, match="cannot write"):
-            convert_llamagen(*files, tmp_path / "closed" / "out", grid_size=4)
-    assert not read
 
 
-def _read_only(**_: Any) -> str:
-    raise OSError(30, "read-only file system")
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), OSError(28, "no space left")])
-def test_an_interruption_leaves_what_was_there(
-    error: BaseException, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_interruption_at_the_last_file_leaves_nothing(
+    files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    before = sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*"))
-    index = (tmp_path / "out" / "model_index.json").stat().st_mtime_ns
-
     def stop(*_: Any) -> None:
-        raise error
+        raise KeyboardInterrupt
 
-    for name in ("fresh", "out"):
-        with monkeypatch.context() as patch, pytest.raises(type(error)):
-            patch.setattr(llamagen, "_write_index", stop)  # by then the weights are written
-            convert_llamagen(*files, tmp_path / name, grid_size=4, overwrite=True)
-    replace = os.replace
-
-    def fail_to_place(source: Any, target: Any) -> None:
-        if Path(source).name == "new":
-            raise error
-        replace(source, target)
-
-    if isinstance(error, OSError):
-        with monkeypatch.context() as patch, pytest.raises(OSError, match="no space"):
-            patch.setattr(os, "replace", fail_to_place)
-            convert_llamagen(*files, tmp_path / "out", grid_size=4, overwrite=True)
-    assert sorted(p.relative_to(tmp_path) for p in tmp_path.rglob("*")) == before
-    assert (tmp_path / "out" / "model_index.json").stat().st_mtime_ns == index
-
-
-def test_a_checkpoint_of_the_current_format_is_mapped(files: tuple[Path, Path]) -> None:
-    """A large file must not need its size in memory before the first tensor is used."""
-    calls: list[dict[str, Any]] = []
-    load = torch.load
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "load", lambda *a, **k: calls.append(k) or load(*a, **k))
-        read_checkpoint(files[0])
-    assert calls[0]["mmap"] and calls[0]["weights_only"] is True
+    monkeypatch.setattr(llamagen, "_write_index", stop)  # by then the weights are written
+    with pytest.raises(KeyboardInterrupt):
+        convert_llamagen(*files, tmp_path / "out", grid_size=4)
+    assert _left(tmp_path) == {"c2i.pt", "vq.pt"}

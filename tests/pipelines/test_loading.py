@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from safetensors.torch import load_file, save_file
 from tiny_models import class_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.pipelines import loading
+from vargen.pipelines.loading import DiffusionPipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -32,9 +32,9 @@ def step(
     batch: Annotated[str, _BATCH] = "1,8",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
     guidance: Annotated[bool, typer.Option("--guidance", help="Two rows per image, as guidance feeds.")] = False,
-    rounds: Annotated[int, typer.Option(min=1, help="Visits of each case; more are steadier.")] = 7,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 7,
     as_json: Annotated[str | None, _JSON] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
@@ -78,8 +78,8 @@ def ar(
     batch: Annotated[str, _BATCH] = "1,8",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
-    seconds: Annotated[float, typer.Option(min=0, help="Whole batches are drawn for at least so long, each size.")] = 10.0,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    seconds: Annotated[float, typer.Option(metavar="X", help="Whole batches are drawn for at least so long, each size.")] = 10.0,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
     as_json: Annotated[str | None, _JSON] = None,
 ) -> None:  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen.cli.console import quiet_libraries
+from vargen.cli.options import check_range
 
 app = typer.Typer(help="Convert official checkpoints.", no_args_is_help=True)
 
@@ -29,7 +30,7 @@ def root() -> None:
 
 @app.command()
 def llamagen(
-    transformer: Annotated[Path, typer.Option(metavar="FILE", help="Class- or text-conditional GPT: .pt, .pth, .bin, .safetensors.")],
+    transformer: Annotated[Path, typer.Option(metavar="FILE", help="Class or text model: .pt, .pth, .bin, .safetensors.")],
     vq: Annotated[Path, typer.Option(metavar="FILE", help="Its image tokenizer.")],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
     text_encoder: Annotated[Path | None, typer.Option(metavar="DIR", help=f"{_HUB_FOLDER}: T5, for text models.")] = None,
@@ -37,10 +38,12 @@ def llamagen(
     id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON, for class models.")] = None,
     dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
-    n_head: Annotated[int | None, typer.Option(min=1, help="Heads, for a size outside the official table.")] = None,
-    grid_size: Annotated[int | None, typer.Option(min=1, help="Side of the token grid, where no file tells.")] = None,
+    n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, for a size outside the official table.")] = None,
+    grid_size: Annotated[int | None, typer.Option(metavar="N", help="Side of the token grid, where no file tells.")] = None,
 ) -> None:
     """Official LlamaGen files to a pipeline folder; prints its path. Files are read as tensors only, never run."""
+    check_range(n_head, "n_head", 1)
+    check_range(grid_size, "grid_size", 1)
     quiet_libraries()
     import torch
 

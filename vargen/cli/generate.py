@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries, say
-from vargen.cli.options import Device, Dtype, pick_device, pick_dtype, use_threads
+from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype, use_threads
 from vargen.cli.outputs import Target, save_image, slug, targets
 
 if TYPE_CHECKING:
@@ -60,20 +60,20 @@ def generate(
         list[str] | None, typer.Option(metavar="N|NAME", help="Class to draw, instead of a prompt; may be repeated.")
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, max=_LARGEST_SEED, help="Of the first image; the next has seed + 1. Default: random.")
+        int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
     ] = None,
-    num_images: Annotated[int, typer.Option("--num-images", "-n", min=1, help="Images of each prompt.")] = 1,
+    num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
     accelerator: Annotated[str, typer.Option(metavar="PRESET", help="`vargen info presets` lists them.")] = "ar",
-    guidance_scale: Annotated[float | None, typer.Option(help="At least 0; 1 is off. Default: the model's.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="At least 0; 0 is greedy. Default: the model's.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="1 to the vocabulary. Default: the model's.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Over 0, up to 1. Default: the model's.")] = None,
-    negative_prompt: Annotated[str | None, typer.Option(help="What guidance leads away from.")] = None,
+    guidance_scale: Annotated[float | None, typer.Option(metavar="X", help="At least 0; 1 is off. Default: the model's.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="X", help="At least 0; 0 is greedy. Default: the model's.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="N", help="1 to the vocabulary. Default: the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="X", help="Over 0, up to 1. Default: the model's.")] = None,
+    negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most images drawn at once.")] = 8,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. Default: torch's.")] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:  # fmt: skip
@@ -85,6 +85,9 @@ def generate(
     settings = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     given = {name: value for name, value in settings.items() if value is not None}
     _check_settings(given, accelerator, negative_prompt, num_images)
+    check_range(seed, "seed", 0, _LARGEST_SEED)
+    check_range(batch_size, "batch_size", 1)
+    use_threads(threads)
     chosen_device = pick_device(device)
     first = secrets.randbelow(2**32) if seed is None else seed
     total = len(subjects) * num_images
@@ -104,7 +107,6 @@ def generate(
     from vargen.compat import installed_version
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    use_threads(threads)
     chosen_dtype = pick_dtype(dtype, chosen_device)
     started = time.perf_counter()
     pipe = LlamaGenPipeline.from_pretrained(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
@@ -112,7 +114,7 @@ def generate(
     used = {**pipe.default_sampling, **given}
     packages = ("vargen", "torch", "diffusers", "transformers")
     parameters = {
-        "model": Path(model).name if Path(model).is_dir() else model,  # a picture tells no one's folders
+        "model": Path(model).resolve().name if Path(model).is_dir() else model,  # a picture tells no one's folders
         "accelerator": accelerator,
         "negative_prompt": negative_prompt,
         **used,

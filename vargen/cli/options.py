@@ -47,8 +47,20 @@ def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
 
 
 def use_threads(count: int | None) -> None:
-    """Let torch use `count` CPU threads; None leaves its default."""
+    """Let torch use `count` CPU threads; None leaves its default.
+
+    Raises:
+        ValueError: for a count below 1.
+    """
     import torch
 
+    check_range(count, "threads", 1)
     if count is not None:
         torch.set_num_threads(count)
+
+
+def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
+    """Raise ValueError unless `value` is from `low` to `high`, or None, which an option is when it is not given."""
+    if value is not None and (value < low or (high is not None and value > high)):
+        allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
+        raise ValueError(f"{name} must be a whole number {allowed}, got {value}")

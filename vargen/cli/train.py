@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, pick_device, use_threads
+from vargen.cli.options import Device, check_range, pick_device, use_threads
 
 if TYPE_CHECKING:
     from vargen.training.emoji import EmojiDataset
@@ -21,14 +21,14 @@ _CONFIG = typer.Option(metavar="FILE|NAME", help="A recipe in TOML, or a package
 _DATA = typer.Option(metavar="DIR", help="Data set. Default: where `vargen train data` puts it.")
 _RUN = typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
 _DEVICE = typer.Option(help="auto takes a GPU where there is one.")
-_THREADS = typer.Option(min=1, help="CPU threads. Default: torch's.")
-_STEPS = typer.Option(min=1, help="Length of the run, instead of the recipe's.")
+_THREADS = typer.Option(metavar="N", help="CPU threads. Default: torch's.")
+_STEPS = typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")
 
 
 @app.command()
 def data(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: a folder of the user's cache.")] = None,
-    size: Annotated[int, typer.Option(min=8, help="Side of the pictures in pixels.")] = 128,
+    size: Annotated[int, typer.Option(metavar="N", help="Side of the pictures in pixels.")] = 128,
 ) -> None:
     """Build the emoji data set: fetch the pinned packages, check their sums, draw every emoji."""
     from vargen.training.emoji import build_emoji_dataset, default_cache
@@ -93,6 +93,7 @@ def generator(
 def _recipe(config: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.recipe import load_recipe
 
+    check_range(steps, "steps", 1)
     recipe: Any = load_recipe(config, kind)
     return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps)) if steps else recipe
 

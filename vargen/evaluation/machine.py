@@ -57,7 +57,7 @@ def describe_machine() -> dict[str, Any]:
 
 def machine_line(machine: dict[str, Any], device: torch.device, dtype: torch.dtype) -> str:
     """One line for the head of a table."""
-    place = f"{machine['cpu']}, {machine['threads']} of {machine['cores']} threads"
+    place = f"{machine['cpu']}, {machine['threads']} CPU threads"
     if device.type == "cuda":
         place = machine["gpus"][device.index or 0]["name"]
     return f"{place}, {str(dtype).removeprefix('torch.')}, torch {machine['torch']}"

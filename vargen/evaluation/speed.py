@@ -7,6 +7,7 @@ untimed, because a decoding loop finds in the caches what its last pass left the
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -226,10 +227,10 @@ def measure_baseline(
         compile: run the passes through `torch.compile`; compiling is part of the warm-up.
 
     Raises:
-        ValueError: if `batch` is below 1.
+        ValueError: if `batch` is below 1, or `seconds` is negative or not finite.
     """
-    if batch < 1:
-        raise ValueError(f"batch must be at least 1, got {batch}")
+    if batch < 1 or not 0 <= seconds < math.inf:
+        raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
     transformer = network.transformer
     step = torch.compile(transformer, dynamic=False) if compile else None
     model = LlamaGenTokens(transformer, network.guidance_scale, step=step)

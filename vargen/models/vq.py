@@ -189,17 +189,17 @@ class VectorQuantizer(nn.Module):
         self.register_buffer("codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
 
     def codes(self) -> Tensor:
-        """`[V, E]` unit-norm rows: what decoding looks up."""
-        return F.normalize(self.embedding.weight, dim=-1)
+        """`[V, E]` float32 unit-norm rows, whatever the weights' type: what decoding looks up."""
+        return F.normalize(self.embedding.weight.float(), dim=-1)
 
     def nearest(self, z_BERG: Tensor) -> Tensor:
         """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
         z = F.normalize(z_BERG.float().movedim(1, -1), dim=-1)
-        return (z @ self.codes().float().T).argmax(-1)
+        return (z @ self.codes().T).argmax(-1)
 
     def lookup(self, indices_BRG: Tensor) -> Tensor:
-        """Code vectors `[B, E, R, G]` of indices `[B, R, G]`."""
-        return F.normalize(self.embedding(indices_BRG), dim=-1).movedim(-1, 1)
+        """Code vectors `[B, E, R, G]` float32 of indices `[B, R, G]`."""
+        return F.normalize(self.embedding(indices_BRG).float(), dim=-1).movedim(-1, 1)
 
 
 class VQModel(ModelMixin, ConfigMixin):
@@ -219,7 +219,6 @@ class VQModel(ModelMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
-    _keep_in_fp32_modules: ClassVar[list[str]] = ["quantize"]  # nearest-code ties must not depend on the dtype
 
     @register_to_config
     def __init__(

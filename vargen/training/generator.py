@@ -139,8 +139,9 @@ class CodePrior(nn.Module):
 
 
 def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRecipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for embeddings, head and norms; or AdamW for all."""
-    blocks = [p for name, p in model.named_parameters() if name.startswith("layers.") and p.dim() == 2]
+    """Muon for the matrices of the blocks and the caption projection, AdamW for embeddings, head and norms; or AdamW for all."""
+    inside = ("layers.", "cls_embedding.cap_proj.")
+    blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
     taken = {id(p) for p in blocks} if recipe.optimizer == "muon" else set()
     rest = [p for p in [*model.parameters(), *prior.parameters()] if id(p) not in taken]
     adamw = torch.optim.AdamW(rest, lr=recipe.adamw_learning_rate, betas=(0.9, 0.95), weight_decay=0.0)

@@ -1,0 +1,86 @@
+"""`vargen bench`: shape of the reports and bad input; times are not judged here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_step_reports_every_case(run: Any, text_model: Path) -> None:
+    words = ("--model", text_model, "--tokens", "1,4", "--batch", "1,2", "--rounds", 2, "--threads", 1, "--guidance")
+    result = run("bench", "step", *words, "--json", "-")
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["machine"]["cpu"] and document["machine"]["torch"]
+    (report,) = document["reports"]
+    assert report["guidance"] and report["cached_tokens"] == 8 and report["gigabytes_per_second"] > 0
+    cases = [(case["batch"], case["tokens"]) for case in report["results"]]
+    assert cases == [(1, 1), (1, 4), (2, 1), (2, 4)]
+    for case in report["results"]:
+        low, high = case["quartiles"]
+        assert 0 < low <= case["milliseconds"] <= high and case["passes"] >= 2
+        assert case["over_read"] == pytest.approx(case["milliseconds"] / report["read_milliseconds"])
+    assert [case["over_one"] for case in report["results"] if case["tokens"] == 1] == [1.0, 1.0]
+
+
+def test_step_writes_table_json_and_plot(run: Any, class_model: Path) -> None:
+    words = ("--model", class_model, "--tokens", "2,16", "--batch", "1", "--rounds", 1)
+    result = run("bench", "step", *words, "--json", "out/a.json", "--plot", "out/a.png")
+    assert result.exit_code == 0, result.output
+    for part in ("tokens", "quartiles", "x weights", "GB/s", "torch"):
+        assert part in result.stdout
+    assert json.loads(Path("out/a.json").read_text())["reports"][0]["results"][0]["over_one"] is None
+    assert Path("out/a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_baseline(run: Any, text_model: Path) -> None:
+    result = run("bench", "ar", "--model", text_model, "--batch", "1,2", "--seconds", 0, "--json", "-")
+    assert result.exit_code == 0, result.output
+    reports = json.loads(result.stdout)["reports"]
+    assert [report["batch"] for report in reports] == [1, 2]
+    for report in reports:
+        assert report["guidance_scale"] == 2.0 and report["runs"] == 1
+        assert report["tokens_per_second"] == pytest.approx(report["batch"] * report["tokens_per_second_per_image"])
+        assert sum(report["share_by_part"].values()) == pytest.approx(1)
+    assert "tokens/s" in run("bench", "ar", "--model", text_model, "--batch", "1", "--seconds", 0).stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["step", "--tokens", "1,0"], ["tokens must be whole numbers", "'1,0'"]),
+        (["step", "--tokens", "17"], ["16 of the grid"]),
+        (["step", "--batch", "x"], ["batch must be whole numbers"]),
+        (["step", "--plot", "a.gif"], ["plot must be a file ending in .png"]),
+        (["step", "--json", "a.txt"], ["json must be a file ending in .json"]),
+        (["step", "--rounds", "0"], ["rounds at least 1"]),
+        (["step", "--threads", "0"], ["threads must be"]),
+        (["ar", "--seconds", "-1"], ["seconds a finite number"]),
+        (["ar", "--batch", ""], ["batch must be whole numbers"]),
+        (["ar", "--model", "/nowhere"], ["unknown model"]),
+    ],
+)
+def test_bad_input(run: Any, text_model: Path, words: list[str], said: list[str]) -> None:
+    result = run("bench", words[0], "--model", text_model, *words[1:])
+    assert result.exit_code == 2, result.output
+    assert "Traceback" not in result.stderr and result.stdout == ""
+    for part in said:
+        assert part in result.stderr
+    assert list(Path().iterdir()) == []
+
+
+def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    from vargen.evaluation import network, speed
+
+    monkeypatch.setitem(network.SIZES, "B", {"dim": 32, "n_layer": 1, "n_head": 2})
+    opened = network.open_network("llamagen-b", torch.float32, torch.device("cpu")).transformer
+    assert opened.config.condition == "class" and opened.config.grid_size == 16
+    assert opened.output.weight.std() > 0.01
+    assert speed.read_weight_bytes(opened) == sum(
+        p.nbytes
+        for name, p in opened.named_parameters()
+        if name not in ("tok_embeddings.weight", "cls_embedding.embedding_table.weight")
+    )

@@ -1,0 +1,74 @@
+"""The command around the verbs: start-up, exit codes, logs."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from vargen import __version__
+from vargen.cli import generate
+from vargen.cli.console import table
+
+_RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
+
+
+@pytest.mark.parametrize("words", [["--help"], ["generate", "--help"], ["bench", "step", "-h"], ["--version"], []])
+def test_help_imports_no_torch(words: list[str]) -> None:
+    code = _RUN + "print('torch' in sys.modules or 'rich' in sys.modules, file=sys.stderr)"
+    result = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, timeout=60)
+    assert result.returncode == (0 if words else 2)
+    assert result.stderr.split()[-1] == "False"
+    assert "Usage: vargen" in result.stdout + result.stderr or result.stdout == f"vargen {__version__}\n"
+
+
+def test_unknown_verb(run: Any) -> None:
+    result = run("generat")
+    assert result.exit_code == 2 and "generat" in result.stderr and "Traceback" not in result.stderr
+
+
+def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*args: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(generate, "_subjects", fail)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (ValueError("no   such\nthing"), 1, "error: ValueError: no such thing (VARGEN_DEBUG=1 shows the traceback)"),
+        (FileNotFoundError("recipe 'x' is missing"), 2, "error: recipe 'x' is missing"),
+        (PermissionError(13, "Permission denied", "x"), 2, "error: [Errno 13] Permission denied: 'x'"),
+        (OSError("disk full"), 1, "error: OSError: disk full (VARGEN_DEBUG=1 shows the traceback)"),
+        (RuntimeError("NaN \x1b[2J"), 1, "error: RuntimeError: NaN ?[2J (VARGEN_DEBUG=1 shows the traceback)"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+)
+def test_errors_are_one_line_and_a_code(
+    run: Any, monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    """The ValueError here comes from this file, not from the library: a failure, not bad input."""
+    raising(monkeypatch, error)
+    result = run("generate", "a")
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", line + "\n")
+
+
+def test_debug_shows_the_traceback(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARGEN_DEBUG", "1")
+    raising(monkeypatch, RuntimeError("no"))
+    result = run("generate", "a")
+    assert result.exit_code == 1 and "Traceback" in result.stderr and result.stderr.endswith("error: RuntimeError: no\n")
+
+
+def test_verbosity(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARGEN_VERBOSITY", "loud")
+    result = run("info", "presets")
+    assert result.exit_code == 2
+    assert result.stderr == "error: VARGEN_VERBOSITY must be one of debug, info, warning, error, got 'loud'\n"
+    monkeypatch.setenv("VARGEN_VERBOSITY", "ERROR")
+    assert run("info", "presets").exit_code == 0
+
+
+def test_table_aligns() -> None:
+    assert table(["a", "bb"], [["xxx", "1"], ["y", "100"]], "<>") == "a     bb\nxxx    1\ny    100"

@@ -1,0 +1,130 @@
+"""`vargen generate` with good input: files, seeds, metadata, JSON."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from vargen import __version__
+
+
+def pixels(path: Path) -> np.ndarray:
+    with Image.open(path) as opened:
+        return np.asarray(opened.convert("RGB")).astype(int)
+
+
+def test_one_prompt_makes_one_named_file(run: Any, text_model: Path) -> None:
+    result = run("generate", "A red apple!", "--model", text_model, "--seed", 7)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "a-red-apple-7.png\n"
+    assert "1 image in" in result.stderr and "tokens per second" in result.stderr and "seed 7" in result.stderr
+    assert pixels(Path("a-red-apple-7.png")).shape == (8, 8, 3)
+    assert len(list(Path().iterdir())) == 1
+
+
+def test_the_same_seed_gives_the_same_bytes(run: Any, text_model: Path) -> None:
+    for name in ("a.png", "b.png"):
+        assert run("generate", "a cat", "--model", text_model, "--seed", 3, "-o", name).exit_code == 0
+    assert run("generate", "a cat", "--model", text_model, "--seed", 4, "-o", "c.png").exit_code == 0
+    assert Path("a.png").read_bytes() == Path("b.png").read_bytes()
+    assert (pixels(Path("a.png")) != pixels(Path("c.png"))).any()
+
+
+def test_an_image_of_a_run_can_be_drawn_again_alone(run: Any, text_model: Path) -> None:
+    words = ("--model", text_model, "--quiet")
+    together = run("generate", "a cat", "a dog", "-n", 2, "--seed", 10, "--batch-size", 3, "-o", "all.png", *words)
+    assert together.stdout.split() == ["all-1.png", "all-2.png", "all-3.png", "all-4.png"]
+    assert run("generate", "a dog", "--seed", 13, "-o", "alone.png", *words).exit_code == 0
+    assert np.abs(pixels(Path("all-4.png")) - pixels(Path("alone.png"))).max() <= 1  # one step of rounding
+    assert (pixels(Path("all-4.png")) != pixels(Path("all-3.png"))).any()
+
+
+def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model: Path) -> None:
+    result = run(
+        "generate", "a cat", "-n", 2, "--model", text_model, "--seed", 5, "--json", "-o", "new/folder/",
+        "--guidance-scale", 3, "--temperature", 0.9, "--top-k", 20, "--top-p", 0.95, "--negative-prompt", "a dog",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert [image["file"] for image in document["images"]] == ["new/folder/a-cat-5.png", "new/folder/a-cat-6.png"]
+    assert [image["seed"] for image in document["images"]] == [5, 6]
+    assert {image["prompt"] for image in document["images"]} == {"a cat"}
+    assert document["seconds_load"] > 0 and document["seconds_generate"] > 0 and document["tokens_per_second"] > 0
+    assert document["stats"]["tokens"] == 32 and document["stats"]["accepted_histogram"] == [0, 32]
+    with Image.open("new/folder/a-cat-6.png") as opened:
+        said = json.loads(opened.info["vargen"])
+    assert said["versions"].pop("torch") and said["versions"]["vargen"] == __version__
+    assert said == {
+        "prompt": "a cat", "seed": 6, "model": "tiny-text", "accelerator": "ar", "negative_prompt": "a dog",
+        "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "dtype": said["dtype"],
+        "versions": said["versions"],
+    }  # fmt: skip
+
+
+def test_what_is_not_given_comes_from_the_model(run: Any, text_model: Path) -> None:
+    document = json.loads(run("generate", "a cat", "--model", text_model, "--json").stdout)
+    assert document["guidance_scale"] == 2.0 and document["top_p"] == 1.0
+    assert 0 <= document["images"][0]["seed"] < 2**32
+
+
+def test_prompt_file(run: Any, text_model: Path) -> None:
+    Path("prompts.txt").write_bytes("\ufeff# fruit\r\na red apple\r\n\r\n  crème brûlée  \n   # more\nx # y".encode())
+    words = ("--prompt-file", "prompts.txt", "--model", text_model, "--seed", 1, "--json", "-o", "out/")
+    document = json.loads(run("generate", "first", *words).stdout)
+    assert [image["prompt"] for image in document["images"]] == ["first", "a red apple", "crème brûlée", "x # y"]
+
+
+def test_classes_by_number_and_by_name(run: Any, class_model: Path) -> None:
+    words = ("--class-label", "3", "--class-label", "Goldfish", "--model", class_model, "--seed", 1, "--json")
+    document = json.loads(run("generate", *words).stdout)
+    assert [image["class_label"] for image in document["images"]] == [3, 1]
+    assert [image["file"] for image in document["images"]] == ["class-3-1.png", "class-goldfish-2.png"]
+
+
+def test_a_long_prompt_is_cut_and_the_user_is_told_once(run: Any, text_model: Path) -> None:
+    prompt = ("a red apple on a table " * 500)[:10_000]
+    result = run("generate", prompt, "-n", 3, "--batch-size", 2, "--model", text_model, "--seed", 1)
+    assert result.exit_code == 0, result.output
+    assert result.stderr.count("warning: the prompt has") == 1
+    assert "the model reads 16" in result.stderr and "are ignored" in result.stderr
+    assert result.stdout.split()[0] == "a-red-apple-on-a-table-a-red-apple-on-a-1.png"
+
+
+def test_quiet_and_library_noise(run: Any, text_model: Path) -> None:
+    result = run("generate", "a cat", "--model", text_model, "--quiet", "-o", "a.jpg")
+    assert result.exit_code == 0
+    assert (result.stdout, result.stderr) == ("a.jpg\n", "")
+
+
+def test_an_output_by_name_is_overwritten(run: Any, text_model: Path) -> None:
+    Path("a.png").write_text("old")
+    assert run("generate", "a cat", "--model", text_model, "-o", "a.png").exit_code == 0
+    assert pixels(Path("a.png")).shape == (8, 8, 3)
+    for _ in range(2):
+        assert run("generate", "a cat", "--model", text_model, "--seed", 1).exit_code == 0
+    assert sorted(p.name for p in Path().iterdir()) == ["a-cat-1-2.png", "a-cat-1.png", "a.png"]
+
+
+@pytest.mark.parametrize(("raised", "code"), [(OSError("disk full"), 1), (KeyboardInterrupt(), 130)])
+def test_an_interrupted_write_leaves_no_half_file(
+    run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+) -> None:
+    whole, calls = Image.Image.save, []
+
+    def save(self: Image.Image, path: Path, *args: Any, **kwargs: Any) -> None:
+        calls.append(path)
+        if len(calls) == 2:
+            Path(path).write_bytes(b"\x89PNG half")
+            raise raised
+        whole(self, path, *args, **kwargs)
+
+    monkeypatch.setattr(Image.Image, "save", save)
+    Path("a-2.png").write_text("old")
+    result = run("generate", "a cat", "-n", 3, "--model", text_model, "-o", "a.png")
+    assert result.exit_code == code
+    assert "1 of 3 images were written" in result.stderr and "Traceback" not in result.stderr
+    assert sorted(p.name for p in Path().iterdir()) == ["a-1.png", "a-2.png"]
+    assert Path("a-2.png").read_text() == "old"

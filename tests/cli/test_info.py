@@ -1,0 +1,52 @@
+"""`vargen info`."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vargen import __version__
+from vargen.cli import info
+from vargen.decoding import PRESETS
+
+
+def test_info_as_json(run: Any) -> None:
+    result = run("info", "--json")
+    assert result.exit_code == 0 and result.stderr == ""
+    document = json.loads(result.stdout)
+    assert set(document) == {"versions", "machine", "default_device", "default_dtype", "models", "presets"}
+    assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
+    assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
+
+
+def test_info_for_people(run: Any) -> None:
+    result = run("info")
+    assert result.exit_code == 0
+    for part in (__version__, "torch", "cpu", "default dtype", "Packaged models", "Presets: ar"):
+        assert part in result.stdout
+
+
+def test_presets(run: Any) -> None:
+    document = json.loads(run("info", "presets", "--json").stdout)
+    assert [preset["name"] for preset in document] == list(PRESETS)
+    assert all(set(preset) == {"name", "kind", "summary", "source"} for preset in document)
+    lines = run("info", "presets").stdout.splitlines()
+    assert lines[0].split() == ["name", "kind", "summary", "source"] and len(lines) == len(PRESETS) + 1
+
+
+def test_a_packaged_model_shows_its_size_and_card(
+    run: Any, text_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    import vargen.assets
+
+    shutil.copytree(text_model, tmp_path / "assets" / "tiny")
+    card = "---\nlicense: apache-2.0\n---\n# Tiny\n\n![picture](x.png)\n\nDraws noise.\nMore.\n"
+    (tmp_path / "assets" / "tiny" / "README.md").write_text(card)
+    monkeypatch.setattr(vargen.assets, "_FOLDER", tmp_path / "assets")
+    (model,) = json.loads(run("info", "--json").stdout)["models"]
+    assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise."
+    assert "Draws noise." in run("info").stdout
+    assert info.card_summary(tmp_path) == ""
