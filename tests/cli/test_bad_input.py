@@ -60,7 +60,9 @@ TEXT = [
     (["a", "-o", "a.gif"], ["output", "png, jpg, jpeg, webp", "'a.gif'"]),
     (["a", "-o", ""], ["output"]),
     (["a", "-o", "-"], ["output"]),
-    (["a", "-o", "x" * 300 + ".png"], ["output", "at most 200 bytes"]),
+    (["a", "-o", "x" * 220 + ".png"], ["output", "at most 200 bytes"]),
+    (["a", "-o", "x" * 300 + ".png"], ["output", "cannot be written", "too long"]),
+    (["a", "-o", "x" * 300 + "/a.png"], ["output", "cannot be written", "too long"]),
     (["a", "--unknown-option"], ["--unknown-option"]),
 ]
 

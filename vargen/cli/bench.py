@@ -45,11 +45,14 @@ def step(
     chosen, kind, machine = _prepare(device, dtype, threads)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.network import open_network
+    from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_steps
 
+    names = model or ["emoji", "llamagen-b"]
+    for name in names:  # before minutes are spent on the first
+        check_network(name)
     reports = []
-    for name in model or ["emoji", "llamagen-b"]:
+    for name in names:
         network = open_network(name, kind, chosen)
         with tqdm(desc=name, disable=None, leave=False) as bar:
 
@@ -79,7 +82,7 @@ def ar(
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="X", help="Whole batches are drawn for at least so long, each size.")] = 10.0,
+    seconds: Annotated[float, typer.Option(metavar="X", help="Draw whole batches of each size for at least so long.")] = 10.0,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
     as_json: Annotated[str | None, _JSON] = None,
 ) -> None:  # fmt: skip
@@ -89,11 +92,14 @@ def ar(
     chosen, kind, machine = _prepare(device, dtype, threads)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.network import open_network
+    from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_baseline
 
+    names = model or ["emoji"]
+    for name in names:
+        check_network(name)
     reports = []
-    for name in model or ["emoji"]:
+    for name in names:
         network = open_network(name, kind, chosen)
         for count in tqdm(batches, desc=name, disable=None, leave=False):
             reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))

@@ -74,7 +74,11 @@ def _is_folder(output: str) -> bool:
     if output in ("", "-"):
         raise ValueError(f"output must name a file or a folder, got {output!r}")
     separators = tuple(s for s in (os.sep, os.altsep) if s)
-    return output.endswith(separators) or Path(output).expanduser().is_dir() or not Path(output).suffix
+    try:
+        exists = Path(output).expanduser().is_dir()
+    except OSError as error:  # a name too long, links in a circle
+        raise ValueError(f"output {output!r} cannot be written: {error.strerror}") from error
+    return exists or output.endswith(separators) or not Path(output).suffix
 
 
 def check_writable(folder: Path) -> None:

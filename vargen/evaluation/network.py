@@ -24,6 +24,12 @@ class Network:
     sampling: Sampling = field(default_factory=Sampling)
 
 
+def check_network(name: str) -> None:
+    """Raise ValueError unless `open_network` can open `name`; reads no weight."""
+    if name not in RANDOM_MODELS:
+        checked_folder(name, "LlamaGenPipeline", {})
+
+
 def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
     """The transformer of a pipeline folder, a packaged or a hub model; or one of an official size with random weights.
 

@@ -51,8 +51,18 @@ class Condition:
     caption_mask: Tensor | None = None
 
     def join(self, other: Condition) -> Condition:
-        """This batch followed by another, as one."""
-        pairs = [(getattr(self, f), getattr(other, f)) for f in ("class_labels", "caption_embeds", "caption_mask")]
+        """This batch followed by another, as one; where only one has a mask, all rows of the other stay exposed.
+
+        Raises:
+            ValueError: if one holds classes and the other captions.
+        """
+        labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
+        masks = [self.caption_mask, other.caption_mask]
+        if (labels[0] is None) != (labels[1] is None) or (embeds[0] is None) != (embeds[1] is None):
+            raise ValueError("cannot join a condition of classes with one of captions")
+        if (masks[0] is None) != (masks[1] is None):
+            masks = [torch.ones(e.shape[:2]) if m is None else m for m, e in zip(masks, embeds, strict=True) if e is not None]
+        pairs = (labels, embeds, masks)
         return Condition(*(None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs))
 
 

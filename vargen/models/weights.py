@@ -17,7 +17,7 @@ def check_weights(folder: Path, stem: str, expected: Shapes) -> None:
     if single.is_file():
         files = [single]
     elif index.is_file():
-        files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        files = _shards(index)
     else:
         others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
@@ -26,6 +26,18 @@ def check_weights(folder: Path, stem: str, expected: Shapes) -> None:
     for file in files:
         found.update(header_shapes(file))
     compare_shapes(found, expected, str(folder))
+
+
+def _shards(index: Path) -> list[Path]:
+    """Files that an index names, all of them in its own folder."""
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        outside = [name for name in names if Path(name).name != name]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of weight files ({error!r}); fetch it again") from error
+    if outside:
+        raise ValueError(f"{index} names {outside[0]!r}, which is not a file beside it")
+    return [index.parent / name for name in names]
 
 
 def header_shapes(file: Path) -> Shapes:

@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 import random
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from vargen.files import whole_file
@@ -43,20 +41,40 @@ def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
     return moved
 
 
-@torch.no_grad()
-def tokenize_pictures(
-    vqvae: VQModel, images: np.ndarray, recipe: GeneratorRecipe, device: torch.device, batch_size: int = 32
-) -> np.ndarray:
-    """Tokens uint16 `[pictures, variants, N]`; variant 0 is the picture itself, the others are shifted copies."""
-    vqvae.eval()
-    offsets = np.random.default_rng(recipe.seed).integers(-recipe.shift_pixels, recipe.shift_pixels + 1, (64, 2))
-    batches = []
-    for start in tqdm(range(0, len(images), batch_size), desc="tokens", mininterval=5):
-        batch = np.asarray(images[start : start + batch_size])
-        variants = [batch] + [shifted(batch, *offsets[v]) for v in range(recipe.shift_variants)]
-        rows = [vqvae.encode(to_pixels(v, device)).flatten(1).cpu().numpy().astype(np.uint16) for v in variants]
-        batches.append(np.stack(rows, axis=1))
-    return np.concatenate(batches)
+class TokenStore:
+    """Tokens of pictures, computed when first asked for and kept on disk: `[pictures, variants, N]`.
+
+    Variant 0 is a picture itself, the others are copies shifted by a fixed list of offsets. A short run on a CPU never pays for
+    the pictures that it does not see; a long one has all tokens after its first passes over the data.
+    """
+
+    def __init__(self, path: Path, images: np.ndarray, vqvae: VQModel, recipe: GeneratorRecipe, device: torch.device):
+        self.path, self.images, self.vqvae, self.device = path, images, vqvae.eval(), device
+        shape = (len(images), 1 + recipe.shift_variants, (images.shape[1] // vqvae.downsampling) ** 2)
+        self.tokens = np.load(path) if path.is_file() else np.full(shape, -1, dtype=np.int32)
+        if self.tokens.shape != shape:
+            raise ValueError(f"{path} holds tokens {self.tokens.shape}, the recipe asks for {shape}; remove it")
+        self.variants = shape[1]
+        limit = recipe.shift_pixels
+        shifts = np.random.default_rng(recipe.seed).integers(-limit, limit + 1, (recipe.shift_variants, 2))
+        self.offsets = [(0, 0), *map(tuple, shifts.tolist())]
+
+    @torch.no_grad()
+    def __call__(self, indices: np.ndarray, variants: np.ndarray) -> Tensor:
+        """int64 `[B, N]` of pictures `indices [B]` at `variants [B]`."""
+        missing = self.tokens[indices, variants, 0] < 0
+        wanted = list(zip(indices[missing].tolist(), variants[missing].tolist(), strict=True))
+        for start in range(0, len(wanted), 32):
+            part = wanted[start : start + 32]
+            pictures = np.concatenate([shifted(np.asarray(self.images[i : i + 1]), *self.offsets[v]) for i, v in part])
+            drawn = self.vqvae.encode(to_pixels(pictures, self.device)).flatten(1).cpu().numpy()
+            for (i, v), row in zip(part, drawn, strict=True):
+                self.tokens[i, v] = row
+        return torch.from_numpy(self.tokens[indices, variants].astype(np.int64))
+
+    def save(self) -> None:
+        with whole_file(self.path) as temporary, open(temporary, "wb") as file:
+            np.save(file, self.tokens)
 
 
 class CaptionFeatures:
@@ -79,8 +97,8 @@ class CaptionFeatures:
 class Batches:
     """(tokens `[B, N]`, texts) of the training split, by (seed, step) alone."""
 
-    def __init__(self, data: EmojiDataset, tokens: np.ndarray, recipe: GeneratorRecipe):
-        self.records, self.tokens, self.recipe = data.records, tokens, recipe
+    def __init__(self, data: EmojiDataset, store: TokenStore, recipe: GeneratorRecipe):
+        self.records, self.store, self.recipe = data.records, store, recipe
         self.indices = data.indices("train")
         weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
         self.cumulative = np.cumsum(weights / weights.sum())
@@ -91,8 +109,7 @@ class Batches:
         # Stratified: one draw from each of B equal parts of the data, so that a batch is never all flags.
         points = (np.arange(recipe.batch_size) + draw.random(recipe.batch_size)) / recipe.batch_size
         chosen = self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)]
-        variant = draw.integers(0, self.tokens.shape[1], len(chosen))
-        rows = torch.from_numpy(self.tokens[chosen, variant].astype(np.int64))
+        rows = self.store(chosen, draw.integers(0, self.store.variants, len(chosen)))
         words = random.Random(recipe.seed * 1_000_003 + step)
         texts = [sample_caption(self.records[i], words) for i in chosen]
         return rows, texts, torch.from_numpy(draw.random(len(chosen)) < recipe.caption_dropout)
@@ -110,8 +127,8 @@ class CodePrior(nn.Module):
     """Weights that tokens share by where their codes lie, added to the embedding and the head while training.
 
     A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like
-    codes get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into plain
-    weights, so the trained model is an ordinary one.
+    codes get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into
+    plain weights, so the trained model is an ordinary one.
     """
 
     def __init__(self, codes_VE: Tensor, dim: int):
@@ -139,7 +156,7 @@ class CodePrior(nn.Module):
 
 
 def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRecipe) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks and the caption projection, AdamW for embeddings, head and norms; or AdamW for all."""
+    """Muon for the matrices of blocks and caption projection, AdamW for embeddings, head and norms; or AdamW for all."""
     inside = ("layers.", "cls_embedding.cap_proj.")
     blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
     taken = {id(p) for p in blocks} if recipe.optimizer == "muon" else set()
@@ -154,21 +171,28 @@ def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRe
 
 @torch.no_grad()
 def evaluate_generator(
-    model: LlamaGenTransformer, tokens_PN: np.ndarray, texts: list[str], features: CaptionFeatures, batch_size: int = 16
+    model: LlamaGenTransformer,
+    store: TokenStore,
+    indices: np.ndarray,
+    data: EmojiDataset,
+    features: CaptionFeatures,
+    batch_size: int = 16,
 ) -> dict[str, float]:
-    """Held-out loss and mean entropy of the next-token laws, both in nats per token."""
+    """Loss and mean entropy of the next-token laws on pictures `indices`, plainly captioned, both in nats per token."""
     model.eval()
-    loss = entropy = 0.0
+    loss = entropy = count = 0.0
     amp = torch.autocast(features.device.type, torch.bfloat16, enabled=fast_dtype(features.device) == torch.bfloat16)
-    for start in range(0, len(tokens_PN), batch_size):
-        rows = torch.from_numpy(tokens_PN[start : start + batch_size].astype(np.int64)).to(features.device)
+    for start in range(0, len(indices), batch_size):
+        part = indices[start : start + batch_size]
+        rows = store(part, np.zeros_like(part)).to(features.device)
         with amp:
-            logits = model(rows, features(texts[start : start + batch_size])).logits
+            logits = model(rows, features([captions(data.records[i])[0] for i in part])).logits
         log_law = logits.log_softmax(-1)
         loss -= log_law.gather(-1, rows[..., None]).sum().item()
         entropy -= (log_law.exp() * log_law).sum().item()
+        count += rows.numel()
     model.train()
-    return {"held_out_loss": loss / tokens_PN.size, "entropy": entropy / tokens_PN.size}
+    return {"held_out_loss": loss / count, "entropy": entropy / count}
 
 
 def train_generator(
@@ -192,14 +216,12 @@ def train_generator(
         folder, {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
     )
     vqvae = VQModel.from_pretrained(tokenizer_folder).to(device)
-    tokens = _tokens(folder, recipe, data, vqvae, device)
+    store = TokenStore(folder / "tokens.npy", data.images, vqvae, recipe, device)
     prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
     evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved
     features = CaptionFeatures(text_encoder_folder, model.config.cls_token_num, device)
     held_out = data.indices("validation")
-    held_tokens = tokens[held_out, 0]
-    held_texts = [captions(data.records[i])[0] for i in held_out]
-    part = slice(None, None, max(1, len(held_out) // 96))
+    sample = held_out[:: max(1, len(held_out) // 96)]  # for the curve; the final figures take all
 
     steppers = optimizers(model, prior, recipe)
     start, best = 0, float("inf")
@@ -212,10 +234,11 @@ def train_generator(
         start, best, best_weights = state["step"], state["best"], state["best_weights"]
     rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
     rates = [recipe.schedule.learning_rate, recipe.adamw_learning_rate][-len(rates) :]
-    batches = Batches(data, tokens, recipe)
+    batches = Batches(data, store, recipe)
     amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
 
     def save(step: int) -> None:
+        store.save()
         saved = [stepper.state_dict() for stepper in steppers]
         run.checkpoint(
             step,
@@ -249,26 +272,16 @@ def train_generator(
         if done % recipe.evaluate_every == 0 or done == recipe.schedule.steps:
             weights = prior.folded(model)
             evaluated.load_state_dict(weights)
-            figures = evaluate_generator(evaluated, held_tokens[part], held_texts[part], features)
+            figures = evaluate_generator(evaluated, store, sample, data, features)
             run.log(done, **figures)
             if figures["held_out_loss"] < best:
                 best, best_weights = figures["held_out_loss"], weights
         if done % recipe.checkpoint_every == 0 or done == recipe.schedule.steps:
             save(done)
     evaluated.load_state_dict(best_weights)
-    figures = evaluate_generator(evaluated, held_tokens, held_texts, features)
+    figures = evaluate_generator(evaluated, store, held_out, data, features)
     run.log(recipe.schedule.steps, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
     evaluated.eval().save_pretrained(folder / "transformer")
     run.plot(("loss", "held_out_loss"), ("entropy",))
     logger.info("generator %s: %s", folder, figures)
     return figures
-
-
-def _tokens(folder: Path, recipe: GeneratorRecipe, data: EmojiDataset, vqvae: VQModel, device: torch.device) -> Any:
-    """Tokens of all pictures, computed once per run."""
-    path = folder / "tokens.npy"
-    if not path.is_file():
-        tokens = tokenize_pictures(vqvae, data.images, recipe, device)
-        with whole_file(path) as temporary, open(temporary, "wb") as file:
-            np.save(file, tokens)
-    return np.load(path, mmap_mode="r")

@@ -81,7 +81,7 @@ def model_card(
 ) -> str:
     """A model card in the hub's form; every number comes from the runs' logs."""
     tokenizer, generator = figures["tokenizer"], figures["generator"]
-    config, millions = transformer.config, sum(p.numel() for p in transformer.parameters()) / 1e6
+    config, N, millions = transformer.config, transformer.tokens, sum(p.numel() for p in transformer.parameters()) / 1e6
     vq_millions = sum(p.numel() for p in vqvae.parameters()) / 1e6
     defaults = ", ".join(f"{key} {value}" for key, value in sampling.items())
     where = generator.get("device", "CPU")
@@ -99,7 +99,7 @@ beside this folder.
 |---|---|---|
 | `vqvae` | `VQModel`, downsampling {vqvae.downsampling}, {vqvae.config.codebook_size} unit-norm codes of width \
 {vqvae.config.codebook_embed_dim} | {vq_millions:.1f} M |
-| `transformer` | `LlamaGenTransformer`, {config.n_layer} layers of width {config.dim}, {transformer.tokens} tokens | {millions:.1f} M |
+| `transformer` | `LlamaGenTransformer`, {config.n_layer} layers of width {config.dim}, {N} tokens | {millions:.1f} M |
 | `text_encoder` | all-MiniLM-L6-v2 (Apache-2.0), int8 weights, {config.cls_token_num} caption rows | 22.6 M |
 
 Default sampling: {defaults}.

@@ -1,0 +1,36 @@
+"""`vargen convert`: options reach the converter; what is wrong with a file is said in a line."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+
+def test_options_reach_the_converter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vargen.convert import llamagen
+
+    seen: dict[str, Any] = {}
+
+    def convert(transformer: Path, vq: Path, output: Path, **options: Any) -> Path:
+        seen.update(transformer=transformer, vq=vq, **options)
+        return output
+
+    monkeypatch.setattr(llamagen, "convert_llamagen", convert)
+    words = ("--transformer", "c2i_B_256.pt", "--vq", "vq.pt", "--output", "out/b")
+    result = run("convert", "llamagen", *words, "--dtype", "bfloat16", "--overwrite", "--grid-size", 16)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "out/b\n"
+    assert seen["transformer"] == Path("c2i_B_256.pt") and seen["vq"] == Path("vq.pt")
+    assert seen["dtype"] is torch.bfloat16 and seen["overwrite"] and seen["grid_size"] == 16 and seen["n_head"] is None
+
+
+def test_missing_and_foreign_files(run: Any) -> None:
+    result = run("convert", "llamagen", "--transformer", "a.pt", "--vq", "b.pt", "--output", "out")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and "a.pt" in result.stderr
+    Path("a.pt").write_bytes(b"no checkpoint")
+    Path("b.pt").write_bytes(b"no checkpoint")
+    result = run("convert", "llamagen", "--transformer", "a.pt", "--vq", "b.pt", "--output", "out")
+    assert result.exit_code == 2 and result.stderr.startswith("error: ") and "Traceback" not in result.stderr
+    assert not Path("out").exists()
+    assert run("convert", "llamagen", "--vq", "b.pt").exit_code == 2

@@ -1,0 +1,362 @@
+"""The LlamaGen transformer against the official one, and against itself: cached, batched, in bfloat16."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vargen.models.llamagen import Attention, Condition, LlamaGenTransformer, RMSNorm, rotary_table, rotate
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+_KINDS = ["c2i", "t2i"]
+# float32, same operations in another order: the worst seen is 1e-5.
+_CLOSE = 1e-4
+
+
+def _official(kind: str) -> tuple[LlamaGenTransformer, dict[str, Tensor]]:
+    """The tiny model that the official code ran, and what it gave."""
+    folder = _GOLDEN / f"llamagen_{kind}"
+    config = json.loads((folder / "config.json").read_text())
+    shared = {key: config[key] for key in ("dim", "n_layer", "n_head", "vocab_size", "cls_token_num", "multiple_of")}
+    own = (
+        {"condition": "class", "num_classes": config["num_classes"]}
+        if kind == "c2i"
+        else {"condition": "text", "caption_dim": config["caption_dim"]}
+    )
+    model = LlamaGenTransformer(grid_size=4, **shared, **own).eval()
+    model.load_state_dict({k: v.float() for k, v in load_file(folder / "model.safetensors").items()})
+    return model, load_file(folder / "io.safetensors")
+
+
+def _condition(io: dict[str, Tensor], masked: bool = True) -> Condition:
+    if "class_labels" in io:
+        return Condition(class_labels=io["class_labels"])
+    return Condition(caption_embeds=io["caption_embeds"], caption_mask=io["caption_mask"].bool() if masked else None)
+
+
+def _random(condition: str = "class", **overrides: Any) -> LlamaGenTransformer:
+    """Weights large enough that attention is far from uniform; the head is zero as built."""
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "dim": 48, "n_layer": 2, "n_head": 3, "vocab_size": 40, "grid_size": 4, "num_classes": 10,
+        "caption_dim": 12, "cls_token_num": 6, "multiple_of": 16, **overrides,
+    }  # fmt: skip
+    model = LlamaGenTransformer(condition=condition, **shape).eval()  # type: ignore[arg-type]
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+        else:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model
+
+
+def _random_condition(model: LlamaGenTransformer, rows: int) -> Condition:
+    if model.config.condition == "class":
+        return Condition(class_labels=torch.arange(rows) % 10)
+    embeds = torch.randn(rows, model.config.cls_token_num, model.config.caption_dim)
+    return Condition(caption_embeds=embeds, caption_mask=torch.arange(6) >= torch.arange(rows)[:, None] % 6)
+
+
+# -- parity with the official code -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@torch.inference_mode()
+def test_teacher_forced_logits_are_the_official_ones(kind: str) -> None:
+    model, io = _official(kind)
+    logits = model(io["tokens"], _condition(io, masked=False)).logits
+    torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=_CLOSE, rtol=0)
+
+
+@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize(("scale", "case"), [(1.0, "cfg1"), (3.0, "cfg3"), (3.0, "cfg3_interval")])
+@pytest.mark.parametrize("kind", _KINDS)
+@torch.inference_mode()
+def test_cached_greedy_decoding_is_the_official_one(kind: str, scale: float, case: str, compress: bool) -> None:
+    """Captions are padded on the left by different amounts; the null half sees the same mask."""
+    model, io = _official(kind)
+    interval = json.loads((_GOLDEN / f"llamagen_{kind}" / "config.json").read_text())["cfg_interval_case"]
+    condition = _condition(io)
+    rows = condition.join(model.null_condition(condition)) if scale != 1 else condition
+    cache = model.new_cache(4 if scale != 1 else 2, compress_prefix=compress)
+    logits = model(condition=rows, cache=cache).logits[:, -1]
+    guided: list[Tensor] = []
+    for position in range(16):
+        if scale == 1:
+            guided.append(logits)
+        else:
+            conditional, null = logits.chunk(2)
+            unguided = case == "cfg3_interval" and position - 1 > interval
+            guided.append(conditional if unguided else null + scale * (conditional - null))
+        token = guided[-1].argmax(-1)
+        assert torch.equal(token, io[f"greedy_tokens_{case}"][:, position]), position
+        logits = model(token.repeat(len(logits) // 2)[:, None], cache=cache).logits[:, -1]
+        cache.advance(1)
+    torch.testing.assert_close(torch.stack(guided, 1), io[f"greedy_logits_{case}"], atol=_CLOSE, rtol=0)
+
+
+def test_the_caption_mask_matters() -> None:
+    """The reference cases above tell a mask from none."""
+    model, io = _official("t2i")
+    assert 0 < io["caption_mask"].sum() < io["caption_mask"].numel()
+    with torch.inference_mode():
+        with_mask, without = (model(io["tokens"], _condition(io, masked)).logits for masked in (True, False))
+    assert (with_mask - without).abs().max() > 100 * _CLOSE
+
+
+# -- the cached passes are the teacher-forced one -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {}, {"condition": "text"}, {"dim": 200, "n_head": 2}, {"n_head": 12}, {"n_head": 6, "n_kv_head": 2},
+        {"condition": "text", "n_head": 6, "n_kv_head": 1}, {"condition": "text", "cls_token_num": 1},
+    ],
+    ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "class",
+)  # fmt: skip
+@torch.inference_mode()
+def test_step_by_step_is_teacher_forcing_at_every_position(overrides: dict[str, Any], compress: bool) -> None:
+    """Also with heads of width 100, as the 3B model has, and with fewer key than query heads."""
+    model = _random(**overrides)
+    condition = _random_condition(model, 3)
+    if condition.caption_mask is not None:
+        condition = Condition(None, condition.caption_embeds, condition.caption_mask[:, : model.prefix_rows])
+    tokens = torch.randint(40, (3, 16))
+    expected = model(tokens, condition)
+    cache = model.new_cache(3, compress_prefix=compress)
+    output = [model(condition=condition, cache=cache)]
+    for position in range(15):
+        output.append(model(tokens[:, position : position + 1], cache=cache))
+        cache.advance(1)
+    assert output[0].logits.shape == (3, 1, 40) and output[0].features.shape == (3, 1, model.config.dim)
+    torch.testing.assert_close(torch.cat([o.logits for o in output], 1), expected.logits, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(torch.cat([o.features for o in output], 1), expected.features, atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_no_position_sees_a_later_token() -> None:
+    model = _random()
+    condition = Condition(class_labels=torch.tensor([1]))
+    tokens = torch.randint(40, (1, 16))
+    other = tokens.clone()
+    other[:, 7] = (other[:, 7] + 1) % 40
+    before, after = model(tokens, condition).logits, model(other, condition).logits
+    assert torch.equal(before[:, :8], after[:, :8])
+    assert (before[:, 8:] != after[:, 8:]).any(-1).all()
+
+
+# -- batch and dtype -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"),
+    # float32 differs by the order of sums alone. bfloat16 carries 8 bits: a logit of about 4 in steps of 1/32.
+    [(torch.float32, 1e-5), (torch.bfloat16, 0.125)],
+)
+@pytest.mark.parametrize("condition", ["class", "text"])
+@torch.inference_mode()
+def test_a_row_does_not_depend_on_its_batch(condition: str, dtype: torch.dtype, bound: float) -> None:
+    model = _random(condition).to(dtype)
+    rows = _random_condition(model, 5)
+    tokens = torch.randint(40, (5, 16))
+
+    def run(pick: slice) -> Tensor:
+        parts = (rows.class_labels, rows.caption_embeds, rows.caption_mask)
+        chosen = Condition(*(None if part is None else part[pick] for part in parts))
+        cache = model.new_cache(len(tokens[pick]), scratch=3)
+        logits = [model(condition=chosen, cache=cache).logits]
+        for position in range(0, 15, 3):
+            logits.append(model(tokens[pick, position : position + 3], cache=cache).logits)
+            cache.advance(3)
+        return torch.cat(logits, 1)
+
+    together = run(slice(0, 5))
+    assert together.dtype == torch.float32 and together.std() > 1
+    for row in range(5):
+        assert (run(slice(row, row + 1)) - together[row]).abs().max() <= bound
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_long_one() -> None:
+    """The score log n of the compressed slot is rounded with everything else: its weight is off by 1.6 % at most."""
+    exact = _random("text", cls_token_num=120, dim=128, n_head=2)
+    rounded = _random("text", cls_token_num=120, dim=128, n_head=2).bfloat16()
+    embeds, mask = torch.randn(4, 120, 12), torch.zeros(4, 120, dtype=torch.bool)
+    for row, visible in enumerate((100, 120, 47, 3)):
+        mask[row, 120 - visible :] = True
+    condition = Condition(caption_embeds=embeds * mask[..., None], caption_mask=mask)
+    tokens = torch.randint(40, (4, 16))
+    expected = exact(tokens, condition).logits[:, 1:]
+    error = []
+    for compress in (True, False):
+        cache = rounded.new_cache(4, scratch=15, compress_prefix=compress)
+        rounded(condition=condition, cache=cache)
+        error.append((rounded(tokens[:, :-1], cache=cache).logits - expected).square().mean().sqrt())
+    assert max(error) < 0.05 * expected.std()
+    assert error[0] < 1.3 * error[1]
+
+
+# -- rotary positions ------------------------------------------------------------------------------------------------
+
+
+def test_rotation_turns_interleaved_pairs() -> None:
+    table = rotary_table(4, 16)[None]
+    x = torch.randn(2, 16, 3, 16)
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
+    turned = pairs * torch.view_as_complex(table.contiguous())[:, :, None]
+    torch.testing.assert_close(rotate(x, table), torch.view_as_real(turned).flatten(-2))
+    first = torch.zeros(1, 16, 1, 16)
+    first[..., 0] = 1
+    moved = rotate(first, table)[0, :, 0]
+    assert (moved[:, 2:] == 0).all(), "the partner of channel 0 is channel 1, not channel 8"
+
+
+def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
+    grid, width = 5, 24
+    table = rotary_table(grid, width).view(grid, grid, width // 2, 2)
+    frequency = 10000.0 ** (-2 * torch.arange(6) / 12)
+    for row in range(grid):
+        for column in range(grid):
+            angle = torch.cat([row * frequency, column * frequency])
+            expected = torch.stack([angle.cos(), angle.sin()], dim=-1)
+            torch.testing.assert_close(table[row, column], expected, atol=1e-6, rtol=0)
+
+
+def test_scores_depend_on_the_distance_of_cells_alone() -> None:
+    table = rotary_table(6, 16).view(6, 6, 8, 2)
+    q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
+
+    def score(a: tuple[int, int], b: tuple[int, int]) -> Tensor:
+        return (rotate(q, table[a][None, None]) * rotate(k, table[b][None, None])).sum()
+
+    torch.testing.assert_close(score((2, 3), (1, 0)), score((4, 5), (3, 2)), atol=1e-5, rtol=0)
+    assert (score((2, 3), (1, 0)) - score((3, 2), (0, 1))).abs() > 1e-2
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@torch.inference_mode()
+def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a prefix of n rows is one slot of score log n, and its keys need no storage."""
+    model = _random(condition)
+    rows, seen = _random_condition(model, 3), []
+    attend = Attention.attend
+
+    def spy(self: Attention, q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        seen.append((q[:, : model.prefix_rows], k[:, :, : model.prefix_rows], q[:, model.prefix_rows :]))
+        return attend(self, q, k, v, bias)
+
+    monkeypatch.setattr(Attention, "attend", spy)
+    model(torch.randint(40, (3, 16)), rows)
+    assert len(seen) == 2
+    assert all((q == 0).all() and (k == 0).all() and (image != 0).any() for q, k, image in seen)
+    cache = model.new_cache(3, compress_prefix=False)
+    model(condition=rows, cache=cache)
+    assert (cache.k == 0).all() and (cache.v[:, :, : model.prefix_rows] != 0).any()
+
+
+def test_norm_rounds_before_it_scales() -> None:
+    norm = RMSNorm(64, 1e-5).bfloat16()
+    torch.nn.init.uniform_(norm.weight, 0.5, 1.5)
+    x = torch.randn(5, 64).bfloat16() * 30
+    scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
+    assert torch.equal(norm(x), scaled.bfloat16() * norm.weight)
+    y = torch.randn(5, 64)
+    torch.testing.assert_close(norm.float()(y), y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * norm.weight)
+
+
+# -- conditions ------------------------------------------------------------------------------------------------------
+
+
+def test_the_null_twin_is_the_last_class_or_the_stored_caption_behind_the_same_mask() -> None:
+    null = _random().null_condition(Condition(class_labels=torch.tensor([3, 4])))
+    assert null.class_labels is not None and null.class_labels.tolist() == [10, 10]
+    model = _random("text")
+    given = _random_condition(model, 3)
+    null = model.null_condition(given)
+    assert null.caption_embeds is not None and null.caption_embeds.shape == (3, 6, 12)
+    assert all(torch.equal(row, model.cls_embedding.uncond_embedding) for row in null.caption_embeds)
+    assert null.caption_mask is given.caption_mask
+
+
+def test_joined_conditions_are_one_batch() -> None:
+    classes = Condition(class_labels=torch.tensor([1])).join(Condition(class_labels=torch.tensor([2, 3])))
+    assert classes.class_labels is not None and classes.class_labels.tolist() == [1, 2, 3]
+    embeds, mask = torch.randn(2, 6, 12), torch.tensor([[False] * 4 + [True] * 2] * 2)
+    masked, open_ = Condition(caption_embeds=embeds, caption_mask=mask), Condition(caption_embeds=embeds[:1])
+    for joined, expected in (
+        (masked.join(open_), torch.cat([mask, torch.ones(1, 6, dtype=torch.bool)])),
+        (open_.join(masked), torch.cat([torch.ones(1, 6, dtype=torch.bool), mask])),
+    ):
+        assert joined.caption_mask is not None and torch.equal(joined.caption_mask.bool(), expected)
+    assert open_.join(open_).caption_mask is None
+    with pytest.raises(ValueError, match="classes with one of captions"):
+        classes.join(masked)
+
+
+@torch.inference_mode()
+def test_padding_rows_of_a_caption_change_nothing() -> None:
+    model = _random("text")
+    given = _random_condition(model, 6)
+    assert given.caption_embeds is not None and given.caption_mask is not None
+    noise = torch.where(given.caption_mask[..., None], given.caption_embeds, torch.randn(6, 6, 12))
+    tokens = torch.randint(40, (6, 16))
+    first, second = (model(tokens, Condition(None, e, given.caption_mask)).logits for e in (given.caption_embeds, noise))
+    torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+
+
+# -- bad input, files ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"condition": "image"}, "condition must be 'class' or 'text', got 'image'"),
+        ({"dim": 50, "n_head": 4}, r"dim / n_head must be a whole number divisible by 4 .*got 50 / 4"),
+        ({"dim": 24, "n_head": 4}, r"divisible by 4 .*got 24 / 4"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        LlamaGenTransformer(**arguments)
+
+
+def test_arguments_that_are_none_of_the_three_passes_are_refused() -> None:
+    model = _random()
+    tokens, condition, cache = torch.zeros(1, 1, dtype=torch.int64), Condition(torch.tensor([1])), model.new_cache(1)
+    for arguments in (
+        {}, {"tokens": tokens}, {"condition": condition}, {"cache": cache},
+        {"tokens": tokens, "condition": condition, "cache": cache},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=r"pass \(tokens, condition\), \(condition, cache\) or \(tokens, cache\)"):
+            model(**arguments)
+    with pytest.raises(ValueError, match="conditioned on class; the condition holds none"):
+        model(condition=Condition(caption_embeds=torch.zeros(1, 6, 12)), cache=cache)
+    with pytest.raises(ValueError, match="at most 1 tokens a pass, got 2"):
+        model(tokens.repeat(1, 2), cache=cache)
+
+
+def test_a_tuple_where_no_dict_is_wanted() -> None:
+    model = _random()
+    arguments = torch.zeros(1, 16, dtype=torch.int64), Condition(torch.tensor([1]))
+    logits, features = model(*arguments, return_dict=False)
+    assert torch.equal(logits, model(*arguments).logits) and torch.equal(features, model(*arguments).features)
+    torch.testing.assert_close(F.linear(features, model.output.weight), logits)
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@torch.inference_mode()
+def test_saved_and_opened_it_is_the_same_model(condition: str, tmp_path: Path) -> None:
+    model = _random(condition, n_head=6, n_kv_head=2)
+    model.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    again = LlamaGenTransformer.from_pretrained(tmp_path)
+    tokens, rows = torch.randint(40, (2, 16)), _random_condition(model, 2)
+    assert torch.equal(again(tokens, rows).logits, model(tokens, rows).logits)
+    assert again.rotary.device.type == "cpu" and torch.equal(again.rotary, model.rotary)

@@ -1,0 +1,201 @@
+"""Trainers at tiny size: they learn, and a run killed at any moment ends with the weights of an unbroken one."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_vq
+
+import vargen.assets
+from vargen.files import whole_file
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.vq import VQModel
+from vargen.training import generator, tokenizer
+from vargen.training.emoji import EmojiDataset
+from vargen.training.recipe import GeneratorRecipe, Schedule, TokenizerRecipe
+from vargen.training.run import TrainingRun, training_device
+
+CPU = torch.device("cpu")
+ENCODER = vargen.assets.packaged_model_path("emoji")
+
+
+class Killed(BaseException):
+    pass
+
+
+def data(count: int = 24, size: int = 16) -> EmojiDataset:
+    random = np.random.default_rng(0)
+    images = np.full((count, size, size, 3), 255, dtype=np.uint8)
+    records = []
+    for i in range(count):
+        images[i, 4:12, 4:12] = random.integers(0, 255, 3)
+        records.append(
+            {
+                "label": f"thing {i % 5}", "tags": ["round"], "synonyms": [], "tones": [], "skin_tone": False, "group": "objects",
+                "style": ("3d", "flat", "noto", "twemoji")[i % 4], "weight": 1.0, "split": "validation" if i < 4 else "train",
+            }
+        )  # fmt: skip
+    return EmojiDataset(images, records)
+
+
+def tokenizer_recipe(**changes) -> TokenizerRecipe:
+    model = {
+        "codebook_size": 32, "ch": 32, "encoder_ch_mult": [1, 1], "decoder_ch_mult": [1, 1],
+        "num_res_blocks": 1, "z_channels": 32,
+    }  # fmt: skip
+    base = {
+        "schedule": Schedule(steps=14, learning_rate=2e-3, warmup_steps=2), "batch_size": 4, "crop": 8,
+        "autoencoder_steps": 4, "revive_every": 3, "evaluate_every": 7, "checkpoint_every": 5,
+    }  # fmt: skip
+    return TokenizerRecipe(model=model, **{**base, **changes})
+
+
+def generator_recipe(**changes) -> GeneratorRecipe:
+    model = {
+        "dim": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "grid_size": 8, "caption_dim": 384,
+        "cls_token_num": 16, "multiple_of": 32,
+    }  # fmt: skip
+    base = {
+        "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
+        "dropout": 0.1, "evaluate_every": 7, "checkpoint_every": 5,
+    }  # fmt: skip
+    return GeneratorRecipe(model=model, **{**base, **changes})
+
+
+def train_tokenizer(folder, recipe=None):
+    return tokenizer.train_tokenizer(recipe or tokenizer_recipe(), data(), folder, CPU)
+
+
+def train_generator(folder, recipe=None):
+    vq = folder.parent / "vq"
+    if not vq.exists():
+        tiny_vq().save_pretrained(vq)
+    return generator.train_generator(recipe or generator_recipe(), data(), vq, ENCODER, folder, CPU)
+
+
+TRAINERS = {
+    "tokenizer": (train_tokenizer, tokenizer, VQModel, "vqvae"),
+    "generator": (train_generator, generator, LlamaGenTransformer, "transformer"),
+}
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+@pytest.mark.parametrize("killed_at", [3, 11])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, monkeypatch, kind, killed_at):
+    train, module, network, part = TRAINERS[kind]
+    expected = train(tmp_path / "unbroken")
+    batches = module.Batches.__call__
+
+    def kill(self, step):
+        if step == killed_at:
+            raise Killed
+        return batches(self, step)
+
+    monkeypatch.setattr(module.Batches, "__call__", kill)
+    with pytest.raises(Killed):
+        train(tmp_path / "killed")
+    monkeypatch.setattr(module.Batches, "__call__", batches)
+    assert train(tmp_path / "killed") == expected
+    first, second = (network.from_pretrained(tmp_path / run / part).state_dict() for run in ("unbroken", "killed"))
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    steps = [json.loads(line)["step"] for line in (tmp_path / "killed" / "log.jsonl").read_text().splitlines()]
+    assert steps == sorted(steps) and (tmp_path / "killed" / "curves.png").stat().st_size > 1000
+
+
+def test_training_lowers_the_losses(tmp_path):
+    recipe = tokenizer_recipe(schedule=Schedule(steps=60, learning_rate=3e-3, warmup_steps=2), evaluate_every=30)
+    train_tokenizer(tmp_path / "tokenizer", recipe)
+    losses = [r["reconstruction"] for r in TrainingRun(tmp_path / "tokenizer", {}, 0).records() if "reconstruction" in r]
+    assert losses[-1] < 0.7 * losses[0]
+    recipe = generator_recipe(schedule=Schedule(steps=40, learning_rate=5e-3, warmup_steps=2), dropout=0.0)
+    figures = train_generator(tmp_path / "generator", recipe)
+    assert figures["held_out_loss"] < 0.8 * np.log(64) and 0 <= figures["entropy"] < np.log(64)
+
+
+def test_the_best_held_out_weights_are_kept(tmp_path, monkeypatch):
+    """With a held-out loss that rises, the saved weights are those of the first evaluation."""
+    losses, states = iter([1.0, 2.0, 3.0]), []
+
+    def rising(model, *args, **kwargs):
+        states.append({k: v.clone() for k, v in model.state_dict().items()})
+        return {"held_out_loss": next(losses), "entropy": 0.0}
+
+    monkeypatch.setattr(generator, "evaluate_generator", rising)
+    train_generator(tmp_path / "run")
+    saved = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer").state_dict()
+    assert all(torch.equal(saved[k], states[0][k]) for k in saved)
+    assert not torch.equal(states[0]["output.weight"], states[1]["output.weight"])
+
+
+def test_another_recipe_does_not_resume_the_run(tmp_path):
+    train_tokenizer(tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        train_tokenizer(tmp_path / "run", tokenizer_recipe(seed=1))
+
+
+def test_the_code_prior_folds_into_an_ordinary_model():
+    torch.manual_seed(0)
+    model = LlamaGenTransformer(condition="class", dim=32, n_layer=1, n_head=2, vocab_size=64, grid_size=4, multiple_of=32)
+    prior = generator.CodePrior(torch.nn.functional.normalize(torch.randn(64, 8), dim=-1), 32)
+    torch.nn.init.normal_(prior.head)
+    from vargen.models.llamagen import Condition
+
+    tokens, condition = torch.randint(64, (2, 16)), Condition(class_labels=torch.tensor([1, 2]))
+    summed = torch.func.functional_call(model, prior.weights(model), (tokens, condition)).logits
+    folded = LlamaGenTransformer.from_config(model.config)
+    folded.load_state_dict(prior.folded(model))
+    assert torch.allclose(folded(tokens, condition).logits, summed, atol=1e-5)
+    assert not torch.allclose(model(tokens, condition).logits, summed, atol=1e-2)
+
+
+def test_shifted_moves_and_fills_with_white():
+    picture = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3)
+    moved = generator.shifted(picture, 1, -2)
+    assert (moved[:, 0] == 255).all() and (moved[:, :, 2:] == 255).all()
+    assert np.array_equal(moved[:, 1:, :2], picture[:, :3, 2:])
+    assert np.array_equal(generator.shifted(picture, 0, 0), picture)
+
+
+def test_codebook_revives_what_nothing_chooses():
+    vq = tiny_vq()
+    codebook = tokenizer.Codebook(vq, decay=0.5)
+    z = torch.nn.functional.normalize(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
+    codebook.fit(z, torch.Generator().manual_seed(0))
+    used = vq.quantize.nearest(z.T[None, :, :, None]).flatten().unique()
+    assert len(used) == 64
+    codebook.counts[:10] = 0
+    assert codebook.revive(z, torch.Generator().manual_seed(1)) == 10
+    assert torch.allclose(vq.quantize.embedding.weight.norm(dim=-1), torch.ones(64), atol=1e-5)
+
+
+def test_crops_are_functions_of_seed_and_step():
+    a, b = (tokenizer.Batches(data(), tokenizer_recipe()) for _ in range(2))
+    assert np.array_equal(a(5), b(5)) and not np.array_equal(a(5), a(6))
+    assert a(0).shape == (4, 8, 8, 3) and a(13).shape == (1, 16, 16, 3)  # whole pictures at the end
+
+
+def test_orthogonalise_keeps_directions_and_levels_singular_values():
+    from vargen.training.muon import orthogonalise
+
+    matrices = torch.randn(3, 20, 32, generator=torch.Generator().manual_seed(0))
+    for given in (matrices, matrices.mT):
+        values = torch.linalg.svdvals(orthogonalise(given))
+        assert 0.5 < values.min() and values.max() < 1.3
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    assert ((orthogonalise(matrices) * (u @ vh)).sum((1, 2)) / 20 > 0.8).all()
+
+
+def test_training_device_is_checked():
+    assert training_device("cpu") == CPU
+    with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'gpu'"):
+        training_device("gpu")
+
+
+def test_an_interrupted_write_leaves_the_old_file(tmp_path):
+    target = tmp_path / "file"
+    target.write_text("old")
+    with pytest.raises(Killed), whole_file(target) as temporary:
+        temporary.write_text("half")
+        raise Killed
+    assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file"]
