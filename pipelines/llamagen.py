@@ -199,8 +199,8 @@ class LlamaGenPipeline(DiffusionPipeline):
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change the
-                tokens in place or return `{"latents": ...}`; returning `{"stop": True}` ends the run with what is drawn.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
+                the tokens in place or return `{"latents": ...}`; returning `{"stop": True}` ends the run with what is drawn.
             compile: run the passes through `torch.compile`; the first call takes minutes.
             compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
             clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
@@ -222,19 +222,16 @@ class LlamaGenPipeline(DiffusionPipeline):
             raise ValueError(f"callback_on_step_end_tensor_inputs must be among {self._callback_tensor_inputs}, got {unknown}")
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
-        requests = prompt_embeds if class_labels is None else class_labels
-        if prompt is not None:
-            requests = checks.check_prompts(prompt)
-        many = len(requests) if isinstance(requests, list | tuple | Tensor) and not isinstance(requests, str) else 1
-        images = many * checks.check_count(num_images_per_prompt, many)
-        seeds = checks.image_seeds(generator, images)
+        checks.check_count(num_images_per_prompt, 1)
 
         condition, count = self._condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
+        images = count * checks.check_count(num_images_per_prompt, count)
+        seeds = checks.image_seeds(generator, images)
         condition = _repeat(condition, num_images_per_prompt)
         negative = None
         if negative_prompt is not None:
             negative, _ = self._condition(negative_prompt, None, None, None, clean_prompt)
-            negative = _repeat(negative, count * num_images_per_prompt)
+            negative = _repeat(negative, images)
         model = LlamaGenTokens(
             self.transformer, scale, guidance_interval, negative, compress_prefix, self._step() if compile else None
         )

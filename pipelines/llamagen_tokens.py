@@ -63,7 +63,10 @@ class LlamaGenTokens:
         assert rows is not None
         cache = self.transformer.new_cache(len(rows), scratch=widest, compress_prefix=self.compress_prefix)
         logits = self.transformer(condition=condition, cache=cache).logits[:, -1]
-        return cache, logits if self.halves == 1 else guide(*logits.chunk(2), self.guidance_scale)
+        if self.halves == 1:
+            return cache, logits
+        conditional, unconditional = logits.chunk(2)
+        return cache, guide(conditional, unconditional, self.guidance_scale)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Tensor:
         rows = tokens.repeat(self.halves, 1)

@@ -43,10 +43,10 @@ def test_a_packaged_model_shows_its_size_and_card(
     import vargen.assets
 
     shutil.copytree(text_model, tmp_path / "assets" / "tiny")
-    card = "---\nlicense: apache-2.0\n---\n# Tiny\n\n![picture](x.png)\n\nDraws noise.\nMore.\n"
+    card = "---\nlicense: apache-2.0\n---\n# Tiny\n\n![picture](x.png)\n\nDraws noise, and\nlittle else. More.\n"
     (tmp_path / "assets" / "tiny" / "README.md").write_text(card)
     monkeypatch.setattr(vargen.assets, "_FOLDER", tmp_path / "assets")
     (model,) = json.loads(run("info", "--json").stdout)["models"]
-    assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise."
-    assert "Draws noise." in run("info").stdout
+    assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
+    assert "Draws noise, and little else" in run("info").stdout
     assert info.card_summary(tmp_path) == ""

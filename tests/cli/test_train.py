@@ -77,6 +77,23 @@ def test_data_is_built_where_asked(run: Any, pictures: Path, monkeypatch: pytest
     assert found["folder"] == "there" and found["pictures"] == 24 and found["validation"] == 4 and found["train"] == 20
 
 
+def test_package_joins_the_runs_named(run: Any, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vargen.training import package
+
+    seen: list[Any] = []
+
+    def join(*folders: Path, note: str) -> Path:
+        seen.extend([*folders, note])
+        return folders[-1]
+
+    monkeypatch.setattr(package, "package", join)
+    result = run("train", "package", "--tokenizer", "a", "--generator", "b", "--output", "c", "--note", "two cores")
+    assert (result.exit_code, result.stdout) == (0, "c\n"), result.output
+    tokenizer, generator, encoder, output, note = seen
+    assert (tokenizer, generator, output, note) == (Path("a"), Path("b"), Path("c"), "two cores")
+    assert encoder.samefile(repo_root / "assets" / "emoji")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -88,6 +105,7 @@ def test_data_is_built_where_asked(run: Any, pictures: Path, monkeypatch: pytest
         (["generator", "--tokenizer", "empty"], ["tokenizer must be a run's folder"]),
         (["generator", "--tokenizer", "empty", "--text-encoder", "empty"], ["text_encoder folder 'empty'"]),
         (["generator"], ["--tokenizer"]),
+        (["package", "--tokenizer", "empty", "--generator", "empty", "--output", "o"], ["empty/vqvae is missing"]),
         (["data", "--size", "4"], ["size must be at least 8"]),
     ],
 )

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.models.llamagen import Attention, Condition, LlamaGenTransformer, RMSNorm, rotary_table, rotate
+from vargen.models.llamagen import (
+    Attention,
+    Condition,
+    LlamaGenTransformer,
+    RMSNorm,
+    rotary_table,
+    rotate,
+    rotation,
+)
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]
@@ -207,15 +215,16 @@ def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_lo
 
 
 def test_rotation_turns_interleaved_pairs() -> None:
-    table = rotary_table(4, 16)[None]
+    table = rotary_table(4, 16)
     x = torch.randn(2, 16, 3, 16)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
-    turned = pairs * torch.view_as_complex(table.contiguous())[:, :, None]
-    torch.testing.assert_close(rotate(x, table), torch.view_as_real(turned).flatten(-2))
+    turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
+    torch.testing.assert_close(rotate(x, rotation(table)), torch.view_as_real(turned).flatten(-2))
     first = torch.zeros(1, 16, 1, 16)
     first[..., 0] = 1
-    moved = rotate(first, table)[0, :, 0]
+    moved = rotate(first, rotation(table))[0, :, 0]
     assert (moved[:, 2:] == 0).all(), "the partner of channel 0 is channel 1, not channel 8"
+    assert rotate(x.bfloat16(), rotation(table)).dtype == torch.bfloat16
 
 
 def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
@@ -230,11 +239,12 @@ def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_
 
 
 def test_scores_depend_on_the_distance_of_cells_alone() -> None:
+    torch.manual_seed(0)
     table = rotary_table(6, 16).view(6, 6, 8, 2)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(a: tuple[int, int], b: tuple[int, int]) -> Tensor:
-        return (rotate(q, table[a][None, None]) * rotate(k, table[b][None, None])).sum()
+        return (rotate(q, rotation(table[a][None])) * rotate(k, rotation(table[b][None]))).sum()
 
     torch.testing.assert_close(score((2, 3), (1, 0)), score((4, 5), (3, 2)), atol=1e-5, rtol=0)
     assert (score((2, 3), (1, 0)) - score((3, 2), (0, 1))).abs() > 1e-2

@@ -1,5 +1,7 @@
 """Recipes are checked before anything is loaded."""
 
+from itertools import pairwise
+
 import pytest
 
 from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, TokenizerRecipe, load_recipe
@@ -44,4 +46,4 @@ def test_schedule_warms_up_holds_and_decays_to_zero():
     schedule = Schedule(steps=100, warmup_steps=10, decay_fraction=0.3)
     factors = [schedule.factor(step) for step in range(101)]
     assert factors[0] == 0.1 and factors[9:70] == [1.0] * 61
-    assert all(a >= b for a, b in zip(factors[70:], factors[71:], strict=False)) and factors[100] == 0
+    assert all(a >= b for a, b in pairwise(factors[70:])) and factors[100] == 0

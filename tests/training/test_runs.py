@@ -14,7 +14,7 @@ from vargen.models.vq import VQModel
 from vargen.training import generator, tokenizer
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe, Schedule, TokenizerRecipe
-from vargen.training.run import TrainingRun, training_device
+from vargen.training.run import TrainingRun
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -32,7 +32,8 @@ def data(count: int = 24, size: int = 16) -> EmojiDataset:
         images[i, 4:12, 4:12] = random.integers(0, 255, 3)
         records.append(
             {
-                "label": f"thing {i % 5}", "tags": ["round"], "synonyms": [], "tones": [], "skin_tone": False, "group": "objects",
+                "label": f"thing {i % 5}", "tags": ["round"], "synonyms": [], "tones": [], "skin_tone": False,
+                "group": "objects",
                 "style": ("3d", "flat", "noto", "twemoji")[i % 4], "weight": 1.0, "split": "validation" if i < 4 else "train",
             }
         )  # fmt: skip
@@ -181,15 +182,9 @@ def test_orthogonalise_keeps_directions_and_levels_singular_values():
     matrices = torch.randn(3, 20, 32, generator=torch.Generator().manual_seed(0))
     for given in (matrices, matrices.mT):
         values = torch.linalg.svdvals(orthogonalise(given))
-        assert 0.5 < values.min() and values.max() < 1.3
+        assert values.min() > 0.5 and values.max() < 1.3
     u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
     assert ((orthogonalise(matrices) * (u @ vh)).sum((1, 2)) / 20 > 0.8).all()
-
-
-def test_training_device_is_checked():
-    assert training_device("cpu") == CPU
-    with pytest.raises(ValueError, match="device must be auto, cpu or cuda, got 'gpu'"):
-        training_device("gpu")
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):

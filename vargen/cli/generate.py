@@ -100,9 +100,8 @@ def generate(
     quiet_libraries()
     opened = read_model(model)
     _check_against(opened, given, bool(class_label), negative_prompt)
-    if class_label:
-        repeated = _class_numbers(repeated, opened)
-    jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(repeated, places, strict=True))]
+    drawn: list[Any] = _class_numbers(repeated, opened) if class_label else repeated
+    jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.compat import installed_version
     from vargen.pipelines.llamagen import LlamaGenPipeline

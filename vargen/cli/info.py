@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,12 +93,13 @@ def gather() -> dict[str, Any]:
 
 
 def card_summary(folder: Path) -> str:
-    """The first line of text of a folder's model card, behind front matter and headings; empty without a card."""
+    """The first sentence of a folder's model card, behind front matter and headings; empty without a card."""
     card = next((folder / name for name in ("README.md", "MODEL_CARD.md") if (folder / name).is_file()), None)
     if card is None:
         return ""
-    lines = card.read_text(encoding="utf-8").splitlines()
-    if lines and lines[0].strip() == "---" and "---" in lines[1:]:
+    lines = [line.strip() for line in card.read_text(encoding="utf-8").splitlines()]
+    if lines and lines[0] == "---" and "---" in lines[1:]:
         lines = lines[lines.index("---", 1) + 1 :]
-    text = (line.strip() for line in lines)
-    return next((line for line in text if line and line[0] not in "#<!["), "")
+    start = next((i for i, line in enumerate(lines) if line and line[0] not in "#<!["), len(lines))
+    paragraph = " ".join(itertools.takewhile(bool, lines[start:]))
+    return paragraph.split(". ")[0].removesuffix(".")

@@ -27,6 +27,7 @@ class NonFiniteLogitsError(RuntimeError):
     """The model returned NaN or infinite logits; no picture is made of them."""
 
 
+@torch.no_grad()
 def decode(
     model: TokenModel,
     condition: Any,

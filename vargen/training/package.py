@@ -25,13 +25,14 @@ def package(
     text_encoder_folder: Path,
     output: Path,
     defaults: dict[str, Any] | None = None,
+    note: str = "",
 ) -> Path:
     """Write the pipeline folder `output`, replacing one that is there, from finished runs.
 
     Args:
         tokenizer_run: holds `vqvae/` and `log.jsonl`. generator_run: holds `transformer/` and `log.jsonl`.
         text_encoder_folder: holds `text_encoder/` and `tokenizer/`; may be `output` itself.
-        defaults: sampling defaults of the model.
+        defaults: sampling defaults of the model. note: how it was trained, for the card.
 
     Raises:
         FileNotFoundError: if a run is not finished.
@@ -57,7 +58,7 @@ def package(
         staged = Path(temporary) / "model"
         pipeline.save_pretrained(staged)
         figures = {"tokenizer": _figures(tokenizer_run), "generator": _figures(generator_run)}
-        (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling))
+        (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling, note))
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
         for kept in ("contact_sheet.png",):
             if (output / kept).is_file():
@@ -77,14 +78,17 @@ def _figures(run: Path) -> dict[str, float]:
 
 
 def model_card(
-    vqvae: VQModel, transformer: LlamaGenTransformer, figures: dict[str, dict[str, float]], sampling: dict[str, Any]
+    vqvae: VQModel,
+    transformer: LlamaGenTransformer,
+    figures: dict[str, dict[str, float]],
+    sampling: dict[str, Any],
+    note: str = "",
 ) -> str:
     """A model card in the hub's form; every number comes from the runs' logs."""
     tokenizer, generator = figures["tokenizer"], figures["generator"]
     config, N, millions = transformer.config, transformer.tokens, sum(p.numel() for p in transformer.parameters()) / 1e6
     vq_millions = sum(p.numel() for p in vqvae.parameters()) / 1e6
     defaults = ", ".join(f"{key} {value}" for key, value in sampling.items())
-    where = generator.get("device", "CPU")
     return f"""---
 license: apache-2.0
 library_name: vargen
@@ -113,15 +117,15 @@ Default sampling: {defaults}.
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
 
-Trained on: {where}. Held out are 5 % of the concepts with all their styles. The weights are those of the best held-out loss.
-{_verdict(tokenizer)}
+Held out are 5 % of the concepts, with all their styles. The generator's weights are those of the best held-out loss.
+{_verdict(tokenizer)}{" " + note if note else ""}
 
 ## Train it further
 
 ```
 vargen train data
 vargen train tokenizer --config emoji-tokenizer-gpu     # or emoji-tokenizer for two CPU cores
-vargen train generator --config emoji-generator-gpu     # or emoji-generator
+vargen train generator --config emoji-generator-gpu --tokenizer runs/tokenizer     # or emoji-generator
 vargen train package
 ```
 

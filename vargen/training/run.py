@@ -116,18 +116,3 @@ class TrainingRun:
             figure.savefig(temporary, format="png", dpi=100)
         pyplot.close(figure)
         return target
-
-
-def training_device(name: str) -> torch.device:
-    """`auto`, `cpu` or `cuda`.
-
-    Raises:
-        ValueError: for another name, or for cuda where torch has none.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name not in ("cpu", "cuda"):
-        raise ValueError(f"device must be auto, cpu or cuda, got {name!r}")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device 'cuda' was asked for, but torch sees no GPU; use --device cpu")
-    return torch.device(name)

@@ -1,0 +1,68 @@
+"""The measurements measure what they say: the passes are real, repeatable, and of a half-full cache."""
+
+import pytest
+import torch
+
+from vargen.evaluation.network import Network, plausible_condition
+from vargen.evaluation.speed import filled_caches, measure_baseline, measure_steps, read_weight_bytes, weight_readers
+from vargen.models.llamagen import LlamaGenTransformer
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    torch.manual_seed(0)
+    model = LlamaGenTransformer(dim=32, n_layer=2, n_head=2, vocab_size=64, grid_size=4, num_classes=10, multiple_of=16)
+    torch.nn.init.normal_(model.output.weight)
+    return Network("tiny", model.eval(), guidance_scale=2.0)
+
+
+@torch.no_grad()
+def test_caches_that_share_memory_work_like_caches_of_their_own(network: Network) -> None:
+    model = network.transformer
+    caches = filled_caches(model, 3, [4, 1, 2])
+    assert {width: cache.scratch for width, cache in caches.items()} == {1: 1, 2: 2, 4: 4}
+    assert len({cache.k.data_ptr() for cache in caches.values()}) == 1
+    for width, cache in caches.items():
+        own = model.new_cache(3, scratch=width)
+        own.k.copy_(cache.k)
+        own.v.copy_(cache.v)
+        own.advance(8)
+        fed = torch.randint(64, (3, width))
+        expected = model(fed, cache=own).logits
+        for _ in range(2):  # a pass does not move the pointer, so the next is the same pass
+            assert torch.equal(model(fed, cache=cache).logits, expected)
+        assert cache.length.tolist() == [8, 8, 8]
+
+
+def test_weights_read_are_all_but_the_tables_that_are_looked_up(network: Network) -> None:
+    names = {"tok_embeddings.weight", "cls_embedding.embedding_table.weight"}
+    parameters = dict(network.transformer.named_parameters())
+    assert names < parameters.keys()
+    expected = sum(p.nbytes for name, p in parameters.items() if name not in names)
+    assert read_weight_bytes(network.transformer) == expected
+    total, dot, product = (read() for read in weight_readers(4 * 10 * 1024, torch.device("cpu")))
+    assert total.shape == dot.shape == () and product.shape == (10,)  # each took all ten rows
+
+
+def test_every_case_is_visited_every_round(network: Network) -> None:
+    rounds: list[int] = []
+    report = measure_steps(network, [1, 4], [1, 2], rounds=3, progress=lambda done, total: rounds.append(done))
+    assert rounds == [1, 2, 3]
+    assert all(result.passes >= 3 for result in report.results) and len(report.results) == 4
+    for tokens, batches in (([0], [1]), ([17], [1]), ([1], [0]), ([], [1])):
+        with pytest.raises(ValueError, match="tokens must be from 1 to the 16"):
+            measure_steps(network, tokens, batches)
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+def test_the_baseline_decodes_whole_images(condition: str) -> None:
+    model = LlamaGenTransformer(
+        condition=condition, dim=32, n_layer=1, n_head=2, vocab_size=64, grid_size=4, caption_dim=8, cls_token_num=3,
+        multiple_of=16,
+    ).eval()  # fmt: skip
+    report = measure_baseline(Network("tiny", model), 2, seconds=0)
+    assert report.runs == 1 and report.tokens_per_second > 0 and report.guidance_scale == 4.0
+    assert plausible_condition(model, 2).join(plausible_condition(model, 2)) is not None
+    for bad in ({"batch": 0}, {"batch": 1, "seconds": float("nan")}, {"batch": 1, "seconds": -1.0}):
+        with pytest.raises(ValueError, match="batch must be at least 1"):
+            measure_baseline(Network("tiny", model), **bad)

@@ -1,0 +1,310 @@
+"""Laws of the cache: whatever passes it is filled by, the next logits are those of the tokens it holds."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.models.cache import KVCache
+from vargen.models.llamagen import Condition, LlamaGenTransformer
+
+_ROWS, _GRID, _VOCAB = 3, 4, 40
+_N = _GRID**2
+# float32 sums in another order; logits have a standard deviation of about 2.
+_CLOSE: dict[str, float] = {"atol": 2e-5, "rtol": 1e-5}
+
+
+@pytest.fixture(params=["class", "text"])
+def model(request: pytest.FixtureRequest) -> LlamaGenTransformer:
+    """Weights large enough that attention is far from uniform."""
+    torch.manual_seed(0)
+    network = LlamaGenTransformer(
+        request.param, dim=48, n_layer=2, n_head=3, vocab_size=_VOCAB, grid_size=_GRID, num_classes=10, caption_dim=12,
+        cls_token_num=6, multiple_of=16,
+    ).eval()  # fmt: skip
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+    return network
+
+
+@pytest.fixture
+def condition(model: LlamaGenTransformer) -> Condition:
+    if model.config.condition == "class":
+        return Condition(class_labels=torch.tensor([1, 4, 10]))
+    visible = torch.tensor([6, 1, 3])
+    mask = torch.arange(6) >= 6 - visible[:, None]
+    return Condition(caption_embeds=torch.randn(_ROWS, 6, 12) * mask[..., None], caption_mask=mask)
+
+
+@pytest.fixture
+def tokens(model: LlamaGenTransformer) -> Tensor:
+    """`[3, 16]`, a picture per row."""
+    return torch.randint(_VOCAB, (_ROWS, _N), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.inference_mode():
+        yield
+
+
+def _filled(
+    model: LlamaGenTransformer, condition: Condition, tokens: Tensor, lengths: list[int], scratch: int = 6, **options: Any
+) -> KVCache:
+    """A cache that holds the first `lengths[row]` tokens of each row, fed one at a time."""
+    cache = model.new_cache(len(lengths), scratch=scratch, **options)
+    model(condition=condition, cache=cache)
+    for position in range(max(lengths)):
+        model(tokens[:, position : position + 1], cache=cache)
+        cache.advance(1)
+    cache.rollback(torch.tensor(lengths))
+    return cache
+
+
+def _ahead(tokens: Tensor, lengths: list[int], T: int) -> Tensor:
+    """The T tokens `[R, T]` that follow what each row holds."""
+    return torch.stack([row[n : n + T] for row, n in zip(tokens, lengths, strict=True)])
+
+
+def _held(cache: KVCache, row: int) -> Tensor:
+    """Keys and values of what a row holds, prefix included."""
+    end = cache.prefix + int(cache.length[row])
+    return torch.stack([cache.k[:, row, :end], cache.v[:, row, :end]])
+
+
+# -- the prefix ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_compressed_prefix_is_the_long_one(seed: int) -> None:
+    """Over whole pictures with random masks, an empty and a full one among them, and teacher forcing agrees with both."""
+    torch.manual_seed(seed)
+    rows, P = 6, 24
+    network = LlamaGenTransformer(
+        "text", dim=48, n_layer=3, n_head=2, vocab_size=_VOCAB, grid_size=_GRID, caption_dim=12, cls_token_num=P
+    ).eval()
+    for parameter in network.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=1.5 / parameter.shape[1] ** 0.5)
+    mask = torch.rand(rows, P) < torch.rand(rows, 1)  # holes too, not only left padding
+    mask[0], mask[1] = False, True
+    condition = Condition(caption_embeds=torch.randn(rows, P, 12), caption_mask=mask)
+    tokens = torch.randint(_VOCAB, (rows, _N))
+    logits, size = [], []
+    for compress in (True, False):
+        cache = network.new_cache(rows, scratch=_N, compress_prefix=compress)
+        first = network(condition=condition, cache=cache).logits
+        logits.append(torch.cat([first, network(tokens[:, :-1], cache=cache).logits], dim=1))
+        size.append(cache.nbytes)
+        assert cache.prefix == (1 if compress else P)
+    torch.testing.assert_close(*logits, **_CLOSE)
+    torch.testing.assert_close(network(tokens, condition).logits, logits[0], **_CLOSE)
+    assert size[1] - size[0] == 2 * 3 * rows * (P - 1) * 48 * 4
+
+
+# -- passes of several tokens ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compress", [True, False])
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [0, 4, 9], [10, 3, 7]])
+def test_a_pass_over_many_tokens_is_that_many_passes_over_one(
+    lengths: list[int], compress: bool, model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    """Rows of one batch hold different numbers of tokens."""
+    T = 5
+    fed = _ahead(tokens, lengths, T)
+    one, many = (_filled(model, condition, tokens, lengths, compress_prefix=compress) for _ in range(2))
+    together = model(fed, cache=many).logits
+    many.advance(T)
+    apart = []
+    for step in range(T):
+        apart.append(model(fed[:, step : step + 1], cache=one).logits)
+        one.advance(1)
+    torch.testing.assert_close(together, torch.cat(apart, 1), **_CLOSE)
+    whole = model(tokens, condition).logits
+    for row, n in enumerate(lengths):
+        torch.testing.assert_close(together[row], whole[row, n + 1 : n + 1 + T], **_CLOSE)
+        torch.testing.assert_close(_held(many, row), _held(one, row), **_CLOSE)
+
+
+def test_rows_advance_by_their_own_counts(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
+    """As in speculative decoding: each row keeps another number of the tokens of a pass, and all end up whole."""
+    cache = _filled(model, condition, tokens, [0, 0, 0])
+    whole = model(tokens, condition).logits
+    lengths = [0, 0, 0]
+    counts = torch.randint(1, 5, (40, _ROWS), generator=torch.Generator().manual_seed(2))
+    for count in counts:
+        count = torch.minimum(count, _N - 4 - torch.tensor(lengths)).clamp_min(0)
+        fed = _ahead(tokens, lengths, 4)
+        for row, kept in enumerate(count.tolist()):
+            fed[row, kept:] = (fed[row, kept:] + 1) % _VOCAB  # what is not kept was wrong
+        logits = model(fed, cache=cache).logits
+        for row, (n, kept) in enumerate(zip(lengths, count.tolist(), strict=True)):
+            torch.testing.assert_close(logits[row, :kept], whole[row, n + 1 : n + 1 + kept], **_CLOSE)
+        cache.advance(count)
+        lengths = [n + k for n, k in zip(lengths, count.tolist(), strict=True)]
+    assert lengths == [_N - 4] * 3 == cache.length.tolist()
+
+
+@pytest.mark.parametrize("moved", [True, False])
+def test_what_is_rolled_back_was_never_fed(
+    moved: bool, model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    lengths = [2, 5, 8]
+    clean, used = (_filled(model, condition, tokens, lengths) for _ in range(2))
+    model((_ahead(tokens, lengths, 6) + 7) % _VOCAB, cache=used)  # other tokens
+    if moved:
+        used.advance(torch.tensor([6, 1, 3]))
+        used.rollback(torch.tensor(lengths))
+    fed = _ahead(tokens, lengths, 4)
+    assert torch.equal(model(fed, cache=used).logits, model(fed, cache=clean).logits), "to the last bit"
+
+
+# -- trees -----------------------------------------------------------------------------------------------------------
+
+_PARENTS = [-1, 0, 0, 1, 1, 3]
+
+
+def _ancestors(parents: list[int]) -> Tensor:
+    table = torch.eye(len(parents), dtype=torch.bool)
+    for slot, parent in enumerate(parents[1:], 1):
+        table[slot] |= table[parent]
+    return table
+
+
+def _tree_pass(model: LlamaGenTransformer, cache: KVCache, fed: Tensor, ancestors: Tensor) -> Tensor:
+    positions = cache.length[:, None] + ancestors.sum(-1) - 1
+    return model(fed, cache=cache, positions=positions, ancestors=ancestors).logits
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [2, 9, 5]])
+def test_every_branch_of_a_tree_is_its_chain(
+    lengths: list[int], model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(3))
+    ancestors = _ancestors(_PARENTS)
+    logits = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors)
+    for slot in range(len(_PARENTS)):
+        branch = ancestors[slot].nonzero().flatten()
+        chain = model(fed[:, branch], cache=_filled(model, condition, tokens, lengths)).logits
+        torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)
+
+
+def test_each_row_may_have_its_own_tree(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
+    lengths = [4, 1, 7]
+    trees = [[-1, 0, 1, 2], [-1, 0, 0, 0], [-1, 0, 1, 0]]
+    fed = torch.randint(_VOCAB, (_ROWS, 4), generator=torch.Generator().manual_seed(4))
+    ancestors = torch.stack([_ancestors(tree) for tree in trees])
+    logits = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors)
+    for row in range(_ROWS):
+        alone = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors[row])
+        torch.testing.assert_close(logits[row], alone[row], **_CLOSE)
+
+
+def test_a_chain_is_a_tree_too(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
+    lengths, fed = [0, 3, 6], tokens[:, :5]
+    chain = model(fed, cache=_filled(model, condition, tokens, lengths)).logits
+    tree = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, _ancestors([-1, 0, 1, 2, 3]))
+    assert torch.equal(chain, tree)
+
+
+def test_a_kept_path_goes_on_as_its_chain(model: LlamaGenTransformer, condition: Condition, tokens: Tensor) -> None:
+    """Each row keeps a path of another length; what the path columns hold past it is of no meaning."""
+    lengths = [2, 0, 8]
+    paths = torch.tensor([[0, 1, 3, 5], [0, 2, 5, 5], [0, 1, 4, 0]])
+    count = torch.tensor([4, 2, 3])
+    fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(5))
+    cache = _filled(model, condition, tokens, lengths)
+    _tree_pass(model, cache, fed, _ancestors(_PARENTS))
+    cache.keep(paths, count)
+    assert cache.length.tolist() == [6, 2, 11]
+
+    further = torch.randint(_VOCAB, (_ROWS, 3), generator=torch.Generator().manual_seed(6))
+    logits = model(further, cache=cache).logits
+    for row in range(_ROWS):
+        picture = tokens.clone()
+        n, kept = lengths[row], int(count[row])
+        picture[row, n : n + kept] = fed[row, paths[row, :kept]]
+        picture[row, n + kept : n + kept + 3] = further[row]
+        chain = _filled(model, condition, picture, [n + kept] * 3)
+        torch.testing.assert_close(_held(cache, row), _held(chain, row), **_CLOSE)
+        whole = model(picture, condition).logits[row, n + kept + 1 : n + kept + 4]
+        torch.testing.assert_close(logits[row], whole, **_CLOSE)
+
+
+# -- the end of the grid ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("full", [_N, _N - 1])
+def test_a_row_at_its_end_disturbs_neither_its_grid_nor_its_neighbours(
+    full: int, tree: bool, model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    """A pass writes, in each row, to the slots behind its pointer and nowhere else; past the grid, to scratch."""
+    lengths, T = [5, full, 0], 6
+    cache = _filled(model, condition, tokens, lengths)
+    before = [store.clone() for store in (cache.k, cache.v)]
+    parents = _PARENTS if tree else list(range(-1, T - 1))
+    logits = _tree_pass(model, cache, tokens[:, :T], _ancestors(parents))
+    assert logits.isfinite().all()
+    expected = torch.zeros(_ROWS, cache.slots, dtype=torch.bool)
+    for row, n in enumerate(lengths):
+        expected[row, cache.prefix + n : cache.prefix + n + T] = True
+    for store, old in zip((cache.k, cache.v), before, strict=True):
+        assert torch.equal((store != old).any(dim=(0, 3, 4)), expected)
+    assert not expected[1, : cache.prefix + full].any()
+
+    kept = [store.clone() for store in (cache.k, cache.v)]
+    cache.keep(torch.tensor([[0, 1, 3, 5]] * 3), torch.tensor([4, _N - full, 1]))
+    assert cache.length.tolist() == [9, _N, 1]
+    for store, old in zip((cache.k, cache.v), kept, strict=True):
+        changed = (store != old).any(dim=(0, 3, 4))
+        assert not changed[1, : cache.prefix + full].any() and not changed[2].any()
+        # In row 0, slots 3 and 5 of the pass move to places 2 and 3.
+        assert changed[0].nonzero().flatten().tolist() == [cache.prefix + 5 + place for place in (2, 3)]
+    assert model(tokens[:, :T], cache=cache).logits.isfinite().all()
+
+
+def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
+    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    cache = _filled(model, condition, tokens, [5, _N, 0])
+    cache.rollback(torch.tensor([_N + 5, _N + 100, 2]))
+    before = cache.k.clone()
+    assert model(tokens[:, :6], cache=cache).logits.isfinite().all()
+    changed = (cache.k != before).any(dim=(0, 3, 4))
+    assert not changed[:2, : cache.prefix + _N].any()
+    assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
+
+
+def test_full_rows_stay_as_they_are_while_others_go_on(
+    model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+) -> None:
+    """Passes that a finished row sits out leave its keys and values bit for bit, and others' logits too."""
+    lengths = [3, _N, 6]
+    cache = _filled(model, condition, tokens, lengths, scratch=3)
+    held, whole = _held(cache, 1).clone(), model(tokens, condition).logits
+    for step in range(3):
+        fed = torch.stack([tokens[0, 3 + 3 * step :][:3], tokens[1, :3], tokens[2, 6 + 3 * step :][:3]])
+        logits = model(fed, cache=cache).logits
+        for row in (0, 2):
+            n = lengths[row] + 3 * step
+            torch.testing.assert_close(logits[row], whole[row, n + 1 : n + 4], **_CLOSE)
+        cache.advance(torch.tensor([3, 0, 3]))
+        assert torch.equal(_held(cache, 1), held) and cache.length[1] == _N
+
+
+def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, condition: Condition) -> None:
+    cache = model.new_cache(_ROWS, scratch=2)
+    model(condition=condition, cache=cache)
+    with pytest.raises(ValueError, match="at most 2 tokens a pass, got 3"):
+        model(torch.zeros(_ROWS, 3, dtype=torch.int64), cache=cache)
+
+
+def test_a_new_cache_has_the_size_it_says() -> None:
+    cache = KVCache(2, 3, 4, 8, prefix=5, tokens=16, scratch=7, dtype=torch.bfloat16)
+    assert cache.k.shape == cache.v.shape == (2, 3, 28, 4, 8) and cache.slots == 28
+    assert cache.nbytes == 2 * 2 * 3 * 28 * 4 * 8 * 2
+    assert cache.length.tolist() == [0, 0, 0] and cache.prefix_bias.shape == (3, 5)

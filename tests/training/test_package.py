@@ -1,0 +1,49 @@
+"""Two runs join to a folder that opens; a failure leaves what was there."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import tiny_transformer, tiny_vq
+
+import vargen.assets
+from vargen import LlamaGenPipeline
+from vargen.training.package import package
+
+ENCODER = vargen.assets.packaged_model_path("emoji")
+
+
+@pytest.fixture
+def runs(tmp_path):
+    tokenizer, generator = tmp_path / "tokenizer", tmp_path / "generator"
+    tiny_vq().save_pretrained(tokenizer / "vqvae")
+    tiny_transformer("text", cls_token_num=32).save_pretrained(generator / "transformer")
+    tokenizer.joinpath("log.jsonl").write_text(
+        json.dumps({"step": 30, "seconds": 7200.0, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n"
+    )
+    generator.joinpath("log.jsonl").write_text(
+        json.dumps({"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}) + "\n"
+    )
+    return tokenizer, generator
+
+
+def test_the_folder_opens_and_draws(runs, tmp_path):
+    folder = package(*runs, ENCODER, tmp_path / "model", note="On a slow machine.")
+    pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe.default_sampling["top_k"] == 1000
+    assert len(pipe("a red apple", top_k=8).images) == 1
+    card = (folder / "README.md").read_text()
+    for figure in ("25.50 dB", "50.0%", "2.00", "4.250", "3.500", "below its goal of 26 dB", "On a slow machine."):
+        assert figure in card
+    halves = tiny_vq().half().state_dict()["encoder.conv_in.weight"]
+    assert torch.equal(pipe.vqvae.state_dict()["encoder.conv_in.weight"], halves.float())
+
+
+def test_an_unfinished_run_leaves_the_old_folder(runs, tmp_path):
+    package(*runs, ENCODER, tmp_path / "model")
+    before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*"))
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        package(runs[0], tmp_path / "nothing", ENCODER, tmp_path / "model")
+    assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*")) == before
+    assert not list(tmp_path.glob(".package-*"))
