@@ -38,7 +38,7 @@ class LlamaGenTokens:
         step: Callable[..., LlamaGenOutput] | None = None,
     ):
         self.transformer = transformer
-        self.step = step or transformer
+        self.step = transformer if step is None else step
         self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
         self.negative = negative
         self.compress_prefix = compress_prefix

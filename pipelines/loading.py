@@ -33,11 +33,9 @@ def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 
 
 def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX, or Arm's)."""
-    probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-    if any(getattr(torch.cpu, probe, lambda: False)() for probe in probes):
-        return True
-    return bool(getattr(torch.backends.cpu, "get_cpu_capability", str)() == "SVE256")
+    """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def component_dtypes(folder: Path, torch_dtype: torch.dtype | None) -> dict[str, torch.dtype]:

@@ -128,3 +128,12 @@ def test_an_interrupted_write_leaves_no_half_file(
     assert "1 of 3 images were written" in result.stderr and "Traceback" not in result.stderr
     assert sorted(p.name for p in Path().iterdir()) == ["a-1.png", "a-2.png"]
     assert Path("a-2.png").read_text() == "old"
+
+
+def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
+    result = run("generate", "a cat", "a dog", "--model", text_model, "--seed", 1, "-o", "out/", "--sheet", "sheet.png")
+    assert result.exit_code == 0, result.output
+    assert pixels(Path("sheet.png")).shape[1] > 2 * 128
+    assert len(list(Path("out").iterdir())) == 2
+    refused = run("generate", "a cat", "--model", text_model, "--sheet", "sheet.exe")
+    assert refused.exit_code == 2 and "output must be a folder" in refused.stderr

@@ -127,6 +127,9 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
 
 
 def test_weights_arrive_unchanged_in_their_own_type(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """Of the image tokenizer the averaged ones, of the transformer those that were trained."""
+    torch.save({"model": _golden("c2i"), "ema": {"x": torch.zeros(1)}}, files[0])
+    torch.save({"model": {"x": torch.zeros(1)}, "ema": _golden("vq")}, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
     for part, name in (("transformer", "c2i"), ("vqvae", "vq")):
         written, given = load_file(tmp_path / "out" / part / _WEIGHTS), _golden(name)

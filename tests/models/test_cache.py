@@ -165,12 +165,14 @@ def test_what_is_rolled_back_was_never_fed(
 # -- trees -----------------------------------------------------------------------------------------------------------
 
 _PARENTS = [-1, 0, 0, 1, 1, 3]
+_TWO_ROOTS = [-1, -1, 0, 1, 3, 2]
 
 
 def _ancestors(parents: list[int]) -> Tensor:
     table = torch.eye(len(parents), dtype=torch.bool)
-    for slot, parent in enumerate(parents[1:], 1):
-        table[slot] |= table[parent]
+    for slot, parent in enumerate(parents):
+        if parent >= 0:
+            table[slot] |= table[parent]
     return table
 
 
@@ -179,14 +181,14 @@ def _tree_pass(model: LlamaGenTransformer, cache: KVCache, fed: Tensor, ancestor
     return model(fed, cache=cache, positions=positions, ancestors=ancestors).logits
 
 
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [2, 9, 5]])
+@pytest.mark.parametrize(("lengths", "parents"), [([0, 0, 0], _PARENTS), ([2, 9, 5], _PARENTS), ([2, 9, 5], _TWO_ROOTS)])
 def test_every_branch_of_a_tree_is_its_chain(
-    lengths: list[int], model: LlamaGenTransformer, condition: Condition, tokens: Tensor
+    lengths: list[int], parents: list[int], model: LlamaGenTransformer, condition: Condition, tokens: Tensor
 ) -> None:
-    fed = torch.randint(_VOCAB, (_ROWS, len(_PARENTS)), generator=torch.Generator().manual_seed(3))
-    ancestors = _ancestors(_PARENTS)
+    fed = torch.randint(_VOCAB, (_ROWS, len(parents)), generator=torch.Generator().manual_seed(3))
+    ancestors = _ancestors(parents)
     logits = _tree_pass(model, _filled(model, condition, tokens, lengths), fed, ancestors)
-    for slot in range(len(_PARENTS)):
+    for slot in range(len(parents)):
         branch = ancestors[slot].nonzero().flatten()
         chain = model(fed[:, branch], cache=_filled(model, condition, tokens, lengths)).logits
         torch.testing.assert_close(logits[:, branch], chain, **_CLOSE)

@@ -3,13 +3,14 @@
 import json
 import logging
 import math
+import shutil
 import threading
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_models import class_pipeline, text_pipeline
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 from vargen import LlamaGenPipeline
 from vargen.decoding import NonFiniteLogitsError
@@ -208,6 +209,36 @@ def test_save_and_open_again(tmp_path, texts):
     expected = texts("a red apple", generator=seeded(0)[0], output_type="np").images
     assert np.array_equal(again("a red apple", generator=seeded(0)[0], output_type="np").images, expected)
     assert not list(tmp_path.rglob("*.bin"))
+
+
+def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
+    """The official text models': transformers' T5 encoder, saved and opened with the pipeline."""
+    from transformers import T5Config, T5EncoderModel
+
+    torch.manual_seed(0)
+    config = T5Config(vocab_size=30522, d_model=24, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    pipe = LlamaGenPipeline(
+        vqvae=tiny_vq(),
+        transformer=tiny_transformer("text", caption_dim=24),
+        text_encoder=T5EncoderModel(config).eval(),
+        tokenizer=texts.tokenizer,
+    )
+    pipe.set_progress_bar_config(disable=True)
+    expected = pipe("a red apple", generator=seeded(0)[0], output_type="latent").images
+    pipe.save_pretrained(tmp_path / "model")
+    index = json.loads((tmp_path / "model" / "model_index.json").read_text())
+    assert index["text_encoder"] == ["transformers", "T5EncoderModel"]
+    again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
+    assert torch.equal(again("a red apple", generator=seeded(0)[0], output_type="latent").images, expected)
+    assert not torch.equal(again("a green dog", generator=seeded(0)[0], output_type="latent").images, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
+def test_compiled_passes_draw_the_same(classes):
+    plain = classes(class_labels=[1, 2], temperature=0, output_type="latent").images
+    compiled = classes(class_labels=[1, 2], temperature=0, output_type="latent", compile=True).images
+    assert torch.equal(plain, compiled)
 
 
 def test_encode_image_inverts_the_size(classes):

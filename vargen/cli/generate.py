@@ -52,6 +52,9 @@ def generate(
             "which ends with / or has no suffix. Default: a free name in the current folder, made of prompt and seed.",
         ),
     ] = None,
+    sheet: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Also write all images side by side, captioned, to this picture.")
+    ] = None,
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="UTF-8, one prompt a line; skips blank lines and those starting with #.")
     ] = None,
@@ -97,6 +100,7 @@ def generate(
     kind = "class " if class_label else ""
     stems = [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)]
     places = targets(output, stems)
+    sheet_place = targets(sheet, ["sheet"])[0] if sheet else None
     quiet_libraries()
     opened = read_model(model)
     _check_against(opened, given, bool(class_label), negative_prompt)
@@ -122,6 +126,8 @@ def generate(
     }
     options = {**given, "accelerator": accelerator, "negative_prompt": negative_prompt, "compile": compile}
     images, runs, seconds = _draw(pipe, jobs, options, parameters, batch_size, quiet, silent=as_json)
+    if sheet_place is not None:
+        _write_sheet(images, sheet_place, parameters)
     tokens, loop_seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     rate = tokens / loop_seconds if loop_seconds else 0.0
     if as_json:
@@ -264,6 +270,16 @@ def _draw(
             say(f"{len(images)} of {len(jobs)} images were written before this")
         raise
     return images, runs, seconds
+
+
+def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
+    from PIL import Image
+
+    from vargen.evaluation.sheet import contact_sheet
+
+    captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
+    pictures = [Image.open(image["file"]) for image in images]
+    save_image(contact_sheet(pictures, captions), place, parameters)
 
 
 def _merged(runs: list[DecodeStats]) -> dict[str, Any]:

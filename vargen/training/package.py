@@ -16,7 +16,7 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.run import TrainingRun
 
-DEFAULTS = {"guidance_scale": 3.0, "temperature": 1.0, "top_k": 1000, "top_p": 1.0}
+DEFAULTS = {"guidance_scale": 4.0, "temperature": 0.9, "top_k": 500, "top_p": 1.0}
 
 
 def package(
@@ -57,12 +57,17 @@ def package(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".package-") as temporary:
         staged = Path(temporary) / "model"
         pipeline.save_pretrained(staged)
+        for part in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
+            shutil.rmtree(staged / part)
+            shutil.copytree(text_encoder_folder / part, staged / part)
         figures = {"tokenizer": _figures(tokenizer_run), "generator": _figures(generator_run)}
         (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling, note))
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
         for kept in ("contact_sheet.png",):
             if (output / kept).is_file():
                 shutil.copy2(output / kept, staged / kept)
+        for file in staged.rglob("*.safetensors"):
+            file.chmod(0o644)  # diffusers leaves them readable to their owner alone
         if output.exists():
             shutil.rmtree(output)
         staged.rename(output)
