@@ -57,9 +57,9 @@ def package(
     with tempfile.TemporaryDirectory(dir=output.parent, prefix=".package-") as temporary:
         staged = Path(temporary) / "model"
         pipeline.save_pretrained(staged)
-        for part in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
-            shutil.rmtree(staged / part)
-            shutil.copytree(text_encoder_folder / part, staged / part)
+        for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
+            shutil.rmtree(staged / name)
+            shutil.copytree(text_encoder_folder / name, staged / name)
         figures = {"tokenizer": _figures(tokenizer_run), "generator": _figures(generator_run)}
         (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling, note))
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
