@@ -254,6 +254,7 @@ def train_generator(
         for stepper, rate in zip(steppers, rates, strict=True):
             for group in stepper.param_groups:
                 group["lr"] = rate * recipe.schedule.factor(step)
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, too, is a function of the step
         rows, texts, dropped = batches(step)
         rows = rows.to(device)
         condition = drop_captions(features(texts), model, dropped)
