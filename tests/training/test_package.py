@@ -36,6 +36,7 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     card = (folder / "README.md").read_text()
     for figure in ("25.50 dB", "50.0%", "2.00", "4.250", "3.500", "below its goal of 26 dB", "On a slow machine."):
         assert figure in card
+    assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
     halves = tiny_vq().half().state_dict()["encoder.conv_in.weight"]
     assert torch.equal(pipe.vqvae.state_dict()["encoder.conv_in.weight"], halves.float())
 

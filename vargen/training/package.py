@@ -39,9 +39,9 @@ def package(
     """
     from transformers import AutoTokenizer
 
-    for part in (tokenizer_run / "vqvae", generator_run / "transformer"):
-        if not part.is_dir():
-            raise FileNotFoundError(f"{part} is missing: finish the training run first")
+    for finished in (tokenizer_run / "vqvae", generator_run / "transformer"):
+        if not finished.is_dir():
+            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     pipeline = LlamaGenPipeline(
@@ -60,6 +60,11 @@ def package(
         for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
+        for part in ("vqvae", "transformer"):
+            config = staged / part / "config.json"
+            values = json.loads(config.read_text())
+            values.pop("_name_or_path", None)  # a folder of the machine that trained it
+            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
         figures = {"tokenizer": _figures(tokenizer_run), "generator": _figures(generator_run)}
         (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling, note))
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
