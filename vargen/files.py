@@ -1,8 +1,10 @@
-"""Files that appear whole or not at all."""
+"""Files and folders that appear whole or not at all."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,3 +26,47 @@ def whole_file(path: Path) -> Iterator[Path]:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
+    """An empty folder that takes the place of `output` when the block ends well, else vanishes.
+
+    Args:
+        output: made with its parents, or replaced.
+        inputs: what the block reads; none may lie in a folder that is replaced.
+        overwrite: whether a folder that holds a `model_index.json` may be replaced. Any other never is.
+
+    Raises:
+        FileExistsError: `output` is there and may not be replaced.
+        OSError: nothing can be written there. Both before the block runs.
+    """
+    target = output.expanduser().resolve()
+    old = target.exists() and (not target.is_dir() or any(target.iterdir()))
+    if old and not overwrite:
+        raise FileExistsError(f"{output} exists and is not empty; choose another folder, or overwrite it")
+    if old and not (target / "model_index.json").is_file():
+        raise FileExistsError(f"{output} is not a model folder, so it is not overwritten; choose another")
+    if old and any(path.resolve().is_relative_to(target) for path in inputs):
+        raise FileExistsError(f"{output} holds what is to be converted; choose another folder")
+    # Beside the target, so that taking its place is a rename. Missing parents are made at the end.
+    beside = next(parent for parent in target.parents if parent.exists())
+    try:
+        space = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=beside))
+    except OSError as error:
+        raise OSError(f"cannot write {output}: {error}") from error
+    try:
+        folder = space / "new"
+        folder.mkdir()  # unlike mkdtemp's, open to whom the umask lets in
+        yield folder
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.exists():
+            os.replace(target, space / "old")
+        try:
+            os.replace(folder, target)
+        except OSError:
+            if (space / "old").exists():
+                os.replace(space / "old", target)
+            raise
+    finally:
+        shutil.rmtree(space, ignore_errors=True)

@@ -47,4 +47,12 @@ def test_an_unfinished_run_leaves_the_old_folder(runs, tmp_path):
     with pytest.raises(FileNotFoundError, match="finish the training run first"):
         package(runs[0], tmp_path / "nothing", ENCODER, tmp_path / "model")
     assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*")) == before
-    assert not list(tmp_path.glob(".package-*"))
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_folder_that_is_no_model_is_never_replaced(runs, tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "letter.txt").write_text("keep")
+    with pytest.raises(FileExistsError, match="is not a model folder"):
+        package(*runs, ENCODER, tmp_path / "mine")
+    assert (tmp_path / "mine" / "letter.txt").read_text() == "keep"

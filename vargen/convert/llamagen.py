@@ -16,7 +16,7 @@ import torch
 
 from vargen.compat import installed_version
 from vargen.convert.checkpoints import State, build, read_checkpoint
-from vargen.convert.output import whole_folder
+from vargen.files import whole_folder
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vargen.files import whole_folder
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
@@ -35,7 +35,7 @@ def package(
         defaults: sampling defaults of the model. note: how it was trained, for the card.
 
     Raises:
-        FileNotFoundError: if a run is not finished.
+        FileNotFoundError: if a run is not finished. FileExistsError: if `output` is there and no model folder.
     """
     from transformers import AutoTokenizer
 
@@ -53,9 +53,7 @@ def package(
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
     transformer.to(torch.float16)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=output.parent, prefix=".package-") as temporary:
-        staged = Path(temporary) / "model"
+    with whole_folder(output, inputs=[], overwrite=True) as staged:
         pipeline.save_pretrained(staged)
         for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
             shutil.rmtree(staged / name)
@@ -73,9 +71,6 @@ def package(
                 shutil.copy2(output / kept, staged / kept)
         for file in staged.rglob("*.safetensors"):
             file.chmod(0o644)  # diffusers leaves them readable to their owner alone
-        if output.exists():
-            shutil.rmtree(output)
-        staged.rename(output)
     return output
 
 
@@ -127,7 +122,7 @@ Default sampling: {defaults}.
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
 
-Held out are 5 % of the concepts, with all their styles. The generator's weights are those of the best held-out loss.
+Held out are 86 of 1,959 concepts, with all their styles. The generator's weights are those of the best held-out loss.
 {_verdict(tokenizer)}{" " + note if note else ""}
 
 ## Train it further

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vargen.convert.output import whole_folder
+from vargen.files import whole_folder
 
 
 def _tree(folder: Path) -> dict[str, str | None]:
