@@ -118,7 +118,7 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Written out: on a CPU F.rms_norm takes 53 us for a few rows, this 20.
+        # Written out: torch composes F.rms_norm of more operations on a CPU, and a decoding pass has only a few rows.
         high = x.float()
         return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
 

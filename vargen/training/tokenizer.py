@@ -121,8 +121,8 @@ class Codebook:
 def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: TokenizerRecipe, patch: int) -> Tensor:
     """L1 and MSE on pixels, L1 on their differences (edges), and L1 and MSE on the mean colour of each patch.
 
-    The pixel terms hold the last one too, but it is what a token can always carry: weighing it makes colours right long before
-    details are (measured: 19.8 dB to 22.1 dB within 100 steps of the packaged run).
+    The pixel terms hold the last one too, but it is what a token can always carry, and early reconstructions without its weight
+    were pale.
     """
     error = predicted - target
     gradient = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
