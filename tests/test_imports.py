@@ -1,6 +1,6 @@
 """The direction of imports: the tree is the design, and this file is where that is enforced.
 
-`app, cli -> pipelines -> {models, decoding, scoring, convert} -> kernels`;
+`app -> demo -> {pipelines, decoding}`; `cli -> pipelines -> {models, decoding, scoring, convert} -> kernels`;
 `evaluation, training -> pipelines, models, decoding, scoring`.
 """
 
@@ -14,7 +14,8 @@ import vargen
 
 # Part -> the parts it may import. Everything may also import itself and what _COMMON lists.
 _ALLOWED: dict[str, set[str]] = {
-    "app": {"pipelines"},
+    "app": {"pipelines", "demo"},
+    "demo": {"pipelines", "decoding"},  # the methods that it lists are data of decoding
     "cli": {"pipelines", "models", "decoding", "scoring", "convert", "kernels", "evaluation", "training"},
     "pipelines": {"models", "decoding", "scoring", "convert"},
     "evaluation": {"pipelines", "models", "decoding", "scoring"},
@@ -149,6 +150,9 @@ def test_tests_import_the_installed_package(repo_root: Path) -> None:
         ("vargen.helpers", "import vargen.compat"),
         ("vargen", "import assets"),
         ("app", "from vargen.models import vq"),
+        ("vargen.demo.engine", "from vargen.models import vq"),
+        ("vargen.demo.engine", "from vargen.training import emoji_captions"),
+        ("vargen.pipelines.llamagen", "from vargen.demo import page"),
     ],
 )
 def test_a_forbidden_import_is_reported(module: str, source: str) -> None:
@@ -167,6 +171,8 @@ def test_a_forbidden_import_is_reported(module: str, source: str) -> None:
         ("vargen.convert.llamagen", "from vargen.models.llamagen import LlamaGenTransformer"),
         ("vargen.cli.main", "def f():\n    from vargen.training import tokenizer"),
         ("vargen", "from vargen.pipelines.llamagen import LlamaGenPipeline"),
+        ("vargen.demo.engine", "from vargen.decoding import PRESETS\nfrom vargen.pipelines import checks"),
+        ("app", "from vargen.demo import page"),
         ("app", "from vargen import LlamaGenPipeline\nfrom vargen.assets import packaged_models"),
     ],
 )

@@ -1,0 +1,59 @@
+"""The demo: `python app.py`, then open the address that it prints. `python app.py --help` has the options."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from pathlib import Path
+
+
+def main() -> None:
+    """Load the model and serve the page."""
+    parser = argparse.ArgumentParser(description="Draw in the browser, and watch methods race.")
+    parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0 lets other machines in")
+    parser.add_argument("--port", type=int, default=None, help="default: the first free one from 7860")
+    parser.add_argument("--device", default=None, metavar="cpu|cuda", help="default: a GPU where there is one")
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
+    options = parser.parse_args()
+    if options.port is not None and not 1 <= options.port <= 65535:
+        parser.error(f"--port must be from 1 to 65535, got {options.port}")
+    if not 1 <= options.concurrency <= 16:
+        parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
+    with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
+        # Read when gradio is imported: no statistics to anyone, and one folder that vanishes with the app.
+        os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
+        try:
+            from vargen.demo import page
+            from vargen.demo.engine import Engine
+        except ModuleNotFoundError as error:
+            sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
+        import torch
+
+        from vargen import LlamaGenPipeline
+
+        try:
+            pipe = LlamaGenPipeline.from_pretrained(options.model)
+            pipe.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        except (ValueError, OSError, RuntimeError) as error:
+            sys.exit(f"error: {error}")
+        # A path tells visitors about this machine; its last part does not.
+        engine = Engine(pipe, Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
+        if options.host not in ("127.0.0.1", "localhost", "::1"):
+            print("Everyone who reaches this machine can draw here; nothing asks for a password.", flush=True)
+        served = page.build(engine, options.concurrency)
+        try:
+            address = page.serve(served, options.host, options.port)
+            print(f"vargen draws at {address}  (Ctrl-C ends it)", flush=True)
+            served.block_thread()
+        except OSError as error:
+            sys.exit(f"error: {error}")
+        finally:
+            served.close(verbose=False)
+            engine.close()
+
+
+if __name__ == "__main__":
+    main()

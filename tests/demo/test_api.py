@@ -1,0 +1,111 @@
+"""The endpoints over the real protocol, with gradio_client: results, bad input, and many callers at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from vargen.demo.engine import Engine
+
+gradio_client = pytest.importorskip("gradio_client")
+
+
+@pytest.fixture(scope="module")
+def client(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[gradio_client.Client]:
+    folder = tmp_path_factory.mktemp("downloads")
+    yield gradio_client.Client(address, verbose=False, download_files=str(folder), analytics_enabled=False)
+
+
+def test_generate(client: gradio_client.Client, engine: Engine) -> None:
+    from PIL import Image
+
+    files, report = client.predict("a red apple", seed=7, num_images=2, api_name="/generate")
+    assert report["prompt"] == "a red apple" and report["accelerator"] == "ar" and report["tokens_per_second"] > 0
+    for number, path in enumerate(files):
+        with Image.open(path) as image:
+            assert image.format == "PNG" and image.size == (16, 16)
+            told = json.loads(image.text["vargen"])
+        assert told["seed"] == 7 + number
+    again, _ = client.predict("a red apple", seed=8, api_name="/generate")
+    assert Image.open(again[0]).tobytes() == Image.open(files[1]).tobytes(), "a seed is a picture"
+
+
+def test_compare(client: gradio_client.Client, engine: Engine) -> None:
+    names = [name for name in ("ar", "gumbel") if name in engine.methods]
+    files, reports = client.predict("a red apple", names, seed=3, api_name="/compare")
+    assert len(files) == len(reports) == 2
+    assert [each["identical"] for each in reports] == [True, True]
+
+
+def test_methods(client: gradio_client.Client) -> None:
+    found = {each["name"]: each for each in client.predict(api_name="/methods")}
+    assert found["ar"]["kind"] == "exact" and found["ar"]["reason"] is None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"prompt": " "}, "Type what to draw first"),
+        ({"prompt": "x" * 301}, "at most 300"),
+        ({"prompt": "a", "method": "magic"}, "'magic' is not available"),
+        ({"prompt": "a", "num_images": 5}, "The number of pictures must be a whole number from 1 to 4"),
+        ({"prompt": "a", "num_images": 1.5}, "whole number"),
+        ({"prompt": "a", "temperature": -1}, "Temperature must be a number from 0 to 2"),
+        ({"prompt": "a", "guidance_scale": "much"}, "Guidance must be a number"),
+        ({"prompt": "a", "seed": -1}, "The seed must be"),
+        ({"prompt": "a", "top_k": 65}, "Top-k must be at most 64"),
+        ({"prompt": ["a"]}, "The prompt must be text"),
+    ],
+)
+def test_bad_input_is_told_in_words(client: gradio_client.Client, given: dict, message: str) -> None:
+    with pytest.raises(Exception, match=r"(?s).*") as caught:
+        client.predict(**given, api_name="/generate")
+    assert message in str(caught.value) and "Traceback" not in str(caught.value)
+
+
+def test_other_endpoints_are_not_offered(client: gradio_client.Client) -> None:
+    assert set(client.view_api(return_format="dict")["named_endpoints"]) == {"/generate", "/compare", "/methods"}
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "pyproject.toml", "../../etc/passwd"])
+def test_files_of_the_machine_are_not_served(address: str, repo_root: Path, path: str) -> None:
+    wanted = path if path.startswith(("/", "..")) else str(repo_root / path)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(f"{address}gradio_api/file={urllib.parse.quote(wanted)}")
+    assert caught.value.code in (403, 404)
+
+
+def resident() -> float:
+    """MiB of memory that this process holds."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def test_eight_clients_forty_requests(address: str, engine: Engine, tmp_path: Path) -> None:
+    """None is lost, each gets its own picture, no drawing thread is left over, and memory is steady."""
+    clients = [
+        gradio_client.Client(address, verbose=False, download_files=str(tmp_path / str(n)), analytics_enabled=False)
+        for n in range(8)
+    ]
+
+    def ask(number: int) -> int:
+        _, report = clients[number % 8].predict(f"thing {number}", seed=number, api_name="/generate")
+        assert report["prompt"] == f"thing {number}"
+        return int(report["seed"])
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(ask, range(8)))  # what is allocated once is allocated now
+        before = resident()
+        assert sorted(pool.map(ask, range(40))) == list(range(40))
+    if Path("/proc/self/status").exists():
+        assert resident() - before < 60
+    drawing = [thread for thread in threading.enumerate() if thread.name.startswith("draw")]
+    assert len(drawing) <= 8

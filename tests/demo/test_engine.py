@@ -1,0 +1,115 @@
+"""The model behind the page: the same pictures as the pipeline, previews, stopping, and figures as HTML."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+
+import pytest
+import torch
+from PIL import Image
+
+pytest.importorskip("gradio")
+
+from vargen.decoding import PRESETS
+from vargen.demo import figures, inputs
+from vargen.demo.engine import EMOJI_STYLES, Engine
+from vargen.demo.explore_tab import KNOBS
+from vargen.demo.generate_tab import command_line
+from vargen.demo.runs import Runs
+from vargen.demo.settings import Settings
+
+WANTED = Settings("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)
+
+
+def test_the_pictures_are_the_pipelines(engine: Engine) -> None:
+    drawn = engine.start(WANTED, previews=False).result()
+    generators = [torch.Generator().manual_seed(seed) for seed in (3, 4)]
+    direct = engine.pipe(
+        WANTED.prompt, num_images_per_prompt=2, guidance_scale=2.0, temperature=1.0, top_k=64, top_p=1.0, generator=generators
+    )
+    assert [each.tobytes() for each in drawn.images] == [each.tobytes() for each in direct.images]
+    assert sum(engine.start(WANTED).result().stats.accepted_histogram) > 0
+
+
+def test_every_preset_is_listed_or_says_why_not(engine: Engine) -> None:
+    assert set(engine.methods) == set(PRESETS)
+    assert "ar" in {each.name for each in engine.available}
+    for each in engine.methods.values():
+        assert each.reason is None or len(each.reason) > 10
+
+
+def test_previews_are_transparent_where_nothing_is_drawn(engine: Engine, slow: Callable[[float], None]) -> None:
+    slow(0.02)
+    run = engine.start(Settings("a red apple"))
+    run.result()
+    assert run.preview and sum(run.counts) == 64
+    with Image.open(io.BytesIO(run.preview[0])) as image:
+        alpha = image.convert("RGBA").getchannel("A")
+        assert alpha.getpixel((0, 0)) == 255 and alpha.getpixel((15, 15)) == 0
+    assert 0 < run.aside < run.drawn.seconds, "previews take a small part, and none of the method's time"
+
+
+def test_a_run_stops_within_a_pass(engine: Engine, slow: Callable[[float], None]) -> None:
+    slow(0.05)
+    run = engine.start(Settings("a red apple"))
+    while len(run.counts) < 3:
+        run.done.wait(0.01)
+    before = len(run.counts)
+    run.stop.set()
+    assert run.result().stopped and len(run.counts) <= before + 2
+
+
+def test_what_the_model_cannot_do_is_told(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="Choose one of: ar"):
+        engine.check(Settings("a", "nothing"))
+    with pytest.raises(ValueError, match="at most 64"):
+        engine.check(Settings("a", top_k=65))
+    assert "was cut after" in (engine.ignored("apple " * 40) or "")
+    assert engine.ignored("an apple") is None
+
+
+def test_styles_are_those_of_the_captions(engine: Engine) -> None:
+    from vargen.training.emoji_captions import STYLES
+
+    assert EMOJI_STYLES == STYLES
+    values = ("a red apple", "3d", 1, 4.0, 1.0, 0, 1.0, "")
+    assert inputs.settings(engine, values, "ar").prompt == "a red apple, 3d style"
+
+
+def test_relaxation_starts_at_the_exact_rule(engine: Engine) -> None:
+    for knob in KNOBS.values():
+        steps = knob.values(knob.most, 4)
+        assert steps[0] == 0 and steps[-1] == knob.most
+        assert knob.accelerator(0).kind == "exact" and knob.accelerator(knob.most).kind == "relaxed"
+        drawn = engine.start(Settings("a cat"), knob.accelerator(0)).result()
+        assert drawn.relaxation_per_token == 0
+
+
+def test_the_command_line_draws_the_same(engine: Engine) -> None:
+    line = command_line(engine, Settings("it's $HOME", "ar", 4))
+    assert line.startswith("vargen generate 'it'\"'\"'s $HOME' --seed 4 --accelerator ar")
+
+
+def test_a_ticket_stops_what_waits_and_what_runs() -> None:
+    runs = Runs()
+    waits, works = runs.begin("one"), runs.begin("two")
+    ticket = runs.start(works)
+    assert runs.stop(waits) and runs.start(waits) is None
+    assert not runs.stop(works) and ticket is not None and ticket.stop.is_set()
+    runs.end(works)
+    left = runs.start(runs.begin("two"))
+    runs.leave("two")
+    assert left is not None and left.stop.is_set() and runs.start("made up") is None
+
+
+def test_the_token_map_accounts_for_every_token() -> None:
+    drawing = figures.token_map([1, 5, 0, 3], 4)
+    assert "9 of 16 tokens drawn in 4 passes" in drawing
+    assert drawing.count('class="u"') == 7 and ">5</text>" in drawing and "pass 2: 5 tokens" in drawing
+    assert figures.token_map([9, 99], 4).count('class="u"') == 0
+
+
+def test_what_people_type_is_inert() -> None:
+    assert figures.text("<b>`${x}{{y}}`") == "&lt;b&gt;&#96;&#36;&#123;x&#125;&#123;&#123;y&#125;&#125;&#96;"
+    assert "<script" not in figures.stage([None], "<script>") + figures.note("<script>")

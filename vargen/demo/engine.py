@@ -1,0 +1,302 @@
+"""The model behind the page: loaded once, asked which methods it can run, and drawing in threads of its own."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from PIL import Image
+
+from vargen.compat import installed_version
+from vargen.decoding import PRESETS, Accelerator, DecodeStats
+from vargen.demo.png import PictureFolder
+from vargen.demo.settings import MOST_LANES, Settings
+
+logger = logging.getLogger("vargen")
+
+# What the packaged emoji models were captioned with.
+EMOJI_STYLES = ("3d", "flat", "twemoji", "noto")
+_PREVIEW_SECONDS = 0.25
+_PREVIEW_SHARE = 4  # a preview may take a fifth of the time: it waits four times what the last one took
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset as the page lists it. `reason` says why this model cannot run it; None where it can."""
+
+    name: str
+    kind: str
+    summary: str
+    source: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A finished or stopped drawing.
+
+    Attributes:
+        settings: what was asked for.
+        images: the pictures; white where nothing was drawn.
+        tokens: int64 `[B, rows, columns]`.
+        stats: of the decoding loop.
+        seconds: of the loop, less what previews took.
+        stopped: whether it was stopped before the end.
+    """
+
+    settings: Settings
+    images: list[Image.Image]
+    tokens: torch.Tensor
+    stats: DecodeStats
+    seconds: float
+    stopped: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.stats.tokens / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def relaxation_per_token(self) -> float:
+        """Acceptance granted beyond the exact rule's, per token."""
+        return sum(self.stats.relaxation_spent) / max(self.stats.tokens, 1)
+
+
+@dataclass
+class Run:
+    """A drawing under way: a thread writes, the page reads.
+
+    Attributes:
+        settings: what was asked for.
+        total: tokens of a picture.
+        stop: set to end it within one pass.
+        done: set when `drawn` or `error` is there.
+        counts: tokens that each pass committed to the slowest picture of the batch.
+        preview: the newest partial pictures, WebP files; transparent where nothing is drawn.
+    """
+
+    settings: Settings
+    total: int
+    stop: threading.Event = field(default_factory=threading.Event)
+    done: threading.Event = field(default_factory=threading.Event)
+    counts: list[int] = field(default_factory=list)
+    preview: list[bytes] = field(default_factory=list)
+    drawn: Drawn | None = None
+    error: BaseException | None = None
+    started: float = 0.0
+    aside: float = 0.0
+    tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Spent drawing so far, previews left out."""
+        if self.drawn is not None:
+            return self.drawn.seconds
+        return time.perf_counter() - self.started - self.aside if self.started else 0.0
+
+    def result(self) -> Drawn:
+        """Wait for the end. Raises what the drawing raised."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+        assert self.drawn is not None
+        return self.drawn
+
+
+class Engine:
+    """A loaded pipeline and what the page may do with it.
+
+    Args:
+        pipe: a `LlamaGenPipeline`, on its device.
+        name: what people call the model; no path.
+    """
+
+    def __init__(self, pipe: Any, name: str):
+        self.pipe, self.name = pipe, name
+        pipe.set_progress_bar_config(disable=True)
+        config = pipe.transformer.config
+        self.by_class: bool = config.condition == "class"
+        self.side: int = config.grid_size
+        self.vocab: int = config.vocab_size
+        self.pictures = PictureFolder()
+        # Threads are kept, because each new one would bring a thread pool of its own to torch.
+        self._threads = ThreadPoolExecutor(max_workers=2 * MOST_LANES, thread_name_prefix="draw")
+        self.methods = {preset.name: self._probe(preset) for preset in PRESETS.values()}
+
+    @property
+    def available(self) -> list[Method]:
+        return [method for method in self.methods.values() if method.reason is None]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """Sampling defaults of the checkpoint, as `Settings` takes them."""
+        stored = self.pipe.default_sampling
+        return {**stored, "top_k": stored["top_k"] or 0}
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """Style words of the captions that the model was trained on; empty where they are not known."""
+        return EMOJI_STYLES if type(self.pipe.text_encoder).__name__ == "MiniLMTextEncoder" else ()
+
+    @property
+    def class_names(self) -> list[str]:
+        return [str(names).split(",")[0] for names in (self.pipe.config.id2label or {}).values()]
+
+    def _probe(self, preset: Accelerator) -> Method:
+        """One pass of a method: what a model cannot run says so itself."""
+        subject = {"class_labels": 0} if self.by_class else {"prompt": "probe"}
+        reason = None
+        try:
+            stop = {"stop": True}
+            self.pipe(**subject, accelerator=preset, output_type="latent", callback_on_step_end=lambda *_: stop)
+        except Exception as error:
+            reason = str(error) if isinstance(error, ValueError | TypeError) else "it does not start; the server's log says why"
+            logger.info("method %s is left out: %s", preset.name, error)
+        return Method(preset.name, preset.kind, preset.summary, preset.source, reason)
+
+    def check(self, settings: Settings) -> None:
+        """Raise ValueError, in words for people, if this model cannot do what is asked."""
+        method = self.methods.get(settings.method)
+        if method is None or method.reason is not None:
+            why = f": {method.reason}" if method else ""
+            names = ", ".join(each.name for each in self.available)
+            raise ValueError(f"The method {settings.method!r} is not available here{why}. Choose one of: {names}.")
+        if settings.top_k > self.vocab:
+            raise ValueError(f"Top-k must be at most {self.vocab}, the tokens that this model knows; 0 keeps all.")
+        if self.by_class and settings.negative_prompt:
+            raise ValueError("This model draws classes, so it takes no negative prompt.")
+        if self.by_class:
+            self._subject(settings)
+
+    def ignored(self, prompt: str) -> str | None:
+        """A sentence about the end of a prompt that is longer than the model reads."""
+        if self.by_class or self.pipe.tokenizer is None:
+            return None
+        rows = self.pipe.transformer.config.cls_token_num
+        ids = self.pipe.tokenizer(prompt, truncation=False, verbose=False)["input_ids"]
+        if len(ids) <= rows:
+            return None
+        read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
+        return f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”."
+
+    def _subject(self, settings: Settings) -> dict[str, Any]:
+        if not self.by_class:
+            return {"prompt": settings.prompt, **({"negative_prompt": settings.negative_prompt or None})}
+        label: int | str = int(settings.prompt) if settings.prompt.isdecimal() else settings.prompt
+        names = {int(number): text for number, text in (self.pipe.config.id2label or {}).items()}
+        known = {name.strip().lower() for text in names.values() for name in text.split(",")}
+        if isinstance(label, int) and label >= self.pipe.transformer.config.num_classes:
+            raise ValueError(f"This model knows the classes 0 to {self.pipe.transformer.config.num_classes - 1}, not {label}.")
+        if isinstance(label, str) and label.lower() not in known:
+            raise ValueError(f"This model draws classes, and knows none called {label!r}. Give a class's name or number.")
+        return {"class_labels": label}
+
+    # -- drawing ------------------------------------------------------------------------------------------------------
+
+    def start(
+        self,
+        settings: Settings,
+        accelerator: str | Accelerator | None = None,
+        stop: threading.Event | None = None,
+        previews: bool = True,
+    ) -> Run:
+        """Begin a drawing in another thread.
+
+        Args:
+            settings: checked by `check`.
+            accelerator: instead of the settings' method.
+            stop: set it to end the drawing within one pass.
+            previews: whether to decode partial pictures on the way.
+        """
+        run = Run(settings, self.side**2, stop or threading.Event())
+        self._threads.submit(self._work, run, accelerator or settings.method, previews)
+        return run
+
+    def _work(self, run: Run, accelerator: str | Accelerator, previews: bool) -> None:
+        try:
+            run.drawn = self._draw(run, accelerator, previews)
+        except BaseException as error:
+            run.error = error
+        finally:
+            run.done.set()
+
+    def _draw(self, run: Run, accelerator: str | Accelerator, previews: bool) -> Drawn:
+        settings = run.settings
+        run.started = time.perf_counter()
+        due = run.started + _PREVIEW_SECONDS
+
+        def after_pass(_: Any, step: int, drawn: int, tensors: dict[str, Any]) -> dict[str, Any]:
+            nonlocal due
+            now = time.perf_counter()
+            run.counts.append(drawn - run.tokens)
+            run.tokens = drawn
+            if run.stop.is_set():
+                return {"stop": True}
+            if previews and now >= due and drawn < run.total:
+                run.preview = self._preview(tensors["latents"], drawn)
+                spent = time.perf_counter() - now
+                run.aside += spent
+                due = now + spent + max(_PREVIEW_SECONDS, _PREVIEW_SHARE * spent)
+            return {}
+
+        result = self.pipe(
+            **self._subject(settings),
+            num_images_per_prompt=settings.num_images,
+            guidance_scale=settings.guidance_scale,
+            temperature=settings.temperature,
+            top_k=settings.top_k or self.vocab,  # None would mean the checkpoint's default
+            top_p=settings.top_p,
+            accelerator=accelerator,
+            generator=[torch.Generator().manual_seed(settings.seed + k) for k in range(settings.num_images)],
+            output_type="latent",
+            callback_on_step_end=after_pass,
+        )
+        tokens, stats = result.images, result.stats
+        length = torch.full((len(tokens),), run.tokens) if stats.stopped else None
+        images = self.pipe.decode_tokens(tokens, length)
+        return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped)
+
+    def _preview(self, tokens: torch.Tensor, drawn: int) -> list[bytes]:
+        """Partial pictures as small files, transparent where nothing is drawn."""
+        images = self.pipe.decode_tokens(tokens)
+        mask = Image.new("L", (self.side, self.side))
+        mask.putdata([255 if position < drawn else 0 for position in range(self.side**2)])
+        found = []
+        for image in images:
+            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
+            file = io.BytesIO()
+            image.save(file, format="WEBP", quality=80, method=0)
+            found.append(file.getvalue())
+        return found
+
+    def parameters(self, settings: Settings, drawn: Drawn) -> dict[str, Any]:
+        """What a picture's PNG carries: its settings, and what is needed to draw it again."""
+        packages = ("vargen", "torch", "diffusers", "transformers")
+        own = settings.parameters()
+        if self.by_class:
+            own["class_label"] = own.pop("prompt")
+        return {
+            **own,
+            "model": self.name,
+            "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
+            "versions": {name: installed_version(name) for name in packages},
+            "seconds": round(drawn.seconds, 3),
+            "tokens_per_pass": round(drawn.stats.tokens_per_pass, 3),
+        }
+
+    def save(self, drawn: Drawn, extra: dict[str, Any] | None = None) -> list[str]:
+        """Write the pictures of a drawing; returns their files."""
+        found = []
+        for number, image in enumerate(drawn.images):
+            parameters = self.parameters(drawn.settings.picture(number), drawn)
+            found.append(str(self.pictures.save(image, {**parameters, **(extra or {})})))
+        return found
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        self.pictures.close()

@@ -1,0 +1,156 @@
+"""The tab that relaxes: the same prompt and seed at rising relaxation, with what was spent and what it brought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+from vargen.decoding import Accelerator, Grouped, Jacobi, exact
+from vargen.demo import figures, inputs
+from vargen.demo.engine import Engine, Run
+from vargen.demo.figures import Lane
+from vargen.demo.runs import Runs, told_plainly
+from vargen.demo.settings import MOST_STEPS
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One way to relax: what its slider covers, and the other values of the rule while it moves."""
+
+    label: str
+    field: str
+    least: float
+    most: float
+    start: float
+    step: float
+    others: dict[str, Any]
+
+    def accelerator(self, value: float) -> Accelerator:
+        """The method at a setting; at 0 it is the exact rule."""
+        chosen = int(value) if self.field == "size" else value
+        rule = exact if value == 0 else Grouped(**{**self.others, self.field: chosen})
+        return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, tail="maximal"), acceptance=rule)
+
+    def values(self, strongest: float, count: int) -> list[float]:
+        """`count` settings from 0, the exact rule, to the strongest; fewer where whole numbers run out."""
+        raw = [strongest * k / (count - 1) for k in range(count)]
+        return sorted({float(round(each)) if self.field == "size" else round(each, 4) for each in raw})
+
+
+KNOBS = {
+    knob.field: knob
+    for knob in (
+        Knob("Budget: relaxation per picture", "budget", 1, 100, 20, 1, {"size": 32, "delta": 1.0}),
+        Knob("Group size: tokens judged together", "size", 1, 64, 32, 1, {"delta": 1.0}),
+        Knob("Delta: how unlike their probabilities may be", "delta", 0.01, 1, 0.2, 0.01, {"size": 32}),
+    )
+}
+
+
+def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> None:
+    """Lay out and wire the tab."""
+    first = KNOBS["budget"]
+    gr.Markdown(
+        "`gsd` judges a draft by the mass of a group of tokens around it. More relaxation accepts more tokens in a pass, and "
+        "moves the pictures away from the model's own law. The first picture is exact.",
+        elem_classes="vg-hint",
+    )
+    knob = gr.Radio(
+        [(each.label, each.field) for each in KNOBS.values()], value=first.field, label="What to relax", elem_id="knob"
+    )
+    with gr.Row():
+        strongest = gr.Slider(
+            first.least, first.most, first.start, step=first.step, label="Up to", scale=2, elem_id="strongest"
+        )
+        count = gr.Slider(2, MOST_STEPS, 4, step=1, label="Pictures", scale=1, elem_id="steps")
+    with gr.Row():
+        go = gr.Button("Explore", variant="primary", elem_id="explore")
+        stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="explore-stop")
+    note = gr.HTML(figures.note("One prompt and seed, from exact to relaxed.", "off"), elem_id="explore-note")
+    strip = gr.HTML(elem_id="strip")
+    ticket = gr.Textbox(visible=False)
+
+    def turn(field: str) -> gr.Slider:
+        chosen = KNOBS[field]
+        return gr.Slider(minimum=chosen.least, maximum=chosen.most, value=chosen.start, step=chosen.step)
+
+    def checked(field: Any, most: Any, pictures: Any) -> tuple[Knob, list[float]]:
+        chosen = KNOBS.get(field)
+        if chosen is None or not isinstance(most, int | float) or not chosen.least <= most <= chosen.most:
+            raise ValueError("Choose what to relax, and how far, within the slider's range.")
+        if not isinstance(pictures, int | float) or not 2 <= pictures <= MOST_STEPS:
+            raise ValueError(f"Choose from 2 to {MOST_STEPS} pictures.")
+        return chosen, chosen.values(most, int(pictures))
+
+    def press(*values: Any, request: gr.Request) -> list[Any]:
+        *own, field, most, pictures, locked = values
+        with told_plainly():
+            seed = own[2] if locked else inputs.new_seed()
+            own[2] = seed
+            inputs.settings(engine, tuple(own), engine.available[0].name)
+            checked(field, most, pictures)
+        news = figures.note("Waiting for a free place …")
+        return [runs.begin(request.session_hash or ""), seed, gr.Button(interactive=False), gr.Button(interactive=True), news]
+
+    def explore(number: str, *values: Any) -> Iterator[list[Any]]:
+        *own, field, most, pictures = values
+        if (taken := runs.start(number)) is None:
+            return
+        try:
+            with told_plainly():
+                chosen, steps = checked(field, most, pictures)
+                settings = inputs.settings(engine, tuple(own), engine.available[0].name)
+                yield [figures.note(f"Drawing “{settings.prompt}” {len(steps)} times …"), gr.skip()]
+                started: list[Run] = []
+                for value in steps:
+                    started.append(engine.start(settings, chosen.accelerator(value), taken.stop))
+                    while not started[-1].done.wait(0.25):
+                        yield [gr.skip(), view(engine, chosen, steps, started, settings.prompt)]
+                    started[-1].result()
+                    if taken.stop.is_set():
+                        break
+                news = "The strip was stopped." if taken.stop.is_set() else f"Done: seed {settings.seed} in every picture."
+                yield [figures.note(news), view(engine, chosen, steps, started, settings.prompt)]
+        finally:
+            taken.stop.set()
+            runs.end(number)
+
+    def ask_to_stop(number: str) -> list[Any]:
+        if runs.stop(number):
+            return [figures.note("Taken out of the queue."), gr.Button(interactive=True), gr.Button(interactive=False)]
+        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
+
+    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    own = [*shared.values, knob, strongest, count]
+    knob.change(turn, knob, strongest, **quick)
+    pressed = go.click(press, [*own, shared.lock], [ticket, shared.seed, go, stop, note], trigger_mode="once", **quick)
+    exploring = pressed.success(explore, [ticket, *own], [note, strip], show_progress="hidden", **draw_options)
+    exploring.then(lambda: [gr.Button(interactive=True), gr.Button(interactive=False)], None, [go, stop], **quick)
+    exploring.failure(lambda: figures.note("The strip was not finished.", "off"), None, note, **quick)
+    stop.click(ask_to_stop, ticket, [note, go, stop], **quick)
+
+
+def view(engine: Engine, knob: Knob, steps: list[float], started: list[Run], prompt: str) -> str:
+    """The strip and its chart; pictures that wait for their turn are empty."""
+    runs: list[Run | None] = [*started, *[None] * (len(steps) - len(started))]
+    shown = [_lane(engine, knob, value, run) for value, run in zip(steps, runs, strict=True)]
+    return figures.lanes(shown, prompt) + figures.chart(shown, knob.field)
+
+
+def _lane(engine: Engine, knob: Knob, value: float, run: Run | None) -> Lane:
+    name = f"{knob.field} {value:g}" if value else "exact"
+    total = engine.side**2
+    if run is None:
+        return Lane(name, "", None, "waits for its turn", "", 0, total, 0.0, 0.0)
+    drawn = run.drawn
+    image = drawn.images[0] if drawn and not drawn.stopped else (run.preview or [None])[0]
+    caption = f"{run.seconds:.1f} s"
+    if drawn is not None:
+        spent = sum(drawn.stats.relaxation_spent)
+        caption = f"relaxation {spent:.1f}, {drawn.relaxation_per_token:.3f} per token; {drawn.stats.passes} passes"
+        caption = f"stopped after {drawn.seconds:.1f} s" if drawn.stopped else caption
+    per_pass = run.tokens / len(run.counts) if run.counts else 0.0
+    return Lane(name, "", image, caption, "", run.tokens, total, run.seconds, per_pass)

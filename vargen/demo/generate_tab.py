@@ -1,0 +1,149 @@
+"""The tab that draws: one method, live previews, the token map, and the pictures of this session."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+import gradio as gr
+
+from vargen.demo import figures, inputs
+from vargen.demo.engine import Engine, Run
+from vargen.demo.runs import Runs, told_plainly
+from vargen.demo.settings import MOST_PICTURES, Settings
+
+_KEPT = 24  # pictures of a session's gallery
+_IDLE = "Press Generate, or Enter in the prompt."
+
+
+def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
+    """Lay out and wire the tab; returns the method's component and the line of news, which the drop box also fills."""
+    names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
+    method = gr.Radio(names, value=names[0][1], label="Method", elem_id="method", elem_classes="methods")
+    left_out = [f"{each.name}: {each.reason}" for each in engine.methods.values() if each.reason is not None]
+    if left_out:
+        gr.Markdown("Not with this model: " + figures.text("; ".join(left_out)), elem_classes="vg-hint")
+    with gr.Row(elem_id="go-row"):
+        count = gr.Dropdown(
+            [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
+            value=1, show_label=False, label="Pictures", container=False, min_width=110, scale=1, elem_id="count",
+        )  # fmt: skip
+        go = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate")
+        stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80, scale=1, elem_id="stop")
+    note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
+    stage = gr.HTML(_stage([None], [], engine, 0, 0.0, "an empty frame"), elem_id="stage")
+    download = gr.DownloadButton("Download PNG", interactive=False, size="md", elem_id="download")
+    with gr.Accordion("The same picture from the command line", open=False):
+        command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
+    gallery = gr.Gallery(
+        label="Pictures of this session", columns=6, height="auto", format="png", interactive=False, object_fit="contain",
+        buttons=["download", "fullscreen"], elem_id="gallery", visible=False,
+    )  # fmt: skip
+    kept = gr.State([], time_to_live=3600)
+    ticket = gr.Textbox(visible=False)
+
+    def press(*values: Any, request: gr.Request) -> list[Any]:
+        *own, method_name, number, locked = values
+        with told_plainly():
+            seed = own[2] if locked else inputs.new_seed()
+            own[2] = seed
+            wanted = inputs.settings(engine, tuple(own), method_name, number)
+        if cut := engine.ignored(wanted.prompt):
+            gr.Warning(figures.text(cut))
+        news = figures.note("Waiting for a free place …")
+        return [runs.begin(request.session_hash or ""), seed, gr.Button(interactive=False), gr.Button(interactive=True), news]
+
+    def draw(number: str, *values: Any) -> Iterator[list[Any]]:
+        *own, method_name, pictures, files = values
+        if (taken := runs.start(number)) is None:
+            return
+        try:
+            with told_plainly():
+                wanted = inputs.settings(engine, tuple(own), method_name, pictures)
+                run = engine.start(wanted, stop=taken.stop)
+                yield [figures.note(f"Drawing “{wanted.prompt}” by {method_name} …"), *[gr.skip()] * 5]
+                while not run.done.wait(0.25):
+                    yield [gr.skip(), _running(run, engine), *[gr.skip()] * 4]
+                drawn = run.result()
+                if drawn.stopped:
+                    images = run.preview or drawn.images
+                    news = f"Stopped after {run.tokens} of {run.total} tokens."
+                    view = _stage(images, run.counts, engine, run.tokens, drawn.seconds, f"{wanted.prompt}, unfinished")
+                    yield [figures.note(news), view, *[gr.skip()] * 4]
+                    return
+                new = engine.save(drawn)
+                files = [*reversed(new), *files][:_KEPT]
+                view = _stage(drawn.images, run.counts, engine, run.total, drawn.seconds, wanted.prompt)
+                yield [
+                    figures.note(f"Drawn in {drawn.seconds:.1f} seconds and {drawn.stats.passes} passes, seed {wanted.seed}."),
+                    view,
+                    gr.Gallery(files, visible=True, selected_index=None),
+                    gr.DownloadButton(value=new[0], interactive=True),
+                    command_line(engine, wanted),
+                    files,
+                ]
+        finally:
+            taken.stop.set()
+            runs.end(number)
+
+    def ask_to_stop(number: str) -> list[Any]:
+        if runs.stop(number):
+            return [figures.note("Taken out of the queue."), *_idle()]
+        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
+
+    def pick(files: list[str], chosen: gr.SelectData) -> Any:
+        return gr.DownloadButton(value=files[chosen.index]) if chosen.index < len(files) else gr.skip()
+
+    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+    pressed = gr.on(
+        [go.click, shared.prompt.submit],
+        press,
+        [*shared.values, method, count, shared.lock],
+        [ticket, shared.seed, go, stop, note],
+        trigger_mode="once",
+        **quick,
+    )
+    drawing = pressed.success(
+        draw,
+        [ticket, *shared.values, method, count, kept],
+        [note, stage, gallery, download, command, kept],
+        show_progress="hidden",
+        **draw_options,
+    )
+    drawing.then(lambda: _idle(), None, [go, stop], **quick)
+    drawing.failure(lambda: figures.note("Nothing was drawn.", "off"), None, note, **quick)
+    stop.click(ask_to_stop, ticket, [note, go, stop], **quick)
+    gallery.select(pick, kept, download, **quick)
+    return method, note
+
+
+def _idle() -> list[gr.Button]:
+    return [gr.Button(interactive=True), gr.Button(interactive=False)]
+
+
+def _running(run: Run, engine: Engine) -> str:
+    images = run.preview or [None] * run.settings.num_images
+    return _stage(images, list(run.counts), engine, run.tokens, run.seconds, f"{run.settings.prompt}, unfinished")
+
+
+def _stage(images: Any, counts: list[int], engine: Engine, drawn: int, seconds: float, alt: str) -> str:
+    slowest = " of the slowest picture" if len(images) > 1 else ""
+    return (
+        f'<div class="vg-duo"><div><h3>Picture</h3>{figures.stage(images, alt)}</div>'
+        f"<div><h3>Token map{slowest}</h3>{figures.token_map(counts, engine.side)}{figures.legend()}"
+        f"{figures.progress(drawn, engine.side**2)}"
+        f"{figures.numbers(figures.speed(seconds, drawn, counts, len(images)))}</div></div>"
+    )
+
+
+def command_line(engine: Engine, wanted: Settings) -> str:
+    """The command that draws the same pictures."""
+    subject = ["--class-label", wanted.prompt] if engine.by_class else [wanted.prompt]
+    parts = ["vargen", "generate", *subject, "--seed", str(wanted.seed), "--accelerator", wanted.method]
+    parts += ["--guidance-scale", f"{wanted.guidance_scale:g}", "--temperature", f"{wanted.temperature:g}"]
+    parts += ["--top-k", str(wanted.top_k or engine.vocab), "--top-p", f"{wanted.top_p:g}"]
+    parts += ["--negative-prompt", wanted.negative_prompt] if wanted.negative_prompt else []
+    parts += ["-n", str(wanted.num_images)] if wanted.num_images > 1 else []
+    parts += ["--model", engine.name] if engine.name != "emoji" else []
+    return shlex.join(parts)

@@ -1,0 +1,139 @@
+"""The left side of the page: what to draw, the seed, the sampling, and a place to drop a picture."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+import gradio as gr
+
+from vargen.demo.engine import Engine
+from vargen.demo.png import read_parameters
+from vargen.demo.runs import told_plainly
+from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
+
+ANY_STYLE = "any"
+_EXAMPLES = (
+    "a red apple", "grinning face", "a cat face", "a slice of pizza",
+    "a yellow star", "flag of japan", "a pumpkin", "a blue heart",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The components that every tab reads, in the order of `settings`."""
+
+    prompt: gr.Textbox
+    style: gr.Radio
+    seed: gr.Number
+    guidance: gr.Slider
+    temperature: gr.Slider
+    top_k: gr.Number
+    top_p: gr.Slider
+    negative: gr.Textbox
+    lock: gr.Checkbox
+    dropped: gr.File
+
+    @property
+    def values(self) -> list[Any]:
+        """Inputs of an event whose function passes them on to `settings`."""
+        return [
+            self.prompt, self.style, self.seed, self.guidance, self.temperature, self.top_k, self.top_p, self.negative,
+        ]  # fmt: skip
+
+
+def settings(engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1) -> Settings:
+    """The checked settings of what the page holds.
+
+    Raises:
+        ValueError: in words for people.
+    """
+    prompt, style, seed, guidance, temperature, top_k, top_p, negative = values
+    words = f"{style} style"
+    if style and style != ANY_STYLE and isinstance(prompt, str) and prompt.strip() and words not in prompt.lower():
+        prompt = f"{prompt.strip()}, {words}"
+    found = Settings(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images)
+    engine.check(found)
+    return found
+
+
+def new_seed() -> int:
+    return secrets.randbelow(NEW_SEEDS)
+
+
+def build(engine: Engine) -> Inputs:
+    """Lay them out."""
+    chosen = engine.defaults
+    prompt = gr.Textbox(
+        label="Class" if engine.by_class else "Prompt",
+        info="A class's name or number" if engine.by_class else None,
+        placeholder="207" if engine.by_class else "a red apple",
+        value="" if engine.by_class else _EXAMPLES[0],
+        lines=1,
+        max_lines=4,
+        max_length=LONGEST_PROMPT,
+        elem_id="prompt",
+        autofocus=True,
+    )
+    style = gr.Radio(
+        [ANY_STYLE, *engine.styles], value=ANY_STYLE, label="Style", visible=bool(engine.styles), elem_id="style",
+        elem_classes="chips",
+    )  # fmt: skip
+    examples = engine.class_names[:8] if engine.by_class else list(_EXAMPLES)
+    with gr.Row(elem_id="examples"):
+        for example in examples:
+            button = gr.Button(example, size="sm", min_width=0, elem_classes="example")
+            button.click(None, None, prompt, js=f"() => {json.dumps(example)}", api_visibility="private")
+    with gr.Group():
+        with gr.Row(elem_id="seed-row"):
+            seed = gr.Number(label="Seed", value=new_seed(), precision=0, min_width=140, scale=3, elem_id="seed")
+            dice = gr.Button("⚄ New seed", size="md", min_width=90, scale=1, elem_id="dice")
+        lock = gr.Checkbox(
+            label="Keep this seed", info="Else every drawing takes a new one. A seed is a picture.", elem_id="lock"
+        )
+    with gr.Accordion("Sampling", open=False, elem_id="sampling"):
+        guidance = gr.Slider(
+            0, 20, chosen["guidance_scale"], step=0.1, label="Guidance", info="How closely to follow the prompt; 1 is off"
+        )
+        temperature = gr.Slider(0, 2, chosen["temperature"], step=0.05, label="Temperature", info="0 takes the likeliest token")
+        top_k = gr.Number(chosen["top_k"], precision=0, label="Top-k", info="Likeliest tokens kept; 0 keeps all")
+        top_p = gr.Slider(0.01, 1, chosen["top_p"], step=0.01, label="Top-p", info="Probability kept; 1 keeps all")
+        negative = gr.Textbox(
+            label="Negative prompt", info="What guidance leads away from", max_length=LONGEST_PROMPT,
+            visible=not engine.by_class,
+        )  # fmt: skip
+    dropped = gr.File(
+        label="Parameters from a PNG drawn here", file_types=[".png"], type="filepath", height=150, elem_id="drop"
+    )
+    dice.click(new_seed, outputs=seed, queue=False, show_progress="hidden", api_visibility="private")
+    return Inputs(prompt, style, seed, guidance, temperature, top_k, top_p, negative, lock, dropped)
+
+
+def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HTML) -> None:
+    """Wire the drop box: a picture's parameters fill the page, and its seed is locked."""
+    from vargen.demo import figures
+
+    outputs = [*inputs.values, inputs.lock, method, note]
+
+    def reload(path: str | None) -> list[Any]:
+        if path is None:
+            return [gr.skip()] * len(outputs)
+        with told_plainly():
+            parameters = read_parameters(path)
+            defaults = {**engine.defaults, "method": engine.available[0].name}
+            found = settings_of(parameters, defaults)
+        drawn_by = gr.Radio(value=found.method)
+        if found.method not in {each.name for each in engine.available}:
+            gr.Warning(f"The picture was drawn by {figures.text(found.method)!r}, which is not in the list; the method stays.")
+            drawn_by = gr.skip()
+        if parameters.get("model") not in (None, engine.name):
+            gr.Warning(f"The picture was drawn by the model {figures.text(parameters['model'])}; this one draws another.")
+        values = [
+            found.prompt, ANY_STYLE, min(found.seed, LARGEST_SEED), found.guidance_scale, found.temperature, found.top_k,
+            found.top_p, found.negative_prompt,
+        ]  # fmt: skip
+        return [*values, True, drawn_by, figures.note("Parameters reloaded. Generate draws the same picture.")]
+
+    inputs.dropped.upload(reload, inputs.dropped, outputs, queue=False, show_progress="hidden", api_visibility="private")

@@ -1,0 +1,77 @@
+"""The page: a header, the inputs, the tabs, and the options under which it is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from vargen.demo import api, explore_tab, generate_tab, inputs, race_tab, theme
+from vargen.demo.engine import Engine
+from vargen.demo.figures import text
+from vargen.demo.runs import Runs
+
+_LONGEST_QUEUE = 32
+
+
+def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
+    """The page of a loaded model.
+
+    Args:
+        concurrency: drawings at the same time, over all visitors; the others wait in one queue.
+    """
+    runs = Runs()
+    draw_options: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency}
+    private: dict[str, Any] = {**draw_options, "api_visibility": "private"}
+    with gr.Blocks(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+        gr.HTML(
+            '<div class="vg-head"><h1>vargen</h1><p>A picture is drawn token by token. Watch methods that take several '
+            f"in each pass of the network. Model: <b>{text(engine.name)}</b></p></div>"
+        )
+        dark = gr.Button("Light / dark", size="sm", elem_id="theme")
+        dark.click(None, js=theme.TOGGLE, api_visibility="private")
+        with gr.Row():
+            with gr.Column(scale=4, min_width=300):
+                shared = inputs.build(engine)
+            with gr.Column(scale=7, min_width=320), gr.Tabs():
+                with gr.Tab("Generate"):
+                    method, note = generate_tab.build(engine, runs, shared, private)
+                with gr.Tab("Race"):
+                    race_tab.build(engine, runs, shared, private)
+                with gr.Tab("Explore"):
+                    explore_tab.build(engine, runs, shared, private)
+        inputs.reload_on_drop(engine, shared, method, note)
+        api.build(engine, draw_options)
+
+        def leave(request: gr.Request) -> None:
+            runs.leave(request.session_hash or "")
+
+        page.unload(leave)
+    page.queue(max_size=_LONGEST_QUEUE, default_concurrency_limit=concurrency)
+    return page
+
+
+def serve(page: gr.Blocks, host: str = "127.0.0.1", port: int | None = None) -> str:
+    """Serve the page from threads of its own; returns its address.
+
+    Raises:
+        OSError: if the port is taken.
+    """
+    page.launch(
+        server_name=host,
+        server_port=port,
+        share=False,
+        show_error=True,
+        ssr_mode=False,
+        pwa=False,
+        enable_monitoring=False,
+        max_file_size="5mb",
+        strict_cors=True,
+        footer_links=["api"],
+        theme=theme.theme(),
+        css_paths=theme.CSS,
+        favicon_path=theme.FAVICON,
+        quiet=True,
+        prevent_thread_lock=True,
+    )
+    return page.local_url

@@ -1,0 +1,107 @@
+"""What a person asks for: one drawing's settings, their limits, and the same settings as the parameters of a PNG."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+LONGEST_PROMPT = 300  # characters
+MOST_PICTURES = 4
+MOST_LANES = 4  # methods of a race
+MOST_STEPS = 6  # pictures of a strip
+LARGEST_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
+NEW_SEEDS = 2**32
+# Field -> (least, most, whole number, what people call it).
+RANGES: dict[str, tuple[float, float, bool, str]] = {
+    "seed": (0, LARGEST_SEED, True, "The seed"),
+    "guidance_scale": (0, 20, False, "Guidance"),
+    "temperature": (0, 2, False, "Temperature"),
+    "top_k": (0, 2**20, True, "Top-k"),
+    "top_p": (0.01, 1, False, "Top-p"),
+    "num_images": (1, MOST_PICTURES, True, "The number of pictures"),
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One drawing, checked.
+
+    Attributes:
+        prompt: what to draw: text, or for models of classes a class's name or number.
+        method: a preset's name.
+        seed: of the first picture; picture k has `seed + k`.
+        guidance_scale, temperature, top_p: as the pipeline takes them.
+        top_k: 0 keeps every token.
+        negative_prompt: empty for none.
+        num_images: pictures.
+
+    Raises:
+        ValueError: for a value outside its limits, in words for the person who typed it.
+    """
+
+    prompt: str
+    method: str = "ar"
+    seed: int = 0
+    guidance_scale: float = 4.0
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    negative_prompt: str = ""
+    num_images: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("prompt", "negative_prompt"):
+            object.__setattr__(self, name, _text(getattr(self, name), name))
+        if not self.prompt:
+            raise ValueError("Type what to draw first, for example: a red apple")
+        if not isinstance(self.method, str) or not self.method:
+            raise ValueError("Choose a method first.")
+        for name, (least, most, whole, called) in RANGES.items():
+            object.__setattr__(self, name, _number(getattr(self, name), least, most, whole, called))
+
+    def parameters(self) -> dict[str, Any]:
+        """As `vargen generate` writes them into a PNG, so that either reads the other's pictures."""
+        values = asdict(self)
+        del values["num_images"]
+        values["accelerator"] = values.pop("method")
+        return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
+
+    def picture(self, number: int) -> Settings:
+        """The settings that draw picture `number` of several alone."""
+        return replace(self, seed=self.seed + number, num_images=1)
+
+
+def settings_of(parameters: dict[str, Any], defaults: dict[str, Any]) -> Settings:
+    """The settings in a PNG's parameters; what they leave out comes from `defaults`.
+
+    Raises:
+        ValueError: as `Settings`.
+    """
+    prompt = parameters.get("prompt", parameters.get("class_label"))
+    values = {**parameters, "prompt": None if prompt is None else str(prompt), "method": parameters.get("accelerator", "ar")}
+    known = {field.name for field in fields(Settings)} - {"num_images"}
+    given = {name: value for name, value in values.items() if name in known and value is not None}
+    return Settings(**{**defaults, **({"top_k": 0} if "top_k" in parameters else {}), **given})
+
+
+def _text(value: Any, name: str) -> str:
+    called = "The prompt" if name == "prompt" else "The negative prompt"
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise ValueError(f"{called} must be text.")
+    if len(value) > LONGEST_PROMPT:
+        raise ValueError(f"{called} has {len(value)} characters; at most {LONGEST_PROMPT} are allowed here.")
+    if any("\ud800" <= c <= "\udfff" for c in value):
+        raise ValueError(f"{called} holds bytes that are no text.")
+    return " ".join(value.split())
+
+
+def _number(value: Any, least: float, most: float, whole: bool, called: str) -> float | int:
+    kind = "a whole number" if whole else "a number"
+    plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not plain or not least <= value <= most or (whole and value != int(value)):
+        given = f"not {value}" if plain else "please fill it in"
+        raise ValueError(f"{called} must be {kind} from {least} to {most}, {given}.")
+    return int(value) if whole else float(value)

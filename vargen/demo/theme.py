@@ -1,0 +1,33 @@
+"""How the page looks: system fonts, one accent colour, nothing from another server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gradio as gr
+
+CSS = Path(__file__).with_name("style.css")
+FAVICON = Path(__file__).with_name("favicon.svg")
+TOGGLE = "() => { document.body.classList.toggle('dark'); }"
+
+
+def theme() -> gr.themes.Base:
+    """The theme, light and dark."""
+    return gr.themes.Soft(
+        primary_hue="indigo",
+        secondary_hue="indigo",
+        neutral_hue="slate",
+        font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
+        font_mono=["ui-monospace", "Consolas", "monospace"],
+    ).set(
+        block_title_background_fill="none",
+        block_title_background_fill_dark="none",
+        block_title_padding="0",
+        block_title_text_color="*neutral_700",
+        block_title_text_color_dark="*neutral_200",
+        block_label_background_fill="none",
+        block_label_background_fill_dark="none",
+        block_label_text_color="*neutral_700",
+        block_label_text_color_dark="*neutral_200",
+        block_label_text_size="*text_sm",
+    )
