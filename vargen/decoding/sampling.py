@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.types import Sampling
+from vargen.kernels.kth_largest import kth_largest
 
 LOWEST_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
 
@@ -25,8 +26,7 @@ def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     sum exceeds p, the crossing one included.
     """
     if top_k and top_k < logits.shape[-1]:
-        kth = logits.topk(top_k, dim=-1).values[..., -1:]
-        logits = logits.masked_fill(logits < kth, float("-inf"))
+        logits = torch.where(logits < kth_largest(logits, top_k), float("-inf"), logits)
     if top_p < 1.0:
         ordered, order = logits.sort(dim=-1, descending=True)
         cumulative = ordered.softmax(-1).cumsum(-1)
