@@ -58,12 +58,13 @@ class LlamaGenPipeline(DiffusionPipeline):
         vqvae: tokenizer between pixels and tokens.
         transformer: the network that draws tokens.
         text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
+        draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer"]
+    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
     def __init__(
@@ -72,11 +73,18 @@ class LlamaGenPipeline(DiffusionPipeline):
         transformer: LlamaGenTransformer,
         text_encoder: Any = None,
         tokenizer: Any = None,
+        draft_transformer: LlamaGenTransformer | None = None,
         id2label: dict[int, str] | None = None,
         defaults: dict[str, Any] | None = None,
     ):
         super().__init__()
-        self.register_modules(vqvae=vqvae, transformer=transformer, text_encoder=text_encoder, tokenizer=tokenizer)
+        self.register_modules(
+            vqvae=vqvae,
+            transformer=transformer,
+            text_encoder=text_encoder,
+            tokenizer=tokenizer,
+            draft_transformer=draft_transformer,
+        )
         self.register_to_config(id2label=id2label, defaults=defaults)
         self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling)
         self._compiled: Any = None
@@ -232,15 +240,19 @@ class LlamaGenPipeline(DiffusionPipeline):
         if negative_prompt is not None:
             negative, _ = self._condition(negative_prompt, None, None, None, clean_prompt)
             negative = _repeat(negative, images)
-        model = LlamaGenTokens(
-            self.transformer, scale, guidance_interval, negative, compress_prefix, self._step() if compile else None
-        )
+        model = self._tokens(scale, guidance_interval, negative, compress_prefix, self._step() if compile else None)
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
             result = self._decode(model, condition, seeds, preset, sampling, callback)
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
+
+    def _tokens(self, scale: float, interval: int | None, negative: Condition | None, compress: bool, step: Any) -> Any:
+        """The transformer, and the one it may draft with, as decoding sees them."""
+        draft = self.draft_transformer and LlamaGenTokens(self.draft_transformer, scale, interval, negative, compress)
+        codes = self.vqvae.quantize.codes().to(self.transformer.device)
+        return LlamaGenTokens(self.transformer, scale, interval, negative, compress, step, codes=codes, draft_model=draft)
 
     def _decode(
         self,

@@ -26,6 +26,8 @@ class LlamaGenTokens:
         negative: condition of the unconditional rows; default: the null condition.
         compress_prefix: store the conditioning as its one exact slot.
         step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
+        codes: float `[V, C]`, the tokenizer's codebook, for rules that ask how alike two tokens are.
+        draft_model: a smaller model of the same vocabulary, for speculative drafting.
     """
 
     def __init__(
@@ -36,13 +38,22 @@ class LlamaGenTokens:
         negative: Condition | None = None,
         compress_prefix: bool = True,
         step: Callable[..., LlamaGenOutput] | None = None,
+        codes: Tensor | None = None,
+        draft_model: LlamaGenTokens | None = None,
     ):
         self.transformer = transformer
         self.step = transformer if step is None else step
         self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
         self.negative = negative
         self.compress_prefix = compress_prefix
+        self.codes = codes
+        self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
+
+    @property
+    def network(self) -> LlamaGenTransformer:
+        """What the cost of a pass depends on."""
+        return self.transformer
 
     @property
     def vocab(self) -> int:
@@ -89,3 +100,6 @@ class LlamaGenTokens:
             state.advance(count.repeat(self.halves))
         else:
             state.keep(path.repeat(self.halves, 1), count.repeat(self.halves))
+
+    def rollback(self, state: KVCache, length: Tensor) -> None:
+        state.rollback(length.repeat(self.halves))

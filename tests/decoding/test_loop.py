@@ -10,6 +10,7 @@ from table_model import TableModel
 
 from vargen.decoding import (
     Accelerator,
+    Noise,
     NonFiniteLogitsError,
     Sampling,
     Tree,
@@ -141,7 +142,7 @@ def test_non_finite_logits_past_the_grid_do_not_matter():
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [("arr", "did you mean 'ar'"), ("warp-drive", "presets: ar")],
+    [("arr", "did you mean 'ar'"), ("warp-drive", "known: ar, sjd")],
 )
 def test_unknown_accelerators_name_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
@@ -167,10 +168,10 @@ def test_same_noise_verdict_against_a_plain_walk():
         drafter = GuessingDrafter(parents, vocab=4)
         T = len(parents)
         for trial in range(60):
-            draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1))
+            draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1), 1)
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
-            verdict = same_noise(target, draft, seeds, position)
+            verdict = same_noise(target, draft, Noise(seeds, position), torch.zeros(1))
             drawn = race(target, seeds, position)[0].tolist()
             path = [0]
             while True:

@@ -13,14 +13,16 @@ class GuessingDrafter:
 
     def __init__(self, parents: tuple[int, ...], vocab: int, seed: int = 0):
         self.tree = Tree.of(parents)
+        self.widest = len(parents)
+        self.topology = "chain" if self.tree.chain else "tree"
         self.vocab = vocab
         self.seed = seed
         self.verdicts: list = []
 
-    def start(self, model, condition, seeds: Tensor) -> torch.Generator:
+    def start(self, model, condition, seeds: Tensor, sampling) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
-    def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor) -> Draft:
+    def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor, step: int) -> Draft:
         B, T = len(tokens), len(self.tree.parents)
         # A random offset per parent plus the sibling's rank: different for siblings.
         rank = [sum(int(p) == int(self.tree.parents[t]) for p in self.tree.parents[:t]) for t in range(T)]
@@ -28,5 +30,5 @@ class GuessingDrafter:
         drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
         return Draft(drafted[:, 1:], self.tree)
 
-    def learn(self, state, draft, law, verdict) -> None:
+    def learn(self, state, draft, law, verdict, noise) -> None:
         self.verdicts.append(verdict)

@@ -18,14 +18,29 @@ class TableState:
 
 
 class TableModel:
-    """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, one table each."""
+    """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, one table each.
 
-    def __init__(self, vocab: int, tokens: int, conditions: int = 2, seed: int = 0, spread: float = 1.5):
+    At the positions of `forced` a token is certain, as end-of-line tokens of some models are.
+    """
+
+    def __init__(
+        self,
+        vocab: int,
+        tokens: int,
+        conditions: int = 2,
+        seed: int = 0,
+        spread: float = 1.5,
+        forced: dict[int, int] | None = None,
+        rows: int = 1,
+    ):
         generator = torch.Generator().manual_seed(seed)
         shape = (conditions, tokens, vocab + 1, vocab + 1, vocab)
         self.table = torch.randn(shape, generator=generator) * spread
+        for position, token in (forced or {}).items():
+            self.table[:, position] = -1e4
+            self.table[:, position, :, :, token] = 0.0
         self.vocab, self.tokens = vocab, tokens
-        self.grid = (1, tokens)
+        self.grid = (rows, tokens // rows)
         self.device = torch.device("cpu")
         self.passes: list[int] = []
 
@@ -62,6 +77,9 @@ class TableModel:
             old = held.history.gather(1, at)
             held.history.scatter_(1, at, torch.where((a < count)[:, None], kept[:, a : a + 1], old))
         held.length = held.length + count
+
+    def rollback(self, state: tuple[Tensor, TableState], length: Tensor) -> None:
+        state[1].length = length.clone()
 
     def joint(self, condition: int, law) -> Tensor:
         """Probabilities of all V^N sequences, `[V] * N`, under laws made by `law(logits)`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.accelerator import Accelerator, resolve_accelerator
 from vargen.decoding.acceptance import same_noise
+from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import law
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel, Tree
@@ -53,7 +54,7 @@ def decode(
         Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
 
     Raises:
-        ValueError: for an unknown accelerator or a `top_k` over the vocabulary.
+        ValueError: for an unknown accelerator, one that this model cannot run, or a `top_k` over the vocabulary.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
     accelerator = resolve_accelerator(accelerator)
@@ -63,20 +64,22 @@ def decode(
     seeds = seeds.to(device)
     clock = _Clock(device, profile)
     drafter = accelerator.drafter
-    tree = Tree.of_chain(0, device) if drafter is None else drafter.tree
-    B, N, T = len(seeds), model.grid[0] * model.grid[1], len(tree.parents)
+    rule = accelerator.acceptance
+    rule = rule.for_model(model) if hasattr(rule, "for_model") else rule
+    widest = 1 if drafter is None else drafter.widest
+    B, N = len(seeds), model.grid[0] * model.grid[1]
     stats = DecodeStats(accelerator.name, images=B, seeds=seeds.tolist())
     watch = _Watch(device)
-    tokens = torch.zeros(B, N + tree.longest, dtype=torch.int64, device=device)  # the tail takes writes past the grid
-    histogram = torch.zeros(tree.longest + 1, dtype=torch.int64, device=device)
+    tokens = torch.zeros(B, N + widest, dtype=torch.int64, device=device)  # the tail takes writes past the grid
+    histogram = torch.zeros(widest + 1, dtype=torch.int64, device=device)
     spent = torch.zeros(B, device=device)
 
     with clock.part("prefill"):
-        state, logits = model.prefill(condition, T)
-        memory = drafter.start(model, condition, seeds) if drafter else None
+        memory = drafter.start(model, condition, seeds, sampling) if drafter else None
+        state, logits = model.prefill(condition, widest)
     root_position = torch.zeros(B, 1, dtype=torch.int64, device=device)
     empty = Draft(tokens.new_zeros(B, 0), Tree.of_chain(0, device))
-    first = same_noise(law(logits[:, None], sampling), empty, seeds, root_position)
+    first = same_noise(law(logits[:, None], sampling), empty, Noise(seeds, root_position), spent)
     tokens[:, 0] = first.next_token
     length = torch.ones(B, dtype=torch.int64, device=device)
     histogram[1] += B
@@ -87,31 +90,30 @@ def decode(
 
     # Every pass commits at least one token to every unfinished image, so N - 1 passes suffice whatever was drafted.
     while stats.passes < N and not stats.stopped:
+        step = stats.passes + 1
         with clock.part("draft"):
-            draft = drafter.propose(memory, tokens, length) if drafter else empty
-            root = tokens.gather(1, length[:, None] - 1)
-            fed = torch.cat([root, draft.tokens], dim=1) if T > 1 else root
+            draft = drafter.propose(memory, tokens, length, step) if drafter else empty
+            tree = draft.tree
+            fed = torch.cat([tokens.gather(1, length[:, None] - 1), draft.tokens], dim=1)
         with clock.part("target"):
-            logits = model.forward(fed, state, draft.tree)
+            logits = model.forward(fed, state, tree)
         with clock.part("accept"):
-            position = length[:, None] + draft.tree.depth
+            position = length[:, None] + tree.depth
+            noise = Noise(seeds, position, step)
             target_law = law(logits, sampling)
-            verdict = accelerator.acceptance(target_law, draft, seeds, position)
+            verdict = rule(target_law, draft, noise, spent)
         with clock.part("commit"):
             count = torch.minimum(verdict.count, N - length)  # 0 for a finished image
-            if T > 1:
-                steps = torch.arange(tree.longest, device=device)
-                following = fed.gather(1, verdict.path.roll(-1, dims=1))
-                following = torch.where(steps == verdict.count[:, None] - 1, verdict.next_token[:, None], following)
-                tokens.scatter_(1, length[:, None] + steps, following)
-            else:
-                tokens.scatter_(1, length[:, None], verdict.next_token[:, None])
-            model.commit(state, verdict.path, count, draft.tree)
+            steps = torch.arange(tree.longest, device=device)
+            following = fed.gather(1, verdict.path.roll(-1, dims=1))
+            following = torch.where(steps == verdict.count[:, None] - 1, verdict.next_token[:, None], following)
+            tokens.scatter_(1, length[:, None] + steps, following)
+            model.commit(state, verdict.path, count, tree)
             histogram.scatter_add_(0, count, torch.ones_like(count))
             if verdict.spent is not None:
                 spent += verdict.spent * (count > 0)
             if drafter:
-                drafter.learn(memory, draft, target_law, verdict)
+                drafter.learn(memory, draft, target_law, verdict, noise)
             length = length + count
         stats.passes += 1
         finished = watch.see(logits, position, length, N, step=stats.passes)

@@ -1,13 +1,15 @@
-"""Counter-based noise: a function of (image seed, position, purpose), never a stream that is consumed in order.
+"""Counter-based noise: a function of (image seed, position, purpose, pass), never a stream that is consumed in order.
 
 So a row of a batch draws what the image alone would draw, and a drafted token and the same token drawn later share their noise.
-The generator is SplitMix64 (Steele, Lea & Flood 2014) keyed per position; integer arithmetic wraps alike on every device.
+Keys are mixed by SplitMix64 (Steele, Lea & Flood 2014), the many draws of a key by the 32-bit mixer with Wellons' constants
+(lowbias32), which is several times cheaper than 64-bit mixing on a CPU. Integer arithmetic wraps alike on every device.
 
 Shape suffixes: B images, T positions, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 import torch
@@ -17,26 +19,34 @@ from torch import Tensor
 class Purpose(IntEnum):
     """What a draw is for; draws of different purposes are independent."""
 
-    TOKEN = 0
+    TOKEN = 0  # the image's own noise: the same in every pass
     ACCEPT = 1
     RESIDUAL = 2
     DRAFT = 3
+    TAIL_ACCEPT = 4
+    TAIL = 5
+    CHOICE = 6
 
 
-def _signed(value: int) -> int:
-    """The int64 of the low 64 bits."""
-    value &= (1 << 64) - 1
-    return value - (1 << 64) if value >= 1 << 63 else value
+def _signed(value: int, bits: int = 64) -> int:
+    """The two's complement integer of the low bits."""
+    value &= (1 << bits) - 1
+    return value - (1 << bits) if value >= 1 << (bits - 1) else value
 
 
 _GOLDEN = _signed(0x9E3779B97F4A7C15)
 _MIX1 = _signed(0xBF58476D1CE4E5B9)
 _MIX2 = _signed(0x94D049BB133111EB)
+_GOLDEN32 = _signed(0x9E3779B9, 32)
+_LOW1 = _signed(0x7FEB352D, 32)
+_LOW2 = _signed(0x846CA68B, 32)
+_UNIT = 2.0**-31 * (1 - 2.0**-24)  # times 31 bits plus a half: in (0, 1), never 1 after rounding
 
 
 def _shift_(z: Tensor, bits: int) -> Tensor:
-    """z ^ (z >>> bits); int64 shifts carry the sign, hence the mask."""
-    return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (64 - bits)) - 1))
+    """z ^ (z >>> bits); shifts of signed integers carry the sign, hence the mask."""
+    width = 64 if z.dtype == torch.int64 else 32
+    return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (width - bits)) - 1))
 
 
 def _mix_(z: Tensor) -> Tensor:
@@ -45,32 +55,75 @@ def _mix_(z: Tensor) -> Tensor:
     return _shift_(z, 31)
 
 
-def _keys(seeds: Tensor, position: Tensor, purpose: int) -> Tensor:
+def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int = 0) -> Tensor:
     """int64 `[B, T]`, one independent stream each."""
-    key = _mix_(seeds + _signed(_GOLDEN * (int(purpose) + 1)))
+    key = _mix_(seeds + _signed(_GOLDEN * (int(purpose) + 1 + 64 * step)))
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
-def _uniform_(bits: Tensor) -> Tensor:
-    """32 high bits to float32 in (0, 1]: fine near 0, where the smallest exponential wins a race."""
-    return (bits >> 32).bitwise_and_(0xFFFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-32)
+def _unit_(bits: Tensor) -> Tensor:
+    """31 low bits to float32 in (0, 1): fine near 0, where the smallest exponential wins a race."""
+    return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
 
 
-def uniform(seeds: Tensor, position: Tensor, purpose: Purpose) -> Tensor:
-    """float32 `[B, T]` in (0, 1], of seeds int64 `[B]` and positions int64 `[B, T]`."""
-    return _uniform_(_keys(seeds, position, purpose))
+def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
+    """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
+    return _unit_(_keys(seeds, position, purpose, step) >> 32)
 
 
-def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+def exponential(
+    seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int = 0
+) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
-    lanes = torch.arange(1, vocab + 1, device=seeds.device).mul_(_GOLDEN)
-    bits = _mix_(_keys(seeds, position, purpose)[..., None] + lanes)
-    return _uniform_(bits).neg_().log1p_().neg_()
+    keys = _keys(seeds, position, purpose, step)[..., None]
+    low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)  # both wrap to their low 32 bits
+    lanes = torch.arange(1, vocab + 1, dtype=torch.int32, device=seeds.device).mul_(_GOLDEN32)
+    bits = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
+    return _unit_(_shift_(_shift_(bits, 15).mul_(_LOW2), 16)).neg_().log1p_().neg_()
 
 
-def race(law: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN) -> Tensor:
+def race(
+    law: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int = 0
+) -> Tensor:
     """Draw int64 `[B, T]` tokens from laws `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
 
-    A token of probability 0 is never drawn. NaN laws give a meaningless index: guard the logits.
+    Laws need not sum to 1. A token of probability 0 is never drawn. NaN laws give a meaningless index: guard the logits.
     """
-    return (law / exponential(seeds, position, law.shape[-1], purpose)).argmax(-1)
+    return (law / exponential(seeds, position, law.shape[-1], purpose, step)).argmax(-1)
+
+
+@dataclass(frozen=True)
+class Noise:
+    """The coins of one pass.
+
+    Every pass has its own, but for `Purpose.TOKEN`, which belongs to the image: what it draws at a position depends on the
+    law there and on nothing that was drafted.
+
+    Attributes:
+        seeds: int64 `[B]`.
+        position: int64 `[B, T]`, grid position of the token that follows each fed slot.
+        step: number of the pass.
+    """
+
+    seeds: Tensor
+    position: Tensor
+    step: int = 0
+    _drawn: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False, compare=False)
+
+    def uniform(self, purpose: Purpose) -> Tensor:
+        """float32 `[B, T]` in (0, 1)."""
+        return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+
+    def race(self, law: Tensor, purpose: Purpose) -> Tensor:
+        """int64 `[B, T]`, drawn from laws `[B, T, V]`, which need not sum to 1."""
+        return race(law, self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+
+    def tokens(self, law: Tensor) -> Tensor:
+        """int64 `[B, T]`: what the image's own noise draws from the laws of the pass; drawn once, however often asked."""
+        if not (self._drawn and self._drawn[0][0] is law):
+            self._drawn[:] = [(law, self.race(law, Purpose.TOKEN))]
+        return self._drawn[0][1]
+
+    def at(self, slot: Tensor) -> Noise:
+        """The noise of one slot `[B]` of each image: T = 1."""
+        return Noise(self.seeds, self.position.gather(1, slot[:, None]), self.step)

@@ -13,6 +13,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from vargen.decoding.noise import Noise
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -73,12 +75,16 @@ class Draft:
     Attributes:
         tokens: int64 `[B, T - 1]`, one per slot behind the root; siblings differ.
         tree: shape of the pass, root included.
-        law: float32 `[B, T - 1, V]`, the law each token was really drawn from; None for a deterministic proposal.
+        law: float32 `[B, T - 1, V]`, the law each token was really drawn from, given what lies before it; None for a
+            deterministic proposal, whose law is one on its token.
+        valid: bool `[B, T - 1]`, False where an image has no draft in a slot (its window is shorter than the batch's, or the
+            grid ends): rules refuse it, spend nothing on it, and draw what follows from the target's law. None: all are.
     """
 
     tokens: Tensor
     tree: Tree
     law: Tensor | None = None
+    valid: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -122,28 +128,52 @@ class TokenModel(Protocol):
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`), forget the others."""
 
+    def rollback(self, state: Any, length: Tensor) -> None:
+        """Forget all but the first `length` `[B]` tokens that each row was fed."""
+
 
 class Drafter(Protocol):
-    """Proposes tokens. Holds no state of its own between images: what it needs lives in the object `start` returns."""
+    """Proposes tokens. Holds no state of its own between images: what it needs lives in the object `start` returns.
+
+    Attributes:
+        widest: most tokens T that a pass feeds, the root included.
+        topology: `"chain"` or `"tree"`, what it proposes.
+    """
 
     @property
-    def tree(self) -> Tree: ...
+    def widest(self) -> int: ...
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor) -> Any: ...
+    @property
+    def topology(self) -> str: ...
 
-    def propose(self, state: Any, tokens: Tensor, length: Tensor) -> Draft: ...
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
+        """The state of B new images.
 
-    def learn(self, state: Any, draft: Draft, law: Tensor, verdict: Verdict) -> None:
+        Raises:
+            ValueError: if it cannot draft for this model, saying why.
+        """
+
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int) -> Draft:
+        """The draft of pass `step`. `tokens` `[B, N + widest]` are meaningful up to `length` `[B]`; the last is the root."""
+
+    def learn(self, state: Any, draft: Draft, law: Tensor, verdict: Verdict, noise: Noise) -> None:
         """See the target's laws `[B, T, V]` and the verdict of the pass."""
 
 
 class AcceptanceRule(Protocol):
-    """A pure function of the target's laws `[B, T, V]` after each fed slot, the draft, and the noise.
+    """A pure function of the target's laws after each fed slot, the draft, the noise, and the relaxation spent before.
 
-    `seeds` is int64 `[B]`; `position` int64 `[B, T]` is the grid position of the token that follows each slot.
+    A rule says what it is by two attributes, which `acceptance_rule` sets: `exact`, and the `topologies` it can judge. One that
+    works on what a model knows of its tokens has `for_model(model)`, which returns the rule to use.
+
+    Args:
+        law: float32 `[B, T, V]`; row t is the target's law after fed slot t.
+        draft: T - 1 tokens per image.
+        noise: its positions `[B, T]` are those of the token that follows each slot.
+        spent: float32 `[B]`, what the image's earlier passes spent. Exact rules ignore it.
     """
 
-    def __call__(self, law: Tensor, draft: Draft, seeds: Tensor, position: Tensor) -> Verdict: ...
+    def __call__(self, law: Tensor, draft: Draft, noise: Noise, spent: Tensor) -> Verdict: ...
 
 
 @dataclass(frozen=True)

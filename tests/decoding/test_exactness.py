@@ -1,0 +1,276 @@
+"""The proof: exact rules, tails and first drafts reach the enumerated joint law; known-wrong variants do not.
+
+Two kinds of check. One step of a rule is summed exactly over drafts and coins, to 1e-12. Whole runs are compared with the
+enumerated law of all sequences by total variation, against the noise floor of as many independent draws. The known-wrong
+variants are what released implementations do (research audit of SJD, SCD, SJD-PAC and Lumina-mGPT 2.0).
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from table_model import TableModel
+
+from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Sampling, Speculative, Tree, decode, exact, same_noise
+from vargen.decoding.acceptance import acceptance_rule, chances, judged, residual
+from vargen.decoding.noise import Purpose, race
+from vargen.decoding.sampling import law
+from vargen.decoding.tails import maximal
+from vargen.decoding.window import Adaptive
+
+CHAINS = 150_000
+
+
+def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
+    """Total variation from the enumerated law, in units of what `chains` independent draws of that law would show."""
+    result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
+    V, N = model.vocab, model.tokens
+    index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
+    drawn = torch.bincount(index, minlength=V**N).double() / chains
+    truth = model.joint(0, lambda logits: law(logits, sampling)).flatten()
+    floor = (truth * (1 - truth) / chains).sqrt().sum() * math.sqrt(2 / math.pi) / 2
+    if not isinstance(getattr(accelerator, "acceptance", None), Grouped):
+        assert drawn[truth == 0].sum() == 0
+    return float((drawn - truth).abs().sum() / 2 / floor)
+
+
+AT_THE_FLOOR = 1.35  # times the noise floor; the wrong variants below are told apart by the same bound
+MODEL = {"vocab": 3, "tokens": 5, "seed": 4}
+
+
+def window(width: int, tail: str = "maximal", first="uniform") -> Jacobi:
+    return Jacobi(width, tail, first)
+
+
+@pytest.mark.parametrize("width", [2, 3, 5])
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+@pytest.mark.parametrize("rule", [exact, same_noise])
+def test_every_rule_tail_and_window_reaches_the_joint_law(rule, tail, width):
+    accelerator = Accelerator(drafter=Jacobi(width, tail), acceptance=rule)
+    assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
+
+
+@pytest.mark.parametrize("first", ["uniform", "left", "above", "previous", "mixture"])
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+def test_every_first_draft_reaches_the_joint_law(first, tail):
+    model = TableModel(vocab=3, tokens=6, seed=4, rows=3)  # three rows of two: copies from above happen
+    accelerator = Accelerator(drafter=Jacobi(4, tail, first), acceptance=exact)
+    assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
+
+
+@pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.7), Sampling(0.7, 3, 0.9)], ids=str)
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+def test_filters_and_forced_tokens_reach_the_joint_law(sampling, tail):
+    model = TableModel(vocab=4, tokens=5, seed=9, forced={2: 1, 4: 3})
+    for rule in (exact, same_noise):
+        accelerator = Accelerator(drafter=Jacobi(4, tail, "mixture"), acceptance=rule)
+        assert joint_distance(accelerator, model, sampling, 60_000) < AT_THE_FLOOR
+
+
+@pytest.mark.parametrize("vocab,tokens", [(5, 4), (4, 4), (3, 6)])
+def test_other_sizes_reach_the_joint_law(vocab, tokens):
+    model = TableModel(vocab=vocab, tokens=tokens, seed=vocab)
+    for drafter in (Jacobi(4, "maximal"), Jacobi(Adaptive(2, 4, ahead=2.0), "maximal")):
+        assert joint_distance(Accelerator(drafter=drafter, acceptance=exact), model, Sampling()) < AT_THE_FLOOR
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("rule", [exact, same_noise])
+@pytest.mark.parametrize("shared", [False, True])
+def test_speculative_drafts_reach_the_joint_law(length, rule, shared):
+    small = TableModel(vocab=3, tokens=5, seed=77)
+    accelerator = Accelerator(drafter=Speculative(length, small, shared), acceptance=rule)
+    assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
+
+
+# -- negative controls: the same check must fail ------------------------------------------------------------------------
+
+
+@acceptance_rule(exact=True)
+def refusal_from_p(p, draft, noise, spent):
+    """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
+    verdict = exact(p, draft, noise, spent)
+    row = p[torch.arange(len(p)), verdict.count - 1]
+    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).race(row[:, None], Purpose.RESIDUAL)[:, 0])
+
+
+@acceptance_rule(exact=True)
+def uniform_bonus(p, draft, noise, spent):
+    """SJD-PAC as released: when the whole draft is accepted, a uniform token is committed."""
+    verdict = exact(p, draft, noise, spent)
+    drawn = race(torch.ones_like(p[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
+    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == p.shape[1], drawn, verdict.next_token))
+
+
+@acceptance_rule(exact=True)
+def least_of_two(p, draft, noise, spent):
+    """SJD at batch 2: every row commits as much as the row that accepted least; the surplus stays a draft (`surplus_tail`)."""
+    verdict = exact(p, draft, noise, spent)
+    pairs = verdict.count.view(-1, 2)
+    least = pairs.amin(1, keepdim=True).expand(-1, 2).reshape(-1)
+    cut = draft.tokens.gather(1, (least - 1).clamp(max=draft.tokens.shape[1] - 1)[:, None])[:, 0]
+    return dataclasses.replace(verdict, count=least, next_token=torch.where(verdict.count > least, cut, verdict.next_token))
+
+
+def surplus_tail(p, draft, noise):
+    """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
+    accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
+    redrawn = noise.race(p, Purpose.TAIL)
+    return torch.cat([torch.where(accepted, draft.tokens, redrawn[:, :-1]), redrawn[:, -1:]], dim=1)
+
+
+class StaleLaw(Jacobi):
+    """SCD as released for Lumina and Janus: drafts that the coupling kept are recorded under their old law."""
+
+    def learn(self, state, draft, law, verdict, noise):
+        super().learn(state, draft, law, verdict, noise)
+        kept = state.tail[:, :-1] == draft.tokens
+        state.law = state.law.clone()
+        state.law[:, :-1] = torch.where(kept[..., None], draft.law, state.law[:, :-1])
+
+
+class Spiky(Jacobi):
+    """A uniform draft recorded as one-hot: exact, only slow (a control of the controls)."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        if state.law is not None:
+            return draft
+        return dataclasses.replace(draft, law=torch.zeros_like(draft.law).scatter_(2, draft.tokens[..., None], 1.0))
+
+
+WRONG = {
+    "stale q of kept drafts": Accelerator(drafter=StaleLaw(4, "maximal"), acceptance=exact),
+    "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus_tail), acceptance=least_of_two),
+    "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
+    "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+    "grouped acceptance": Accelerator(drafter=Jacobi(4, "maximal"), acceptance=Grouped(size=2, delta=1.0)),
+}
+
+
+@pytest.mark.parametrize("variant", WRONG)
+def test_the_check_fails_for_known_wrong_variants(variant):
+    assert joint_distance(WRONG[variant], TableModel(**MODEL), Sampling()) > 1.5 * AT_THE_FLOOR
+
+
+def test_the_check_passes_for_a_variant_that_only_looks_wrong():
+    assert joint_distance(Accelerator(drafter=Spiky(4), acceptance=exact), TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
+
+
+# -- one step, summed exactly -------------------------------------------------------------------------------------------
+
+
+class Coins(Noise):
+    """Noise whose coins are given; what a race would draw from is kept instead of drawn."""
+
+    def __init__(self, coin: float, images: int, slots: int):
+        super().__init__(torch.zeros(images, dtype=torch.int64), torch.zeros(images, slots, dtype=torch.int64))
+        object.__setattr__(self, "coin", coin)
+        object.__setattr__(self, "laws", [])
+
+    def uniform(self, purpose):
+        return torch.full(self.position.shape, self.coin, dtype=torch.float64)
+
+    def race(self, law, purpose):
+        self.laws.append(law)
+        return law.argmax(-1)
+
+    def at(self, slot):
+        return self
+
+
+def random_laws(count: int, vocab: int, zeros: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count + vocab)
+    laws = torch.rand(count, 2, vocab, generator=generator, dtype=torch.float64) ** 3
+    if zeros:
+        laws[:, :, ::3] *= torch.rand(count, 2, 1, generator=generator, dtype=torch.float64) > 0.5
+        laws[:, :, 1] += 1e-3
+    return laws / laws.sum(-1, keepdim=True)
+
+
+def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The law of the token after the root under a rule, and the chance to accept each draft: p, q float64 `[B, V]`.
+
+    Each draft d is offered with probability q(d); the coin's threshold is found by bisection on the rule itself.
+    """
+    B, V = p.shape
+    total, granted = torch.zeros_like(p), torch.zeros_like(p)
+    rows = p[:, None].expand(B, 2, V)
+    for d in range(V):
+        draft = Draft(torch.full((B, 1), d), Tree.of_chain(1), q[:, None])
+        low, high = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.float64)
+        for _ in range(60):
+            middle = (low + high) / 2
+            coins = Coins(0.0, B, 2)
+            coins.uniform = lambda purpose, middle=middle: middle[:, None].expand(B, 2)  # type: ignore[method-assign]
+            accepted = rule(rows, draft, coins, torch.zeros(B, dtype=torch.float64)).count > 1
+            low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
+        refused = Coins(1e300, B, 2)  # no ratio is that large, unless q is 0: then the draft is never offered
+        assert ((rule(rows, draft, refused, torch.zeros(B, dtype=torch.float64)).count == 1) | (q[:, d] == 0)).all()
+        left = refused.laws[-1][:, 0]  # the last race of a rule draws the token
+        total[:, d] += q[:, d] * low
+        total += (q[:, d] * (1 - low))[:, None] * left / left.sum(-1, keepdim=True)
+        granted[:, d] = low
+    return total, granted
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("vocab", [2, 5, 9])
+def test_one_step_of_the_exact_rule_sums_to_the_target(vocab, zeros):
+    p, q = random_laws(64, vocab, zeros).unbind(1)
+    total, granted = one_step(exact, p, q)
+    assert (total - p).abs().max() < 1e-12
+    assert torch.allclose((granted * q).sum(1), torch.minimum(p, q).sum(1), atol=1e-12)
+
+
+def test_one_step_check_tells_a_refusal_from_p():
+    p, q = random_laws(64, 5, False).unbind(1)
+    total, _ = one_step(refusal_from_p, p, q)
+    assert (total - p).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_step_of_the_maximal_tail_keeps_the_law_and_couples_best(deterministic):
+    """Summed over the old draft and the coin, the new token follows p and equals the old one with probability 1 - TV."""
+    p, q = random_laws(64, 6, True).unbind(1)
+    B, V = p.shape
+    if deterministic:
+        q = torch.zeros_like(q).scatter_(1, torch.full((B, 1), 2), 1.0)
+    total, agree = torch.zeros_like(p), torch.zeros(B, dtype=torch.float64)
+    for d in range(V):
+        draft = Draft(torch.full((B, 1), d), Tree.of_chain(1), None if deterministic else q[:, None])
+        chance = torch.where(q[:, d] > 0, p[:, d] / q[:, d], 0.0).clamp(max=1)
+        for coin, weight in ((chance * (1 - 1e-12), chance), (chance + 1e-12, 1 - chance)):
+            coins = Coins(0.0, B, 2)
+            coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
+            token = maximal(p[:, None].expand(B, 2, V), draft, coins)[:, 0]
+            left = coins.laws[0][:, 0]
+            redrawn = left / left.sum(-1, keepdim=True)
+            kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()
+            keeps = coin * q[:, d] < p[:, d]
+            assert (token[keeps] == d).all()
+            total += (q[:, d] * weight)[:, None] * torch.where(keeps[:, None], kept, redrawn)
+            agree += q[:, d] * weight * keeps
+    assert (total - p).abs().max() < 1e-10
+    assert torch.allclose(agree, torch.minimum(p, q).sum(1), atol=1e-10)
+
+
+def test_an_empty_residual_falls_back_to_the_target():
+    p = torch.tensor([[0.25, 0.75, 0.0]])
+    assert torch.equal(residual(p, p), p)
+    draft = Draft(torch.tensor([[1]]), Tree.of_chain(1), p[:, None])
+    noise = Noise(torch.tensor([3]), torch.tensor([[0, 1]]))
+    verdict = judged(torch.tensor([[False]]), p[:, None].expand(1, 2, 3), draft, noise)
+    assert verdict.next_token.item() in (0, 1)
+
+
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_drafter_equal_to_the_target_is_always_accepted(length):
+    model = TableModel(vocab=5, tokens=21, seed=2)
+    twin = TableModel(vocab=5, tokens=21, seed=2)
+    accelerator = Accelerator(drafter=Speculative(length, twin), acceptance=exact)
+    result = decode(model, torch.zeros(400, dtype=torch.int64), torch.arange(400), accelerator, Sampling(0.9, 4, 0.95))
+    full = 20 // (length + 1)
+    assert result.stats.accepted_histogram[length + 1] == 400 * full
+    assert sum(result.stats.accepted_histogram[2:]) == 400 * (full + (20 % (length + 1) > 1))

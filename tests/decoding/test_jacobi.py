@@ -1,0 +1,221 @@
+"""Jacobi windows: recorded laws are the laws drawn from, rows stand alone, and bad windows are refused."""
+
+import math
+
+import pytest
+import torch
+from table_model import TableModel
+
+from vargen.decoding import (
+    PRESETS,
+    Accelerator,
+    Grouped,
+    Jacobi,
+    Noise,
+    NonFiniteLogitsError,
+    Speculative,
+    Tree,
+    decode,
+    exact,
+    same_noise,
+)
+from vargen.decoding.cost import pass_costs
+from vargen.decoding.first_drafts import FIRST_DRAFTS, Context
+from vargen.decoding.window import Adaptive, Auto, Fixed
+
+METHODS = {
+    "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),
+    "scd": Accelerator(drafter=Jacobi(6, "maximal", "mixture"), acceptance=exact),
+    "gumbel": Accelerator(drafter=Jacobi(6, "gumbel", "previous")),
+    "gsd": Accelerator(drafter=Jacobi(6, "maximal", "above"), acceptance=Grouped(3, 1.0, budget=2.0)),
+    "adaptive": Accelerator(drafter=Jacobi(Adaptive(2, 9, ahead=2.0), "maximal"), acceptance=exact),
+    "speculative": Accelerator(drafter=Speculative(3, TableModel(vocab=4, tokens=24, seed=1, rows=4)), acceptance=exact),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows_equal_their_solo_runs(method):
+    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
+    condition, seeds = torch.arange(7) % 2, torch.arange(50, 57)
+    together = decode(model, condition, seeds, METHODS[method])
+    assert together.length.tolist() == [24] * 7
+    for row in range(7):
+        alone = decode(model, condition[row : row + 1], seeds[row : row + 1], METHODS[method])
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+        assert math.isclose(alone.stats.relaxation_spent[0], together.stats.relaxation_spent[row], abs_tol=1e-4)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fewer_passes_than_tokens_and_every_token_counted(method):
+    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
+    result = decode(model, torch.zeros(5, dtype=torch.int64), torch.arange(5), METHODS[method])
+    assert result.stats.passes < 24 and result.stats.tokens_per_pass > 1.1
+    assert sum(k * n for k, n in enumerate(result.stats.accepted_histogram)) == 5 * 24
+
+
+@pytest.mark.parametrize("width", [2, 7, 24])
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+def test_same_noise_draws_the_sequential_picture_at_any_window(width, tail):
+    model = TableModel(vocab=5, tokens=24, seed=3, rows=4)
+    condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    plain = decode(model, condition, seeds, "ar")
+    for first in FIRST_DRAFTS:
+        fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi(width, tail, first), acceptance=same_noise))
+        assert torch.equal(plain.tokens, fast.tokens)
+
+
+@pytest.mark.parametrize("known_law", [False, True])
+@pytest.mark.parametrize("first", FIRST_DRAFTS)
+def test_first_drafts_are_drawn_from_the_law_they_record(first, known_law):
+    """Per position, the share of each token over many images against the recorded law; images differ in seeds alone."""
+    images, slots, vocab, columns = 20_000, 5, 6, 3
+    tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9, 9, 9]]).expand(images, -1)
+    last_law = torch.tensor([[0.5, 0.0, 0.2, 0.1, 0.1, 0.1]]).expand(images, -1) if known_law else None
+    position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
+    noise = Noise(torch.arange(images), position, 3)
+    known = torch.full((images,), 7)
+    drawn, law = FIRST_DRAFTS[first](Context(vocab, columns, tokens, known, last_law, noise))
+    law = law.expand(images, slots, vocab)
+    assert torch.allclose(law.sum(-1), torch.ones(images, slots), atol=1e-6)
+    assert (law[:1] == law).all()
+    share = torch.nn.functional.one_hot(drawn, vocab).double().mean(0)
+    error = (share - law[0]).abs()[2:]
+    assert (error <= 5 * (law[0, 2:] * (1 - law[0, 2:]) / images).sqrt() + 1e-9).all()
+
+
+def test_copies_come_from_the_left_and_from_above():
+    tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9]])
+    noise = Noise(torch.tensor([1]), torch.arange(7, 11)[None])
+    context = Context(10, 4, tokens, torch.tensor([7]), None, noise)
+    assert FIRST_DRAFTS["left"](context)[0].tolist() == [[3, 3, 3, 3]]
+    drawn, law = FIRST_DRAFTS["above"](context)
+    assert drawn[0, :3].tolist() == [5, 2, 2]  # position 11's neighbour above is position 7, not known yet
+    assert law[0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    drawn, law = FIRST_DRAFTS["above"](Context(10, 4, tokens, torch.tensor([4]), None, Noise(noise.seeds, noise.position + 1)))
+    assert torch.allclose(law[0, 0], torch.full((10,), 0.1))
+
+
+def test_the_adaptive_window_follows_acceptance():
+    even = TableModel(vocab=4, tokens=60, seed=1, spread=0.2)  # what came before hardly matters: most drafts stand
+    strict = TableModel(vocab=4, tokens=60, seed=1, spread=30.0)  # one follows from another: most fall
+    accelerator = Accelerator(drafter=Jacobi(Adaptive(2, 16, ahead=2.0, memory=0.5), "maximal"), acceptance=exact)
+    widths = []
+    for model in (even, strict):
+        decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)
+        assert max(model.passes) <= 16 and min(model.passes) >= 2
+        widths.append(sum(model.passes[5:]) / len(model.passes[5:]))
+    assert widths[0] > widths[1] + 2
+
+
+def test_the_automatic_window_takes_the_cheapest_token():
+    state = Auto(widest=16).start(TableModel(vocab=4, tokens=60), torch.zeros(1, dtype=torch.int64), 1)
+    length, active = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
+    state.costs = {2: 1.0, 4: 1.0, 16: 1.0}
+    assert state.widths(length) == (None, 16)  # passes cost the same: the widest
+    state.costs = {2: 1.0, 4: 2.0, 16: 8.0}
+    assert state.widths(length) == (None, 2)  # twice the tokens at twice the cost never pays
+    state.costs = {2: 1.0, 4: 1.2, 16: 8.0}
+    for _ in range(50):
+        state.widths(length)
+        state.learn(torch.tensor([1]), active)
+    assert state.chance < 0.1 and state.widths(length) == (None, 2)
+    accelerator = Accelerator(drafter=Jacobi("auto", "gumbel"))
+    model = TableModel(vocab=4, tokens=60)
+    plain = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2))
+    assert torch.equal(decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), accelerator).tokens, plain.tokens)
+
+
+def test_the_cost_curve_is_measured_once_per_network_and_batch():
+    model = TableModel(vocab=4, tokens=60)
+    condition = torch.zeros(2, dtype=torch.int64)
+    costs = pass_costs(model, condition, 2, [2, 8])
+    assert set(costs) == {2, 8} and all(seconds > 0 for seconds in costs.values())
+    fed = len(model.passes)
+    assert pass_costs(model, condition, 2, [2, 8]) == costs and len(model.passes) == fed
+    pass_costs(model, condition[:1], 1, [2])
+    assert len(model.passes) > fed
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: Jacobi(1), ValueError, "window must be at least 2"),
+        (lambda: Jacobi(0), ValueError, "window must be at least 2"),
+        (lambda: Jacobi(2.5), TypeError, "window must be"),
+        (lambda: Jacobi(True), TypeError, "window must be"),
+        (lambda: Jacobi("autoo"), ValueError, "did you mean 'auto'"),
+        (lambda: Jacobi(tail="maximum"), ValueError, "did you mean 'maximal'"),
+        (lambda: Jacobi(first="uniformly"), ValueError, "did you mean 'uniform'"),
+        (lambda: Jacobi(first=3), TypeError, "first must be"),
+        (lambda: Adaptive(4, 3), ValueError, "narrowest"),
+        (lambda: Adaptive(ahead=0.0), ValueError, "ahead"),
+        (lambda: Speculative(0), ValueError, "length"),
+        (lambda: Accelerator(drafter=Jacobi(4), acceptance=Grouped), TypeError, "acceptance"),
+        (lambda: Accelerator(drafter="jacobi"), TypeError, "drafter"),
+        (lambda: Accelerator(drafter=Jacobi(4), topology="tree"), ValueError, "a chain"),
+        (lambda: Accelerator(topology="tree"), ValueError, "needs a drafter"),
+    ],
+)
+def test_bad_parts_are_refused_with_a_reason(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_a_rule_for_chains_refuses_trees():
+    class Trees:
+        widest, topology = 3, "tree"
+
+        def propose(self, state, tokens, length, step): ...
+
+    with pytest.raises(ValueError, match="cannot judge a tree"):
+        Accelerator(drafter=Trees(), acceptance=exact)
+    with pytest.raises(ValueError, match="siblings"):
+        Accelerator(drafter=Trees(), topology="chain")
+    assert Accelerator(drafter=Trees(), acceptance=same_noise).topology == "tree"
+
+
+def test_a_window_above_the_grid_is_refused_before_the_model_runs():
+    model = TableModel(vocab=4, tokens=9)
+    for bad in (Jacobi(10), Jacobi(Fixed(99))):
+        with pytest.raises(ValueError, match="from 2 to the grid's 9 tokens"):
+            decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=bad))
+    assert model.passes == []
+    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi(9))).finished
+    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi("adaptive"))).finished
+
+
+def test_a_draft_model_must_exist_and_share_the_vocabulary():
+    model = TableModel(vocab=4, tokens=9)
+    arguments = (model, torch.zeros(1, dtype=torch.int64), torch.arange(1))
+    with pytest.raises(ValueError, match="needs a draft model"):
+        decode(*arguments, "speculative")
+    for small in (TableModel(vocab=5, tokens=9), TableModel(vocab=4, tokens=10)):
+        with pytest.raises(ValueError, match="share the target's vocabulary"):
+            decode(*arguments, Accelerator(drafter=Speculative(2, small), acceptance=exact))
+    model.draft_model = TableModel(vocab=4, tokens=9, seed=3)
+    assert decode(*arguments, "speculative").finished
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_usable(method):
+    model = TableModel(vocab=4, tokens=24, seed=5, rows=4)
+    arguments = (model, torch.zeros(2, dtype=torch.int64), torch.arange(2), METHODS[method])
+
+    def callback(progress):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        decode(*arguments, callback=callback)
+    whole = decode(*arguments)
+    model.table[:, 11] = float("nan")
+    with pytest.raises(NonFiniteLogitsError, match=r"token \d+ of 24, pass \d+"):
+        decode(*arguments)
+    assert whole.finished
+
+
+def test_presets_say_what_they_are():
+    assert [name for name, preset in PRESETS.items() if preset.kind == "relaxed"] == ["gsd"]
+    for preset in PRESETS.values():
+        assert preset.summary and preset.source
+        assert preset.topology in (None, "chain")
+    assert Tree.of_chain(3).chain

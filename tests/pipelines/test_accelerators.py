@@ -1,0 +1,88 @@
+"""What users are promised of accelerated pictures, on the packaged model."""
+
+import pytest
+import torch
+
+from vargen import Accelerator, LlamaGenPipeline
+from vargen.decoding import PRESETS, Grouped, Jacobi
+
+PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
+
+
+@pytest.fixture(scope="module")
+def emoji():
+    pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def draw(pipe, prompts, accelerator, seed=11, **options):
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(len(prompts))]
+    return pipe(prompts, accelerator=accelerator, generator=generators, output_type="latent", **options)
+
+
+@pytest.fixture(scope="module")
+def sequential(emoji):
+    return {count: draw(emoji, PROMPTS[:count], "ar").images for count in (1, 5)}
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("window", [2, 8, 16, 64])
+def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, count):
+    fast = draw(emoji, PROMPTS[:count], Accelerator("gumbel", Jacobi(window, "gumbel")))
+    assert torch.equal(fast.images, sequential[count])
+    assert fast.stats.passes < 256
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ar"])
+def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
+    if name == "speculative" and emoji.draft_transformer is None:
+        pytest.skip("the packaged model has no draft_transformer")
+    result = draw(emoji, PROMPTS[:3], name)
+    assert result.images.shape == (3, 16, 16)
+    assert 0 <= result.images.min() and result.images.max() < emoji.transformer.config.vocab_size
+    assert result.stats.tokens_per_pass > 1.2 and result.stats.tokens == 3 * 256
+    assert (max(result.stats.relaxation_spent) > 0) == (PRESETS[name].kind == "relaxed")
+
+
+def test_a_batch_row_of_an_exact_method_is_its_solo_run(emoji):
+    together = draw(emoji, PROMPTS[:3], "scd")
+    for row in range(3):
+        alone = draw(emoji, PROMPTS[row : row + 1], "scd", seed=11 + row)
+        assert torch.equal(alone.images[0], together.images[row])
+
+
+def test_budget_of_relaxation_holds_for_pictures(emoji):
+    accelerator = Accelerator("mine", Jacobi(16, "maximal"), Grouped(budget=1.5))
+    assert max(draw(emoji, PROMPTS[:2], accelerator).stats.relaxation_spent) <= 1.5 + 1e-4
+
+
+def test_distance_filter_uses_the_codebook_of_the_tokenizer(emoji):
+    near = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), Grouped(delta=1.0, distance=0.05)))
+    free = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), Grouped(delta=1.0)))
+    assert sum(near.stats.relaxation_spent) < sum(free.stats.relaxation_spent)
+
+
+def test_a_callback_that_raises_leaves_the_pipeline_usable(emoji, sequential):
+    def callback(pipe, step, drawn, tensors):
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        draw(emoji, PROMPTS[:1], "gumbel", callback_on_step_end=callback)
+    assert torch.equal(draw(emoji, PROMPTS[:1], "gumbel").images, sequential[1])
+
+
+def test_stopping_ends_within_one_pass(emoji):
+    steps = []
+
+    def callback(pipe, step, drawn, tensors):
+        steps.append(drawn)
+        return {"stop": len(steps) == 4}
+
+    result = draw(emoji, PROMPTS[:1], "scd", callback_on_step_end=callback)
+    assert len(steps) == 4 and result.stats.stopped and result.stats.tokens == steps[-1]
+
+
+def test_a_window_above_the_grid_is_refused(emoji):
+    with pytest.raises(ValueError, match="256 tokens"):
+        draw(emoji, PROMPTS[:1], Accelerator("wide", Jacobi(257)))

@@ -1,0 +1,159 @@
+"""How many tokens a Jacobi pass feeds: always the same number, by recent acceptance, or by that and the cost of a pass.
+
+A wider window commits more tokens a pass and makes the pass dearer; what pays depends on the model, the batch and the machine.
+
+Shape suffixes: B images.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.cost import pass_costs
+from vargen.decoding.naming import nearest
+from vargen.decoding.types import TokenModel
+
+
+class Window(Protocol):
+    """Attributes: `widest`, most fed tokens; `shrinks`, whether a smaller grid simply caps it."""
+
+    widest: int
+    shrinks: bool
+
+    def start(self, model: TokenModel, condition: Any, images: int) -> Any:
+        """State with `widths(length)`, which returns each image's window `[B]` (None: all of it) and the pass's, and
+        `learn(count, active)`, which sees the tokens committed `[B]` and which images are unfinished."""
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """`widest` tokens in every pass."""
+
+    widest: int
+    shrinks: bool = field(default=False, init=False)
+
+    def start(self, model: TokenModel, condition: Any, images: int) -> Fixed:
+        return self
+
+    def widths(self, length: Tensor) -> tuple[None, int]:
+        return None, self.widest
+
+    def learn(self, count: Tensor, active: Tensor) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class Adaptive:
+    """`ahead` times the mean of recently committed tokens, per image.
+
+    Each image's window depends on its own past alone, so a row of a batch equals its solo run. On a CPU a pass feeds as many
+    tokens as the longest window asks for; on a GPU, where a changing shape would wait for the device, always `widest`.
+
+    Args:
+        narrowest, widest: fed tokens, 2 or more.
+        ahead: factor on the mean.
+        memory: weight of the past in the running mean, in [0, 1).
+    """
+
+    narrowest: int = 4
+    widest: int = 32
+    ahead: float = 3.0
+    memory: float = 0.8
+    shrinks: bool = field(default=True, init=False)
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.narrowest <= self.widest:
+            raise ValueError(f"a window needs 2 <= narrowest <= widest, got {self.narrowest} and {self.widest}")
+        if not (self.ahead > 0 and 0 <= self.memory < 1):
+            raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {self.ahead} and {self.memory}")
+
+    def start(self, model: TokenModel, condition: Any, images: int) -> _AdaptiveState:
+        widest = min(self.widest, model.grid[0] * model.grid[1])
+        mean = torch.full((images,), widest / self.ahead, device=model.device)
+        return _AdaptiveState(self, widest, model.grid[0] * model.grid[1], mean)
+
+
+@dataclass
+class _AdaptiveState:
+    policy: Adaptive
+    widest: int
+    total: int
+    mean: Tensor
+
+    def widths(self, length: Tensor) -> tuple[Tensor, int]:
+        own = (self.mean * self.policy.ahead).ceil().long().clamp(min(self.policy.narrowest, self.widest), self.widest)
+        own = torch.where(length < self.total, own, 2)  # a finished image asks for nothing
+        return own, int(own.amax()) if length.device.type == "cpu" else self.widest
+
+    def learn(self, count: Tensor, active: Tensor) -> None:
+        self.mean = self.policy.memory * self.mean + (1 - self.policy.memory) * count
+
+
+@dataclass(frozen=True)
+class Auto:
+    """The window with the most tokens per second, from the measured cost of a pass and recent acceptance.
+
+    The cost curve is measured once per network, batch and machine. Tokens per pass at window W are estimated from the mean
+    chance r that a draft is accepted after those before it: (1 - r^W) / (1 - r). The choice follows a clock, so two runs may
+    feed different windows: the law of the pictures is the same, and with the rule `same_noise` the pictures are; with other
+    rules use a fixed or an adaptive window to draw the same picture again. On a GPU, as `Adaptive`, always `widest`.
+    """
+
+    widest: int = 32
+    memory: float = 0.9
+    shrinks: bool = field(default=True, init=False)
+
+    def start(self, model: TokenModel, condition: Any, images: int) -> _AutoState:
+        widest = min(self.widest, model.grid[0] * model.grid[1])
+        candidates = [w for w in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if w < widest] + [widest]
+        return _AutoState(self.memory, pass_costs(model, condition, images, candidates))
+
+
+@dataclass
+class _AutoState:
+    memory: float
+    costs: dict[int, float]
+    chance: float = 0.75
+    width: int = 0
+
+    def widths(self, length: Tensor) -> tuple[None, int]:
+        r = self.chance
+        self.width = max(self.costs, key=lambda w: (1 - r**w) / (1 - r) / self.costs[w])
+        return None, self.width if length.device.type == "cpu" else max(self.costs)
+
+    def learn(self, count: Tensor, active: Tensor) -> None:
+        """The chance is accepted drafts over examined ones: of c committed tokens c - 1 were accepted and, unless the window
+        ended, one was refused."""
+        if count.device.type != "cpu" or self.width < 2:
+            return
+        accepted = float(((count - 1) * active).sum())
+        examined = float((count.clamp(max=self.width - 1) * active).sum())
+        if not examined:
+            return
+        self.chance = min(self.memory * self.chance + (1 - self.memory) * accepted / examined, 0.98)
+
+
+NAMED: dict[str, Window] = {"adaptive": Adaptive(), "auto": Auto()}
+
+
+def window_of(value: int | str | Window) -> Window:
+    """The policy of a number or a name.
+
+    Raises:
+        ValueError: for a number below 2 or an unknown name. TypeError: for anything else.
+    """
+    if isinstance(value, str):
+        if value not in NAMED:
+            raise ValueError(f"unknown window {value!r}; {nearest(value, NAMED)}, or give a whole number of at least 2")
+        return NAMED[value]
+    if isinstance(value, int) and not isinstance(value, bool):
+        if value < 2:
+            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {value}")
+        return Fixed(value)
+    if hasattr(value, "start") and hasattr(value, "widest"):
+        return value
+    raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {value!r}")
