@@ -134,10 +134,15 @@ class LlamaGenPipeline(DiffusionPipeline):
         features = features if isinstance(features, Tensor) else features[0]
         return align_left_padded(features, mask.bool())
 
-    def _condition(
-        self, prompt: Any, class_labels: Any, prompt_embeds: Any, prompt_mask: Any, clean: bool
+    def condition(
+        self,
+        prompt: Any = None,
+        class_labels: Any = None,
+        prompt_embeds: Any = None,
+        prompt_mask: Any = None,
+        clean: bool = False,
     ) -> tuple[Condition, int]:
-        """The condition of the call's prompts or classes, and how many there are. Validates before it encodes."""
+        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes."""
         config = self.transformer.config
         if config.condition == "class":
             if class_labels is None or prompt is not None:
@@ -232,15 +237,15 @@ class LlamaGenPipeline(DiffusionPipeline):
             checks.check_prompts(negative_prompt, "negative_prompt")
         checks.check_count(num_images_per_prompt, 1)
 
-        condition, count = self._condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
+        condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
         seeds = checks.image_seeds(generator, images)
         condition = _repeat(condition, num_images_per_prompt)
         negative = None
         if negative_prompt is not None:
-            negative, _ = self._condition(negative_prompt, None, None, None, clean_prompt)
+            negative, _ = self.condition(negative_prompt, None, None, None, clean_prompt)
             negative = _repeat(negative, images)
-        model = self._tokens(scale, guidance_interval, negative, compress_prefix, self._step() if compile else None)
+        model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
             result = self._decode(model, condition, seeds, preset, sampling, callback)
@@ -248,11 +253,20 @@ class LlamaGenPipeline(DiffusionPipeline):
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
 
-    def _tokens(self, scale: float, interval: int | None, negative: Condition | None, compress: bool, step: Any) -> Any:
-        """The transformer, and the one it may draft with, as decoding sees them."""
-        draft = self.draft_transformer and LlamaGenTokens(self.draft_transformer, scale, interval, negative, compress)
+    def token_model(
+        self,
+        guidance_scale: float,
+        guidance_interval: int | None = None,
+        negative: Condition | None = None,
+        compress_prefix: bool = True,
+        compile: bool = False,
+    ) -> LlamaGenTokens:
+        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call."""
+        options = (guidance_scale, guidance_interval, negative, compress_prefix)
+        draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options)
         codes = self.vqvae.quantize.codes().to(self.transformer.device)
-        return LlamaGenTokens(self.transformer, scale, interval, negative, compress, step, codes=codes, draft_model=draft)
+        step = self._step() if compile else None
+        return LlamaGenTokens(self.transformer, *options, step, codes=codes, draft_model=draft)
 
     def _decode(
         self,

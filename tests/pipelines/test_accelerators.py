@@ -40,7 +40,7 @@ def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, nam
         pytest.skip("the packaged model has no draft_transformer")
     result = draw(emoji, PROMPTS[:3], name)
     assert result.images.shape == (3, 16, 16)
-    assert 0 <= result.images.min() and result.images.max() < emoji.transformer.config.vocab_size
+    assert result.images.min() >= 0 and result.images.max() < emoji.transformer.config.vocab_size
     assert result.stats.tokens_per_pass > 1.2 and result.stats.tokens == 3 * 256
     assert (max(result.stats.relaxation_spent) > 0) == (PRESETS[name].kind == "relaxed")
 

@@ -40,9 +40,9 @@ def step(
 ) -> None:
     """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch")
-    _check_file(as_json, ".json", "json")
-    _check_file(plot, ".png", "plot")
-    chosen, kind, machine = _prepare(device, dtype, threads)
+    check_result_file(as_json, ".json", "json")
+    check_result_file(plot, ".png", "plot")
+    chosen, kind, machine = prepare(device, dtype, threads)
 
     from vargen.evaluation.machine import machine_line
     from vargen.evaluation.network import check_network, open_network
@@ -68,7 +68,7 @@ def step(
         print(machine_line(machine, chosen, kind))
         for report in reports:
             print("\n" + _step_table(report))
-    _write_json(as_json, document)
+    write_json(as_json, document)
     if plot:
         from vargen.evaluation.speed_plot import plot_steps
 
@@ -88,8 +88,8 @@ def ar(
 ) -> None:  # fmt: skip
     """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
     batches = whole_numbers(batch, "batch")
-    _check_file(as_json, ".json", "json")
-    chosen, kind, machine = _prepare(device, dtype, threads)
+    check_result_file(as_json, ".json", "json")
+    chosen, kind, machine = prepare(device, dtype, threads)
 
     from vargen.evaluation.machine import machine_line
     from vargen.evaluation.network import check_network, open_network
@@ -108,7 +108,7 @@ def ar(
     if as_json != "-":
         print(machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n")
         print(_baseline_table(reports))
-    _write_json(as_json, document)
+    write_json(as_json, document)
 
 
 def whole_numbers(text: str, name: str) -> list[int]:
@@ -123,7 +123,7 @@ def whole_numbers(text: str, name: str) -> list[int]:
     return list(dict.fromkeys(int(part) for part in parts))
 
 
-def _check_file(path: str | Path | None, suffix: str, name: str) -> None:
+def check_result_file(path: str | Path | None, suffix: str, name: str) -> None:
     """Before minutes of measuring: can the result be written?"""
     if path is None or str(path) == "-":
         return
@@ -132,7 +132,7 @@ def _check_file(path: str | Path | None, suffix: str, name: str) -> None:
     check_writable(Path(path).parent)
 
 
-def _prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, Any, dict[str, Any]]:
+def prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, Any, dict[str, Any]]:
     """The torch device and dtype, and the machine."""
     quiet_libraries()
 
@@ -147,7 +147,7 @@ def _prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, An
     return chosen, pick_dtype(dtype, chosen), machine
 
 
-def _write_json(where: str | None, document: dict[str, Any]) -> None:
+def write_json(where: str | None, document: dict[str, Any]) -> None:
     if where == "-":
         print_json(document)
     elif where is not None:

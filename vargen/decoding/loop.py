@@ -116,6 +116,7 @@ def decode(
                 drafter.learn(memory, draft, target_law, verdict, noise)
             length = length + count
         stats.passes += 1
+        stats.fed[fed.shape[1]] = stats.fed.get(fed.shape[1], 0) + 1
         finished = watch.see(logits, position, length, N, step=stats.passes)
         if callback and callback(Progress(stats.passes, tokens[:, :N], length, N, count)) is False:
             stats.stopped = not finished

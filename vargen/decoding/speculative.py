@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.decoding.cost import pass_costs
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import law
 from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
@@ -68,6 +69,12 @@ class Speculative:
             )
         held, _ = small.prefill(condition, max(2, self.length))
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1])
+
+    def cost(self, model: TokenModel, condition: Any, images: int) -> float:
+        """Seconds of the small model's passes behind one draft, measured."""
+        small = self.model or model.draft_model  # type: ignore[attr-defined]
+        costs = pass_costs(small, condition, images, [1, 2])
+        return costs[2] + (self.length - 1) * costs[1]
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;

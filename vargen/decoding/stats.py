@@ -17,6 +17,7 @@ class DecodeStats:
         passes: target passes (number of function evaluations), the prefill included.
         seconds: wall-clock of the loop, prefill included.
         accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
+        fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
         relaxation_spent: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
         seeds: per image, what its noise was made from.
@@ -29,6 +30,7 @@ class DecodeStats:
     passes: int = 0
     seconds: float = 0.0
     accepted_histogram: list[int] = field(default_factory=list)
+    fed: dict[int, int] = field(default_factory=dict)
     relaxation_spent: list[float] = field(default_factory=list)
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)

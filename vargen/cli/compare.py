@@ -1,0 +1,132 @@
+"""`vargen compare`: methods side by side on the same prompts and seeds."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from vargen.cli.bench import check_result_file, prepare, write_json
+from vargen.cli.console import table
+from vargen.cli.generate import read_prompts
+from vargen.cli.options import Device, Dtype, check_range
+from vargen.cli.outputs import save_image, targets
+
+if TYPE_CHECKING:
+    from vargen.decoding import Accelerator
+    from vargen.evaluation.compare import Comparison
+
+_METHODS = "ar,sjd,scd,gumbel,gsd,speculative"
+
+
+def compare(
+    prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line; each is one picture per method.")],
+    methods: Annotated[str, typer.Option(metavar="PRESET,...", help="With ar, what ratios are against.")] = _METHODS,
+    batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
+    window: Annotated[
+        str | None, typer.Option(metavar="N|adaptive|auto", help="Of the Jacobi presets, instead of their own.")
+    ] = None,
+    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE.png", help="The pictures, a row per method.")] = (
+        "comparison.png"
+    ),
+    as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures.")] = None,
+    model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")] = "emoji",
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture; the next has seed + 1.")] = 0,
+    guidance_scale: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
+    temperature: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="N", help="Default: the model's.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
+    dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+) -> None:
+    """Seconds, passes, relaxation and pictures of several methods, in one run.
+
+    The ratio is ar's seconds over the method's; `allowed` is what the ratio would be if a step cost its passes alone, and
+    efficiency the one over the other.
+    """
+    check_range(batch, "batch", 1)
+    check_range(seed, "seed", 0)
+    place = targets(output, ["comparison"])[0]
+    check_result_file(as_json, ".json", "json")
+    check_result_file(plot, ".png", "plot")
+    prompts = read_prompts(prompt_file)
+    given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+    settings = {name: value for name, value in given.items() if value is not None}
+    chosen_methods = chosen(methods, window)
+    chosen_device, kind, machine = prepare(device, dtype, threads)
+
+    from vargen.evaluation.compare import compare as run
+    from vargen.evaluation.compare_plot import picture_grid, plot_comparison
+    from vargen.evaluation.machine import machine_line
+    from vargen.pipelines import checks
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    if guidance_scale is not None:
+        checks.check_guidance(guidance_scale)
+    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
+    with tqdm(desc="batches", disable=None, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        comparison = run(pipe, prompts, chosen_methods, batch, seed, settings, show)
+    save_image(picture_grid(pipe, comparison), place, {"methods": list(chosen_methods), "seeds": comparison.seeds})
+    if plot:
+        plot_comparison(comparison, plot)
+    if as_json != "-":
+        print(machine_line(machine, chosen_device, kind) + "\n")
+        print(comparison_table(comparison))
+        print(f"\n{place.path}")
+    write_json(as_json, {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()})
+
+
+def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
+    """The accelerators by name, `ar` first, with another window if one is given.
+
+    Raises:
+        ValueError: for an unknown preset or window.
+    """
+    from vargen.decoding import Jacobi, resolve_accelerator
+
+    size: Any = int(window) if window is not None and window.isascii() and window.isdigit() else window
+    found: dict[str, Accelerator] = {"ar": resolve_accelerator("ar")}
+    for name in (part.strip() for part in methods.split(",")):
+        accelerator = resolve_accelerator(name)
+        if size is not None and isinstance(accelerator.drafter, Jacobi):
+            accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, window=size))
+        found[name] = accelerator
+    return found
+
+
+def comparison_table(comparison: Comparison) -> str:
+    """For the terminal."""
+    rows = [
+        [
+            method.name,
+            method.kind,
+            f"{method.seconds_per_image:.2f}",
+            f"{method.seconds_quartiles[0]:.2f}-{method.seconds_quartiles[1]:.2f}",
+            f"{method.ratio:.2f}",
+            f"{method.tokens_per_pass:.2f}",
+            f"{method.allowed:.2f}",
+            f"{method.efficiency:.2f}",
+            f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('draft', 'accept', 'commit')):.0f} %",
+            f"{method.relaxation_per_image:.2f}",
+            f"{method.same_as_ar}/{method.images}",
+        ]
+        for method in comparison.methods
+    ]
+    head = ["method", "kind", "s/image", "quartiles", "ratio", "tokens/pass", "allowed", "efficiency", "overhead"]
+    head += ["relaxation", "same as ar"]
+    curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
+    settings = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
+    return (
+        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, {settings}\n"
+        f"milliseconds of a pass by tokens fed: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>")
+    )

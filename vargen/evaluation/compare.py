@@ -1,0 +1,189 @@
+"""Methods side by side: seconds, passes, relaxation and pictures of the same prompts and seeds, in one run.
+
+Every speed is a ratio to sequential decoding (`ar`) within the run. Methods take turns batch by batch, in an order that
+rotates, so that a drift of the machine meets all alike.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, decode
+from vargen.decoding.cost import pass_costs
+from vargen.models.llamagen import Condition
+from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+
+@dataclass
+class MethodResult:
+    """One method over all batches. Times are of the decoding loop, prefill included; pixels cost the same for all.
+
+    Attributes:
+        kind: `"exact"` or `"relaxed"`.
+        seconds_per_image: median over the batches, and the quartiles.
+        ratio: median over the batches of `ar`'s seconds over this method's, and the quartiles.
+        tokens_per_pass: tokens that a pass committed per unfinished image.
+        step_cost: mean cost of a step's passes, drafting included, relative to a pass of one token (the cost curve).
+        allowed: the ratio that the passes and the cost curve allow: what remains if a step costs its passes alone.
+        efficiency: ratio / allowed.
+        share_by_part: of the loop's seconds.
+        accepted_histogram: `[k]` passes times images that committed k tokens.
+        relaxation_per_image: mean acceptance granted beyond the exact rule.
+        same_as_ar: images with exactly the tokens of `ar`.
+    """
+
+    name: str
+    kind: str
+    images: int
+    seconds_per_image: float = 0.0
+    seconds_quartiles: tuple[float, float] = (0.0, 0.0)
+    ratio: float = 1.0
+    ratio_quartiles: tuple[float, float] = (1.0, 1.0)
+    passes_per_batch: float = 0.0
+    tokens_per_pass: float = 1.0
+    step_cost: float = 1.0
+    allowed: float = 1.0
+    efficiency: float = 1.0
+    share_by_part: dict[str, float] = field(default_factory=dict)
+    accepted_histogram: list[int] = field(default_factory=list)
+    relaxation_per_image: float = 0.0
+    same_as_ar: int = 0
+
+
+@dataclass
+class Comparison:
+    """All methods. `cost_curve` is `{tokens fed: seconds of a pass}`; `tokens` int64 `[images, N]` by method."""
+
+    model: str
+    batch: int
+    sampling: dict[str, Any]
+    prompts: list[str]
+    seeds: list[int]
+    methods: list[MethodResult]
+    cost_curve: dict[int, float]
+    tokens: dict[str, Tensor] = field(default_factory=dict, repr=False)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON; the tokens left out."""
+        return {key: value for key, value in asdict(self).items() if key != "tokens"}
+
+
+def compare(
+    pipe: LlamaGenPipeline,
+    prompts: Sequence[str],
+    methods: dict[str, Accelerator],
+    batch: int = 1,
+    seed: int = 0,
+    settings: dict[str, Any] | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Comparison:
+    """Draw every prompt with every method; picture i has seed `seed + i` in all of them.
+
+    Args:
+        prompts: one picture each; the last batch is filled up from the front.
+        methods: by name; must hold `"ar"`, what ratios are against.
+        settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
+        progress: called with batches done and to do.
+
+    Raises:
+        ValueError: without `ar`, without prompts, for a batch below 1, or a method that this model cannot run.
+    """
+    if "ar" not in methods:
+        raise ValueError(f"methods must include 'ar', the baseline of every ratio, got {', '.join(methods)}")
+    if not prompts or batch < 1:
+        raise ValueError(f"give at least one prompt and a batch of at least 1, got {len(prompts)} prompts, batch {batch}")
+    chosen = {**pipe.default_sampling, **(settings or {})}
+    sampling = Sampling(**{key: value for key, value in chosen.items() if key != "guidance_scale"})
+    model = pipe.token_model(chosen["guidance_scale"])
+    filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
+    condition, _ = pipe.condition(filled)
+    seeds = torch.arange(seed, seed + len(filled))
+    groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
+    names = list(methods)
+    for name in names:  # warm-up, and a method that cannot run says so before minutes are spent
+        decode(model, _rows(condition, groups[0]), seeds[groups[0]], methods[name], sampling, callback=_few_passes)
+    runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
+    tokens: dict[str, list[Tensor]] = {name: [] for name in names}
+    total = len(groups) * len(names)
+    for turn, group in enumerate(groups):
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            result = decode(model, _rows(condition, group), seeds[group], methods[name], sampling)
+            runs[name].append(result.stats)
+            tokens[name].append(result.tokens.cpu())
+            if progress:
+                progress(sum(map(len, runs.values())), total)
+    drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
+    widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
+    curve = pass_costs(model, _rows(condition, groups[0]), batch, widths, repeats=15)
+    results = [_result(name, methods[name], runs, drawn, curve, model, _rows(condition, groups[0]), batch) for name in names]
+    return Comparison(
+        model=type(pipe.transformer).__name__,
+        batch=batch,
+        sampling=chosen,
+        prompts=filled,
+        seeds=seeds.tolist(),
+        methods=results,
+        cost_curve=curve,
+        tokens=drawn,
+    )
+
+
+def _few_passes(progress: Progress) -> bool:
+    return progress.step < 12
+
+
+def _rows(condition: Condition, group: slice) -> Condition:
+    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
+    return Condition(*(None if part is None else part[group] for part in parts))
+
+
+def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:
+    """Median and quartiles."""
+    if len(values) == 1:
+        return values[0], (values[0], values[0])
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return middle, (low, high)
+
+
+def _result(
+    name: str,
+    accelerator: Accelerator,
+    runs: dict[str, list[DecodeStats]],
+    tokens: dict[str, Tensor],
+    curve: dict[int, float],
+    model: LlamaGenTokens,
+    condition: Condition,
+    batch: int,
+) -> MethodResult:
+    own, baseline = runs[name], runs["ar"]
+    result = MethodResult(name, accelerator.kind, images=sum(run.images for run in own))
+    result.seconds_per_image, result.seconds_quartiles = _spread([run.seconds / batch for run in own])
+    ratios = [ar.seconds / run.seconds for ar, run in zip(baseline, own, strict=True)]
+    result.ratio, result.ratio_quartiles = _spread(ratios)
+    result.passes_per_batch = statistics.mean(run.passes for run in own)
+    result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
+    drafting = accelerator.drafter.cost(model, condition, batch) if hasattr(accelerator.drafter, "cost") else 0.0
+    fed = sum((Counter(run.fed) for run in own), Counter())
+    steps = sum(fed.values())
+    seconds = sum(passes * (curve[width] + drafting) for width, passes in fed.items())
+    result.step_cost = seconds / steps / curve[1]
+    result.allowed = sum(sum(run.fed.values()) for run in baseline) * curve[1] / seconds
+    result.efficiency = result.ratio / result.allowed
+    spent = sum(run.seconds for run in own)
+    parts = sum((Counter(run.seconds_by_part) for run in own), Counter())
+    result.share_by_part = {part: value / spent for part, value in parts.items()}
+    longest = max(len(run.accepted_histogram) for run in own)
+    padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
+    result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]
+    relaxation = [value for run in own for value in run.relaxation_spent]
+    result.relaxation_per_image = statistics.mean(relaxation)
+    result.same_as_ar = int((tokens[name] == tokens["ar"]).all(1).sum())
+    return result
