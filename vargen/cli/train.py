@@ -116,16 +116,19 @@ def _saved(folder: Path, part: str, name: str) -> Path:
 def package(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A finished tokenizer run.")] = Path("runs/tokenizer"),
     generator: Annotated[Path, typer.Option(metavar="DIR", help="A finished generator run.")] = Path("runs/generator"),
+    drafter: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A finished run of a smaller generator, for speculative decoding.")
+    ] = None,
     text_encoder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
-    """Join two runs to a model folder in float16, with a card that says how far training got."""
+    """Join finished runs to a model folder in float16, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
     from vargen.training.package import package as join
 
     packaged = Path(vargen.assets.__file__).parent / "emoji"
-    print(join(tokenizer, generator, text_encoder or packaged, output or packaged, note=note))
+    print(join(tokenizer, generator, text_encoder or packaged, output or packaged, note=note, drafter_run=drafter))

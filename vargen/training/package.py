@@ -26,6 +26,7 @@ def package(
     output: Path,
     defaults: dict[str, Any] | None = None,
     note: str = "",
+    drafter_run: Path | None = None,
 ) -> Path:
     """Write the pipeline folder `output`, replacing one that is there, from finished runs.
 
@@ -33,38 +34,46 @@ def package(
         tokenizer_run: holds `vqvae/` and `log.jsonl`. generator_run: holds `transformer/` and `log.jsonl`.
         text_encoder_folder: holds `text_encoder/` and `tokenizer/`; may be `output` itself.
         defaults: sampling defaults of the model. note: how it was trained, for the card.
+        drafter_run: a generator's run of a smaller model on the same tokens, packaged as `draft_transformer`.
 
     Raises:
         FileNotFoundError: if a run is not finished. FileExistsError: if `output` is there and no model folder.
     """
     from transformers import AutoTokenizer
 
-    for finished in (tokenizer_run / "vqvae", generator_run / "transformer"):
+    runs = {"tokenizer": tokenizer_run, "generator": generator_run, **({"drafter": drafter_run} if drafter_run else {})}
+    for part, run in runs.items():
+        finished = run / ("vqvae" if part == "tokenizer" else "transformer")
         if not finished.is_dir():
             raise FileNotFoundError(f"{finished} is missing: finish the training run first")
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
+    drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
     pipeline = LlamaGenPipeline(
         vqvae=vqvae,
         transformer=transformer,
         text_encoder=MiniLMTextEncoder.from_pretrained(text_encoder_folder / "text_encoder"),
         tokenizer=AutoTokenizer.from_pretrained(text_encoder_folder / "tokenizer"),
+        draft_transformer=drafter,
         defaults={**DEFAULTS, **(defaults or {})},
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
-    transformer.to(torch.float16)
+    for network in (transformer, drafter):
+        if network is not None:
+            network.to(torch.float16)
     with whole_folder(output, inputs=[], overwrite=True) as staged:
         pipeline.save_pretrained(staged)
         for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
-        for part in ("vqvae", "transformer"):
+        for part in ("vqvae", "transformer", *(["draft_transformer"] if drafter else [])):
             config = staged / part / "config.json"
             values = json.loads(config.read_text())
             values.pop("_name_or_path", None)  # a folder of the machine that trained it
             config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
-        figures = {"tokenizer": _figures(tokenizer_run), "generator": _figures(generator_run)}
-        (staged / "README.md").write_text(model_card(vqvae, transformer, figures, pipeline.default_sampling, note))
+        figures = {part: _figures(run) for part, run in runs.items()}
+        card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
+        (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
         for kept in ("contact_sheet.png",):
             if (output / kept).is_file():
@@ -85,6 +94,7 @@ def _figures(run: Path) -> dict[str, float]:
 def model_card(
     vqvae: VQModel,
     transformer: LlamaGenTransformer,
+    drafter: LlamaGenTransformer | None,
     figures: dict[str, dict[str, float]],
     sampling: dict[str, Any],
     note: str = "",
@@ -92,6 +102,17 @@ def model_card(
     """A model card in the hub's form; every number comes from the runs' logs."""
     tokenizer, generator = figures["tokenizer"], figures["generator"]
     config, N, millions = transformer.config, transformer.tokens, sum(p.numel() for p in transformer.parameters()) / 1e6
+    draft_part, draft_row = "", ""
+    if drafter is not None:
+        draft_millions, draft = sum(p.numel() for p in drafter.parameters()) / 1e6, figures["drafter"]
+        draft_part = (
+            f"| `draft_transformer` | `LlamaGenTransformer`, {drafter.config.n_layer} layers of width {drafter.config.dim}, "
+            f"for speculative decoding | {draft_millions:.1f} M |\n"
+        )
+        draft_row = (
+            f"| drafter | {draft['step']:.0f} | {draft['seconds'] / 3600:.2f} | loss {draft['final_held_out_loss']:.3f}, "
+            f"entropy {draft['final_entropy']:.3f} nats per token |\n"
+        )
     vq_millions = sum(p.numel() for p in vqvae.parameters()) / 1e6
     defaults = ", ".join(f"{key} {value}" for key, value in sampling.items())
     return f"""---
@@ -109,7 +130,7 @@ beside this folder.
 | `vqvae` | `VQModel`, downsampling {vqvae.downsampling}, {vqvae.config.codebook_size} unit-norm codes of width \
 {vqvae.config.codebook_embed_dim} | {vq_millions:.1f} M |
 | `transformer` | `LlamaGenTransformer`, {config.n_layer} layers of width {config.dim}, {N} tokens | {millions:.1f} M |
-| `text_encoder` | all-MiniLM-L6-v2 (Apache-2.0), int8 weights, {config.cls_token_num} caption rows | 22.6 M |
+{draft_part}| `text_encoder` | all-MiniLM-L6-v2 (Apache-2.0), int8 weights, {config.cls_token_num} caption rows | 22.6 M |
 
 Default sampling: {defaults}.
 
@@ -121,7 +142,7 @@ Default sampling: {defaults}.
 {tokenizer["codebook_use"]:.1%} of the codes in use |
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
-
+{draft_row}
 Held out are 86 of 1,959 concepts, with all their styles. The generator's weights are those of the best held-out loss.
 {_verdict(tokenizer)}{" " + note if note else ""}
 
