@@ -9,13 +9,15 @@ from vargen.kernels.few_rows import MOST_ROWS, linear
 WEIGHT = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7, 16, MOST_ROWS, MOST_ROWS + 1])
-def test_equals_the_linear_layer(rows):
-    x = torch.randn(rows, 24, generator=torch.Generator().manual_seed(rows))
+@pytest.mark.parametrize("width", [48, 40, 39])  # divisible by a block of 16, by 2, by neither
+@pytest.mark.parametrize("rows", [0, 1, 2, 4, 5, 7, 16, 31, 32, MOST_ROWS, MOST_ROWS + 1])
+def test_equals_the_linear_layer(rows, width):
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = torch.randn(rows, 24, generator=generator), torch.randn(width, 24, generator=generator)
     with torch.no_grad():
-        out = linear(x, WEIGHT)
-    assert out.shape == (rows, 40) and out.is_contiguous()
-    assert torch.allclose(out, F.linear(x, WEIGHT), atol=1e-5)
+        out = linear(x, weight)
+    assert out.shape == (rows, width) and out.is_contiguous()
+    assert torch.allclose(out, F.linear(x, weight), atol=1e-5)
 
 
 def test_leading_dimensions_and_layouts():
