@@ -71,7 +71,7 @@ def _ahead(tokens: Tensor, lengths: list[int], T: int) -> Tensor:
 def _held(cache: KVCache, row: int) -> Tensor:
     """Keys and values of what a row holds, prefix included."""
     end = cache.prefix + int(cache.length[row])
-    return torch.stack([cache.k[:, row, :end], cache.v[:, row, :end]])
+    return torch.stack([cache.k[:, row, :, :end], cache.v[:, row, :, :end]])
 
 
 # -- the prefix ------------------------------------------------------------------------------------------------------
@@ -255,14 +255,14 @@ def test_a_row_at_its_end_disturbs_neither_its_grid_nor_its_neighbours(
     for row, n in enumerate(lengths):
         expected[row, cache.prefix + n : cache.prefix + n + T] = True
     for store, old in zip((cache.k, cache.v), before, strict=True):
-        assert torch.equal((store != old).any(dim=(0, 3, 4)), expected)
+        assert torch.equal((store != old).any(dim=(0, 2, 4)), expected)
     assert not expected[1, : cache.prefix + full].any()
 
     kept = [store.clone() for store in (cache.k, cache.v)]
     cache.keep(torch.tensor([[0, 1, 3, 5]] * 3), torch.tensor([4, _N - full, 1]))
     assert cache.length.tolist() == [9, _N, 1]
     for store, old in zip((cache.k, cache.v), kept, strict=True):
-        changed = (store != old).any(dim=(0, 3, 4))
+        changed = (store != old).any(dim=(0, 2, 4))
         assert not changed[1, : cache.prefix + full].any() and not changed[2].any()
         # In row 0, slots 3 and 5 of the pass move to places 2 and 3.
         assert changed[0].nonzero().flatten().tolist() == [cache.prefix + 5 + place for place in (2, 3)]
@@ -276,7 +276,7 @@ def test_a_pointer_past_the_grid_still_writes_to_its_own_row(
     cache.rollback(torch.tensor([_N + 5, _N + 100, 2]))
     before = cache.k.clone()
     assert model(tokens[:, :6], cache=cache).logits.isfinite().all()
-    changed = (cache.k != before).any(dim=(0, 3, 4))
+    changed = (cache.k != before).any(dim=(0, 2, 4))
     assert not changed[:2, : cache.prefix + _N].any()
     assert changed[2].nonzero().flatten().tolist() == [cache.prefix + 2 + t for t in range(6)]
 
@@ -307,6 +307,6 @@ def test_a_pass_wider_than_the_scratch_is_refused(model: LlamaGenTransformer, co
 
 def test_a_new_cache_has_the_size_it_says() -> None:
     cache = KVCache(2, 3, 4, 8, prefix=5, tokens=16, scratch=7, dtype=torch.bfloat16)
-    assert cache.k.shape == cache.v.shape == (2, 3, 28, 4, 8) and cache.slots == 28
+    assert cache.k.shape == cache.v.shape == (2, 3, 4, 28, 8) and cache.slots == 28
     assert cache.nbytes == 2 * 2 * 3 * 28 * 4 * 8 * 2
     assert cache.length.tolist() == [0, 0, 0] and cache.prefix_bias.shape == (3, 5)

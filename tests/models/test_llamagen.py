@@ -220,6 +220,11 @@ def test_rotation_turns_interleaved_pairs() -> None:
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
     torch.testing.assert_close(rotate(x, rotation(table)), torch.view_as_real(turned).flatten(-2))
+    with torch.no_grad():
+        assert isinstance(rotation(table), Tensor), "one complex factor where nothing records gradients"
+        torch.testing.assert_close(rotate(x, rotation(table)), torch.view_as_real(turned).flatten(-2))
+        half = rotate(x.bfloat16(), rotation(table.bfloat16()))
+    torch.testing.assert_close(half, rotate(x.bfloat16(), rotation(table.bfloat16())))
     first = torch.zeros(1, 16, 1, 16)
     first[..., 0] = 1
     moved = rotate(first, rotation(table))[0, :, 0]
@@ -268,7 +273,7 @@ def test_queries_and_keys_of_the_conditioning_are_exactly_zero(condition: str, m
     assert all((q == 0).all() and (k == 0).all() and (image != 0).any() for q, k, image in seen)
     cache = model.new_cache(3, compress_prefix=False)
     model(condition=rows, cache=cache)
-    assert (cache.k == 0).all() and (cache.v[:, :, : model.prefix_rows] != 0).any()
+    assert (cache.k == 0).all() and (cache.v[:, :, :, : model.prefix_rows] != 0).any()
 
 
 def test_norm_rounds_before_it_scales() -> None:
@@ -277,8 +282,11 @@ def test_norm_rounds_before_it_scales() -> None:
     x = torch.randn(5, 64).bfloat16() * 30
     scaled = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
     assert torch.equal(norm(x), scaled.bfloat16() * norm.weight)
-    y = torch.randn(5, 64)
-    torch.testing.assert_close(norm.float()(y), y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * norm.weight)
+    y = torch.cat([torch.randn(5, 64), torch.zeros(1, 64), torch.full((1, 64), 1e-4)])
+    with torch.no_grad():
+        few = norm.float()(y)
+    torch.testing.assert_close(few, norm(y))
+    torch.testing.assert_close(norm(y), y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5) * norm.weight)
 
 
 # -- conditions ------------------------------------------------------------------------------------------------------

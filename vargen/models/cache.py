@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class KVCache:
-    """Keys and values of every layer, `[R, S, H, K]` each, and the number of image tokens that each row holds.
+    """Keys and values of every layer, `[R, H, S, K]` each, and the number of image tokens that each row holds.
 
     Args:
         layers, rows, heads, head_dim: shape of the network and of the batch.
@@ -43,12 +43,13 @@ class KVCache:
     ):
         self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
         self.slots = prefix + tokens + scratch
-        shape = (layers, rows, self.slots, heads, head_dim)
+        shape = (layers, rows, heads, self.slots, head_dim)
         self.k = torch.zeros(shape, dtype=dtype, device=device)
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, device=device)
-        self._first_slot = (torch.arange(rows, device=device) * self.slots + prefix)[:, None]  # in the flattened rows
+        first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
+        self._first_slot = first + prefix  # of the image, per row and head in their flattened slots
         self._image_slot = torch.arange(tokens + scratch, device=device)
 
     @property
@@ -58,29 +59,38 @@ class KVCache:
     def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
         """Store the conditioning; `k_RPHK=None` leaves the keys at zero, which LlamaGen's always are."""
         if k_RPHK is not None:
-            self.k[layer, :, : self.prefix] = k_RPHK
-        self.v[layer, :, : self.prefix] = v_RPHK
+            self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
+        self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
     def slot_of(self, T: int) -> Tensor:
-        """Flat slots `[R*T]` of the T tokens that a pass feeds behind each row's pointer."""
+        """Flat slots `[R, T, H]` of the T tokens that a pass feeds behind each row's pointer."""
         ahead = self._image_slot[:T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
-        return (self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)).flatten()
+        return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
+
+    def reach(self, T: int) -> int:
+        """How many slots a pass over T tokens has to look at: on a CPU those that a row has in use. Elsewhere all: shapes stay
+        the same for every pass, and the host does not wait for a length."""
+        if self.length.device.type != "cpu" or torch.compiler.is_compiling():
+            return self.slots
+        return min(self.prefix + int(self.length.max()) + T, self.slots)
 
     def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one pass at `slots`; returns all keys and values of the layer, `[R, H, S, K]` views."""
+        """Write one pass at `slots`; returns all keys and values of the layer, `[R, H, S, K]`."""
         k, v = self.k[layer], self.v[layer]
-        k.flatten(0, 1).index_copy_(0, slots, k_RTHK.flatten(0, 1))
-        v.flatten(0, 1).index_copy_(0, slots, v_RTHK.flatten(0, 1))
-        return k.transpose(1, 2), v.transpose(1, 2)
+        k.flatten(0, 2).index_put_((slots,), k_RTHK)
+        v.flatten(0, 2).index_put_((slots,), v_RTHK)
+        return k, v
 
-    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None) -> Tensor:
         """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:
             ancestors: bool `[T, T]` or `[R, T, T]`; `[..., i, j]` is True where token j is token i or one of its ancestors.
                 None for a chain, where every earlier token is.
+            slots: how many of the slots S; default: all.
         """
-        behind = self._image_slot - self.length[:, None]  # [R, N + scratch]; negative: committed; t: draft token t
+        image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
+        behind = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
         if ancestors is None:
             steps = torch.arange(T, device=behind.device)
             visible = behind[:, None, :] <= steps[None, :, None]
@@ -111,11 +121,11 @@ class KVCache:
         steps = torch.arange(A, device=accepted_RA.device)
         valid = steps[None] < count_R[:, None]
         offset = torch.where(valid, accepted_RA, steps[None])  # invalid columns copy onto themselves
-        base = self._first_slot + self.length[:, None].clamp(max=self.tokens)
-        limit = self._first_slot + self.tokens + self.scratch - 1
-        source = torch.minimum(base + offset, limit).flatten()
-        target = torch.minimum(base + steps[None], limit).flatten()
+        base = self.length[:, None].clamp(max=self.tokens)
+        limit = self.tokens + self.scratch - 1
+        source = (self._first_slot + (base + offset).clamp(max=limit)[..., None]).flatten()
+        target = (self._first_slot + (base + steps).clamp(max=limit)[..., None]).flatten()
         for store in (self.k, self.v):
-            flat = store.flatten(1, 2)
+            flat = store.flatten(1, 3)
             flat.index_copy_(1, target, flat.index_select(1, source))
         self.length += count_R
