@@ -85,7 +85,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             raise ValueError(f"Choose from 2 to {MOST_STEPS} pictures.")
         return chosen, chosen.values(most, int(pictures))
 
-    def press(*values: Any, request: gr.Request) -> list[Any]:
+    def press(request: gr.Request, *values: Any) -> list[Any]:
         *own, field, most, pictures, locked = values
         with told_plainly():
             seed = own[2] if locked else inputs.new_seed()

@@ -43,7 +43,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     kept = gr.State([], time_to_live=3600)
     ticket = gr.Textbox(visible=False)
 
-    def press(*values: Any, request: gr.Request) -> list[Any]:
+    def press(request: gr.Request, *values: Any) -> list[Any]:
         *own, method_name, number, locked = values
         with told_plainly():
             seed = own[2] if locked else inputs.new_seed()

@@ -89,7 +89,7 @@ def build(engine: Engine) -> Inputs:
     with gr.Group():
         with gr.Row(elem_id="seed-row"):
             seed = gr.Number(label="Seed", value=new_seed(), precision=0, min_width=140, scale=3, elem_id="seed")
-            dice = gr.Button("⚄ New seed", size="md", min_width=90, scale=1, elem_id="dice")
+            dice = gr.Button("⚄ New seed", size="md", min_width=120, scale=1, elem_id="dice")
         lock = gr.Checkbox(
             label="Keep this seed", info="Else every drawing takes a new one. A seed is a picture.", elem_id="lock"
         )
@@ -105,7 +105,7 @@ def build(engine: Engine) -> Inputs:
             visible=not engine.by_class,
         )  # fmt: skip
     dropped = gr.File(
-        label="Parameters from a PNG drawn here", file_types=[".png"], type="filepath", height=150, elem_id="drop"
+        label="Parameters from a PNG drawn here", file_types=[".png"], type="filepath", height=120, elem_id="drop"
     )
     dice.click(new_seed, outputs=seed, queue=False, show_progress="hidden", api_visibility="private")
     return Inputs(prompt, style, seed, guidance, temperature, top_k, top_p, negative, lock, dropped)

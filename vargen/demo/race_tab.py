@@ -47,7 +47,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             raise ValueError(f"Choose two to {MOST_LANES} methods to race; {len(chosen)} are chosen.")
         return [inputs.settings(engine, own, name) for name in sorted(chosen, key=names.index)]
 
-    def press(*values: Any, request: gr.Request) -> list[Any]:
+    def press(request: gr.Request, *values: Any) -> list[Any]:
         *own, chosen, locked = values
         with told_plainly():
             seed = own[2] if locked else inputs.new_seed()

@@ -20,6 +20,10 @@ def theme() -> gr.themes.Base:
         font=["system-ui", "-apple-system", "Segoe UI", "Roboto", "sans-serif"],
         font_mono=["ui-monospace", "Consolas", "monospace"],
     ).set(
+        body_background_fill="*neutral_100",
+        body_background_fill_dark="*neutral_950",
+        block_border_width="1px",
+        block_border_width_dark="1px",
         block_title_background_fill="none",
         block_title_background_fill_dark="none",
         block_title_padding="0",
