@@ -22,7 +22,11 @@ from diffusers import DiffusionPipeline
 
 # Folders may name classes of these libraries only: anything else would be code from a stranger.
 _TRUSTED = ("diffusers", "transformers", "vargen.")
-_CHECKED: dict[str, type] = {"transformer": LlamaGenTransformer, "vqvae": VQModel}
+_CHECKED: dict[str, type] = {
+    "transformer": LlamaGenTransformer,
+    "draft_transformer": LlamaGenTransformer,
+    "vqvae": VQModel,
+}
 
 
 def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
@@ -45,7 +49,8 @@ def component_dtypes(folder: Path, torch_dtype: torch.dtype | None) -> dict[str,
         raise ValueError(f"torch_dtype must be a floating-point torch.dtype, got {torch_dtype!r}")
     index = json.loads((folder / "model_index.json").read_text())
     large = (index.get("text_encoder") or [None])[0] == "transformers"
-    return {"transformer": dtype, "default": torch.float32, **({"text_encoder": dtype} if large else {})}
+    dtypes = {"transformer": dtype, "draft_transformer": dtype, "default": torch.float32}
+    return {**dtypes, "text_encoder": dtype} if large else dtypes
 
 
 def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Path:

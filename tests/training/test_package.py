@@ -41,6 +41,22 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     assert torch.equal(pipe.vqvae.state_dict()["encoder.conv_in.weight"], halves.float())
 
 
+def test_a_drafter_goes_along(runs, tmp_path):
+    drafter = tmp_path / "drafter"
+    tiny_transformer("text", cls_token_num=32).save_pretrained(drafter / "transformer")
+    drafter.joinpath("log.jsonl").write_text(
+        json.dumps({"step": 70, "seconds": 60.0, "final_held_out_loss": 5.125, "final_entropy": 4.5}) + "\n"
+    )
+    folder = package(*runs, ENCODER, tmp_path / "model", drafter_run=drafter)
+    pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    result = pipe("a red apple", top_k=8, accelerator="speculative", output_type="latent")
+    assert result.stats.fed == {5: result.stats.passes - 1}
+    assert "`draft_transformer`" in (folder / "README.md").read_text() and "5.125" in (folder / "README.md").read_text()
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        package(*runs, ENCODER, tmp_path / "other", drafter_run=tmp_path / "nothing")
+
+
 def test_an_unfinished_run_leaves_the_old_folder(runs, tmp_path):
     package(*runs, ENCODER, tmp_path / "model")
     before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*"))

@@ -10,7 +10,7 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.bench import check_result_file, prepare, write_json
-from vargen.cli.console import table
+from vargen.cli.console import say, table
 from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import save_image, targets
@@ -69,6 +69,9 @@ def compare(
     if guidance_scale is not None:
         checks.check_guidance(guidance_scale)
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
+    if pipe.draft_transformer is None and methods == _METHODS:
+        say("speculative is left out: this model has no draft_transformer")
+        del chosen_methods["speculative"]
     with tqdm(desc="batches", disable=None, leave=False) as bar:
 
         def show(done: int, total: int) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, generate, info, train
+from vargen.cli import bench, compare, convert, generate, info, laws, train
 from vargen.cli.console import Commands, configure_logging
 
 app = typer.Typer(
@@ -42,6 +42,7 @@ def root(
 app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.add_typer(info.app, name="info")
+bench.app.command("laws")(laws.laws)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")

@@ -1,0 +1,88 @@
+"""`vargen compare` and `vargen bench laws`: their reports, files and bad input; times are not judged here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+def prompts(run: Any) -> Path:
+    Path("prompts.txt").write_text("a cat\na dog\na red apple\n")
+    return Path("prompts.txt")
+
+
+def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd,gumbel,gsd", "--batch", 2, "--window", 4)
+    result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--plot", "out/a.png", "--top-k", 8)
+    assert result.exit_code == 0, result.output
+    for part in ("tokens/pass", "efficiency", "gumbel", "relaxation", "grid.png", "milliseconds of a pass"):
+        assert part in result.stdout
+    document = json.loads(Path("out/a.json").read_text())
+    assert document["machine"]["cpu"] and document["batch"] == 2
+    assert document["prompts"] == ["a cat", "a dog", "a red apple", "a cat"] and document["seeds"] == [0, 1, 2, 3]
+    assert set(document["cost_curve"]) == {"1", "4"}
+    by_name = {method["name"]: method for method in document["methods"]}
+    assert list(by_name) == ["ar", "sjd", "gumbel", "gsd"]
+    assert by_name["ar"]["ratio"] == 1.0 and by_name["ar"]["same_as_ar"] == 4 and by_name["ar"]["allowed"] == 1.0
+    assert by_name["gumbel"]["same_as_ar"] == 4 and by_name["gumbel"]["relaxation_per_image"] == 0
+    assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
+    for method in by_name.values():
+        assert sum(k * n for k, n in enumerate(method["accepted_histogram"])) == 4 * 16
+        assert method["efficiency"] == pytest.approx(method["ratio"] / method["allowed"])
+        assert 0 < sum(method["share_by_part"].values()) <= 1.001
+    with Image.open("out/grid.png") as grid:
+        assert grid.width > 3 * 128 and grid.height > 4 * 128
+    assert Path("out/a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_a_draft_model_the_default_methods_leave_speculative_out(run: Any, text_model: Path, prompts: Path) -> None:
+    result = run("compare", "--prompt-file", prompts, "--model", text_model, "--json", "-", "-o", "grid.png")
+    assert result.exit_code == 0, result.output
+    assert "speculative is left out" in result.stderr
+    assert [method["name"] for method in json.loads(result.stdout)["methods"]] == ["ar", "sjd", "scd", "gumbel", "gsd"]
+    asked = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "speculative")
+    assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--methods", "sdj"), "did you mean 'sjd'"),
+        (("--window", "1"), "window must be at least 2"),
+        (("--window", "17"), "from 2 to the grid's 16 tokens"),
+        (("--window", "wide"), "unknown window"),
+        (("--batch", "0"), "batch"),
+        (("--seed", "-1"), "seed"),
+        (("--plot", "x.jpg"), "plot"),
+        (("-o", "x.txt"), "output"),
+        (("--top-k", "0"), "top_k"),
+        (("--guidance-scale", "-1"), "guidance_scale"),
+    ],
+)
+def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, prompts: Path, words: Any, message: str) -> None:
+    result = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
+
+
+def test_laws_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "scd", "--window", 4, "--pictures", 10)
+    words += ("--batch", 6, "--permutations", 20, "--cache", "kept", "--strong")
+    result = run("bench", "laws", *words, "--json", "laws.json")
+    assert result.exit_code == 0, result.output
+    assert "neighbouring tokens" in result.stdout and "50 tokens a group" in result.stdout
+    report = json.loads(Path("laws.json").read_text())
+    assert set(report["methods"]) == {"ar", "scd", "gsd, 50 tokens a group"}
+    for values in report["methods"].values():
+        assert all(1 / 21 - 1e-9 <= test["p_value"] <= 1 for test in values["tests"].values())
+    files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npz")}
+    assert len(files) == 8
+    next(iter(files)).unlink()
+    again = run("bench", "laws", *words, "--json", "again.json")
+    assert again.exit_code == 0
+    assert sum(path.stat().st_mtime_ns == files[path] for path in files) == 7
+    assert json.loads(Path("again.json").read_text())["methods"] == report["methods"]

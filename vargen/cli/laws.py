@@ -1,0 +1,70 @@
+"""`vargen bench laws`: do accelerated pictures follow the law of sequential ones?"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from tqdm import tqdm
+
+from vargen.cli.bench import check_result_file, prepare, write_json
+from vargen.cli.compare import chosen
+from vargen.cli.console import table
+from vargen.cli.generate import read_prompts
+from vargen.cli.options import Device, Dtype, check_range
+
+
+def laws(
+    prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line, drawn in turn.")],
+    cache: Annotated[Path, typer.Option(metavar="DIR", help="Keeps the tokens; a run found there goes on.")],
+    methods: Annotated[str, typer.Option(metavar="PRESET,...")] = "ar,sjd,scd,gumbel,gsd,speculative",
+    pictures: Annotated[int, typer.Option(metavar="N", help="Of each method.")] = 1000,
+    batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 50,
+    permutations: Annotated[int, typer.Option(metavar="N", help="Of each test; the least p-value is 1 / (N + 1).")] = 200,
+    strong: Annotated[bool, typer.Option("--strong", help="Also gsd with large groups, which the tests must tell.")] = False,
+    as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
+    model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
+    window: Annotated[str | None, typer.Option(metavar="N|adaptive", help="Of the Jacobi presets.")] = None,
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+) -> None:
+    """Two-sample tests of each method's pictures against sequential ones of the same prompts and other seeds.
+
+    Small p-values say that the laws differ. `ar` against itself shows what no difference looks like.
+    """
+    check_range(pictures, "pictures", 2)
+    check_range(batch, "batch", 1)
+    check_range(permutations, "permutations", 1)
+    check_result_file(as_json, ".json", "json")
+    prompts = read_prompts(prompt_file)
+    accelerators = chosen(methods, window)
+    chosen_device, kind, machine = prepare(device, dtype, threads)
+
+    from vargen.decoding import Accelerator, Grouped, Jacobi
+    from vargen.evaluation.laws import laws_report
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    if strong:
+        size: Any = int(window) if window is not None and window.isdigit() else window or 16
+        rule = Grouped(size=50, delta=1.0)
+        accelerators["gsd, 50 tokens a group"] = Accelerator("gsd-strong", Jacobi(size, "maximal"), rule)
+    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
+    with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
+        report = laws_report(pipe, prompts, accelerators, pictures, batch, cache, permutations, bar.update)
+    if as_json != "-":
+        tests = list(next(iter(report["methods"].values()))["tests"])
+        rows = [
+            [
+                name,
+                values["kind"],
+                f"{values['tokens_per_pass']:.2f}",
+                f"{values['relaxation_per_image']:.1f}",
+                *(f"{values['tests'][test]['p_value']:.3f}" for test in tests),
+            ]
+            for name, values in report["methods"].items()
+        ]
+        print(f"{pictures} pictures of each method against ar, p-values of {permutations} permutations\n")
+        print(table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests)))
+    write_json(as_json, {"machine": machine, **report})
