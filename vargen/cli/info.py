@@ -51,15 +51,28 @@ def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         print_json(found)
         return
-    head = ["name", "kind", "summary", "source"]
-    print(table(head, [[preset[key] for key in head] for preset in found], "<<<<"))
+    head = ["name", "kind", "summary", "defaults", "source"]
+    rows = [
+        [preset["name"], preset["kind"], preset["summary"], _plain(preset["defaults"]), preset["source"]] for preset in found
+    ]
+    print(table(head, rows, "<<<<<"))
 
 
-def presets() -> list[dict[str, str]]:
+def _plain(settings: dict[str, Any]) -> str:
+    return ", ".join(f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items())
+
+
+def presets() -> list[dict[str, Any]]:
     from vargen.decoding import PRESETS
 
     return [
-        {"name": preset.name, "kind": preset.kind, "summary": preset.summary, "source": preset.source}
+        {
+            "name": preset.name,
+            "kind": preset.kind,
+            "summary": preset.summary,
+            "defaults": preset.settings,
+            "source": preset.source,
+        }
         for preset in PRESETS.values()
     ]
 

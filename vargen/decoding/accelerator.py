@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any, Literal
 
 from vargen.decoding.acceptance import Grouped, exact, same_noise
 from vargen.decoding.jacobi import Jacobi
@@ -65,6 +65,17 @@ class Accelerator:
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` when the output follows the target's own law. Rules that do not say so count as relaxed."""
         return "exact" if getattr(self.acceptance, "exact", False) else "relaxed"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The parameters of the drafter and of the rule that are set, by name."""
+        return {
+            field.name: value
+            for part in (self.drafter, self.acceptance)
+            if is_dataclass(part)
+            for field in fields(part)
+            if field.init and isinstance(value := getattr(part, field.name), int | float | str)
+        }
 
 
 PRESETS: dict[str, Accelerator] = {
