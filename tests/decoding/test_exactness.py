@@ -6,6 +6,7 @@ variants are what released implementations do (research audit of SJD, SCD, SJD-P
 """
 
 import dataclasses
+import itertools
 import math
 
 import pytest
@@ -39,10 +40,6 @@ AT_THE_FLOOR = 1.35  # times the noise floor; the wrong variants below are told 
 MODEL = {"vocab": 3, "tokens": 5, "seed": 4}
 
 
-def window(width: int, tail: str = "maximal", first="uniform") -> Jacobi:
-    return Jacobi(width, tail, first)
-
-
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
 @pytest.mark.parametrize("rule", [exact, same_noise])
@@ -73,6 +70,29 @@ def test_other_sizes_reach_the_joint_law(vocab, tokens):
     model = TableModel(vocab=vocab, tokens=tokens, seed=vocab)
     for drafter in (Jacobi(4, "maximal"), Jacobi(Adaptive(2, 4, ahead=2.0), "maximal")):
         assert joint_distance(Accelerator(drafter=drafter, acceptance=exact), model, Sampling()) < AT_THE_FLOOR
+
+
+class Changing:
+    """Windows that go up and down, through 1, where nothing is drafted."""
+
+    widest, shrinks = 4, False
+
+    def __init__(self):
+        self.sizes = itertools.cycle([4, 2, 1, 3])
+
+    def start(self, model, condition, images):
+        return self
+
+    def widths(self, length):
+        return None, next(self.sizes)
+
+    def learn(self, count, active): ...
+
+
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+def test_changing_windows_reach_the_joint_law(tail):
+    accelerator = Accelerator(drafter=Jacobi(Changing(), tail, "mixture"), acceptance=exact)
+    assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])

@@ -1,5 +1,6 @@
 """Jacobi windows: recorded laws are the laws drawn from, rows stand alone, and bad windows are refused."""
 
+import itertools
 import math
 
 import pytest
@@ -108,21 +109,45 @@ def test_the_adaptive_window_follows_acceptance():
 
 
 def test_the_automatic_window_takes_the_cheapest_token():
-    state = Auto(widest=16).start(TableModel(vocab=4, tokens=60), torch.zeros(1, dtype=torch.int64), 1)
-    length, active = torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.bool)
-    state.costs = {2: 1.0, 4: 1.0, 16: 1.0}
-    assert state.widths(length) == (None, 16)  # passes cost the same: the widest
-    state.costs = {2: 1.0, 4: 2.0, 16: 8.0}
-    assert state.widths(length) == (None, 2)  # twice the tokens at twice the cost never pays
-    state.costs = {2: 1.0, 4: 1.2, 16: 8.0}
-    for _ in range(50):
-        state.widths(length)
-        state.learn(torch.tensor([1]), active)
-    assert state.chance < 0.1 and state.widths(length) == (None, 2)
-    accelerator = Accelerator(drafter=Jacobi("auto", "gumbel"))
+    condition = torch.zeros(2, dtype=torch.int64)
     model = TableModel(vocab=4, tokens=60)
-    plain = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2))
-    assert torch.equal(decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), accelerator).tokens, plain.tokens)
+    state = Auto(widest=16, probes=0).start(model, condition, 2)
+    assert set(state.costs) == {1, 2, 3, 4, 6, 8, 12, 16}
+    length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
+    state.costs = {1: 1.0, 4: 1.0, 16: 1.0}
+    assert state.widths(length) == (None, 16)  # passes cost the same: the widest
+    state.costs = {1: 1.0, 4: 4.0, 16: 16.0}
+    assert state.widths(length) == (None, 1)  # as much for each token as one alone: no drafts
+    state.costs = {1: 1.0, 4: 1.2, 16: 8.0}
+    assert state.widths(length) == (None, 4)
+    for _ in range(80):
+        state.width = 4
+        state.learn(torch.tensor([1, 4]), active)  # the second image is finished and has no say
+    assert state.gain < 0.01 and state.widths(length) == (None, 1)
+    probing = Auto(widest=16, probes=2).start(model, condition, 2)
+    probing.costs = {1: 1.0, 4: 4.0, 16: 16.0}
+    assert [probing.widths(length)[1] for _ in range(3)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
+def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatch):
+    monkeypatch.setattr("vargen.decoding.window.pass_costs", lambda *_: costs)
+    model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
+    plain = decode(model, condition, seeds)
+    fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
+    assert torch.equal(fast.tokens, plain.tokens)
+    assert set(fast.stats.fed) <= set(costs)
+
+
+@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
+def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(tail, monkeypatch):
+    """Widths go up and down, through 1, where nothing is drafted."""
+    widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
+    monkeypatch.setattr("vargen.decoding.window._AutoState.widths", lambda self, length: (None, next(widths)))
+    model = TableModel(vocab=4, tokens=40)
+    accelerator = Accelerator(drafter=Jacobi("auto", tail, "mixture"), acceptance=exact)
+    result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
+    assert result.finished and result.stats.tokens == 120 and set(result.stats.fed) == {1, 2, 3, 4, 5}
 
 
 def test_the_cost_curve_is_measured_once_per_network_and_batch():
