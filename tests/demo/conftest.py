@@ -132,7 +132,7 @@ def chromium() -> SimpleNamespace:
     return SimpleNamespace(webdriver=webdriver, browser=browser, driver=driver)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[str], Browser]]:
     """Opens any number of browsers, each with an empty profile of its own."""
     opened: list[Browser] = []
@@ -154,3 +154,17 @@ def open_browser(chromium: SimpleNamespace) -> Iterator[Callable[[str], Browser]
         browser.driver.quit()
     for profile in profiles:
         profile.cleanup()
+
+
+@pytest.fixture(scope="module")
+def one_browser(open_browser: Callable[[str], Browser], address: str) -> Browser:
+    return open_browser(address)
+
+
+@pytest.fixture
+def browser(one_browser: Browser, address: str) -> Browser:
+    """The page just loaded: a new session, in a browser that the module's tests share."""
+    one_browser.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    for kind in ("browser", "performance"):
+        one_browser.driver.get_log(kind)
+    return one_browser.open(address)

@@ -17,8 +17,7 @@ from vargen.demo.settings import LONGEST_PROMPT
 Open = Callable[[str], Any]
 
 
-def test_type_generate_and_watch_the_preview_change(open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
-    browser = open_browser(address)
+def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, slow: Callable[[float], None]) -> None:
     slow(0.03)
     browser.write("#prompt textarea, #prompt input", "a green frog")
     browser.driver.switch_to.active_element.send_keys("\n")  # Enter draws
@@ -50,8 +49,7 @@ def test_type_generate_and_watch_the_preview_change(open_browser: Open, address:
     assert not severe
 
 
-def test_stop_ends_a_drawing(open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
-    browser = open_browser(address)
+def test_stop_ends_a_drawing(browser: Any, slow: Callable[[float], None]) -> None:
     slow(0.3)  # 20 seconds a picture
     browser.click("#generate")
     browser.until(lambda: "Drawing" in browser.text("#note"))
@@ -64,8 +62,7 @@ def test_stop_ends_a_drawing(open_browser: Open, address: str, slow: Callable[[f
     browser.until(lambda: "Drawn in" in browser.text("#note"))
 
 
-def test_race(open_browser: Open, address: str, engine: Engine) -> None:
-    browser = open_browser(address)
+def test_race(browser: Any, engine: Engine) -> None:
     browser.press_tab("Race")
     browser.click("#race")
     names = [name for name in ("ar", "gumbel", "gsd") if name in {each.name for each in engine.available}]
@@ -77,8 +74,7 @@ def test_race(open_browser: Open, address: str, engine: Engine) -> None:
     assert "gumbel drew the identical picture" in browser.text("#race-note")
 
 
-def test_race_needs_two_methods(open_browser: Open, address: str) -> None:
-    browser = open_browser(address)
+def test_race_needs_two_methods(browser: Any) -> None:
     browser.press_tab("Race")
     for box in browser.all("#racers input:checked")[1:]:
         browser.driver.execute_script("arguments[0].click()", box)
@@ -86,8 +82,7 @@ def test_race_needs_two_methods(open_browser: Open, address: str) -> None:
     browser.until(lambda: "Choose two to 4 methods" in browser.toasts())
 
 
-def test_explore(open_browser: Open, address: str) -> None:
-    browser = open_browser(address)
+def test_explore(browser: Any) -> None:
     browser.press_tab("Explore")
     browser.click("#explore")
     browser.until(lambda: "Done: seed" in browser.text("#explore-note"))
@@ -96,13 +91,12 @@ def test_explore(open_browser: Open, address: str) -> None:
     assert browser.text("#strip").count("relaxation") == 4
 
 
-def test_a_dropped_picture_reloads_its_parameters(open_browser: Open, address: str, tmp_path: Path) -> None:
+def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
     chunk = PngInfo()
     told = {"prompt": "a blue ${1+1} {{whale}} <b>", "seed": 77, "accelerator": "ar", "guidance_scale": 2.5, "top_k": 9}
     chunk.add_text("vargen", json.dumps(told))
     Image.new("RGB", (8, 8)).save(tmp_path / "ours.png", pnginfo=chunk)
     Image.new("RGB", (8, 8)).save(tmp_path / "foreign.png")
-    browser = open_browser(address)
     browser.all("#drop input[type=file]")[0].send_keys(str(tmp_path / "ours.png"))
     field = "#prompt textarea, #prompt input"
     browser.until(lambda: browser.shown(field).get_property("value") == told["prompt"])
@@ -112,13 +106,12 @@ def test_a_dropped_picture_reloads_its_parameters(open_browser: Open, address: s
     browser.until(lambda: "seed 77" in browser.text("#note"))
     assert browser.attribute("#stage img", "alt") == told["prompt"], "what people type is text, not markup or a template"
 
-    other = open_browser(address)
-    other.all("#drop input[type=file]")[0].send_keys(str(tmp_path / "foreign.png"))
-    other.until(lambda: "carries no vargen parameters" in other.toasts())
+    browser.open(address)
+    browser.all("#drop input[type=file]")[0].send_keys(str(tmp_path / "foreign.png"))
+    browser.until(lambda: "carries no vargen parameters" in browser.toasts())
 
 
-def test_bad_input_gets_a_message(open_browser: Open, address: str) -> None:
-    browser = open_browser(address)
+def test_bad_input_gets_a_message(browser: Any) -> None:
     field = "#prompt textarea, #prompt input"
     browser.write(field, " ")
     browser.click("#generate")
@@ -129,8 +122,8 @@ def test_bad_input_gets_a_message(open_browser: Open, address: str) -> None:
     assert len(browser.shown(field).get_property("value")) <= LONGEST_PROMPT
 
 
-def test_two_browsers_at_once(open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
-    one, two = open_browser(address), open_browser(address)
+def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
+    one, two = browser, open_browser(address)
     slow(0.02)
     for browser, prompt in ((one, "a cat"), (two, "a dog")):
         browser.write("#prompt textarea, #prompt input", prompt)
@@ -139,16 +132,16 @@ def test_two_browsers_at_once(open_browser: Open, address: str, slow: Callable[[
     for browser, prompt in ((one, "a cat"), (two, "a dog")):
         browser.until(lambda b=browser: "Drawn in" in b.text("#note"))
         assert browser.attribute("#stage img", "alt") == prompt
+        browser.until(lambda b=browser: b.all("#gallery img"))
         assert len(browser.all("#gallery img")) == 1, "a session sees its own pictures only"
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_nothing_is_wider_than_the_screen(open_browser: Open, address: str, width: int) -> None:
-    browser = open_browser(address)
+def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.click("#generate")
-    browser.until(lambda: "Drawn in" in browser.text("#note"))
+    browser.until(lambda: "Drawn in" in browser.text("#note") and browser.all("#gallery img"))
     for tab in ("Generate", "Race", "Explore"):
         browser.press_tab(tab)
         assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= width

@@ -37,7 +37,7 @@ class Knob:
     def values(self, strongest: float, count: int) -> list[float]:
         """`count` settings from 0, the exact rule, to the strongest; fewer where whole numbers run out."""
         raw = [strongest * k / (count - 1) for k in range(count)]
-        return sorted({float(round(each)) if self.field == "size" else round(each, 4) for each in raw})
+        return sorted({float(round(each)) if self.field == "size" else float(f"{each:.3g}") for each in raw})
 
 
 KNOBS = {
@@ -126,7 +126,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     own = [*shared.values, knob, strongest, count]
     knob.change(turn, knob, strongest, **quick)
-    pressed = go.click(press, [*own, shared.lock], [ticket, shared.seed, go, stop, note], trigger_mode="once", **quick)
+    pressed = go.click(press, [*own, shared.lock], [ticket, shared.seed, go, stop, note], trigger_mode="once", **inputs.TALKING)
     exploring = pressed.success(explore, [ticket, *own], [note, strip], show_progress="hidden", **draw_options)
     exploring.then(lambda: [gr.Button(interactive=True), gr.Button(interactive=False)], None, [go, stop], **quick)
     exploring.failure(lambda: figures.note("The strip was not finished.", "off"), None, note, **quick)

@@ -164,7 +164,7 @@ def chart(shown: Sequence[Lane], first: str = "method") -> str:
 
 
 def _bar(share: float, label: str, kind: str) -> str:
-    return f'<td><div class="vg-bar vg-{kind}"><i style="width:{100 * share:.1f}%"></i><span>{text(label)}</span></div></td>'
+    return f'<td><div class="vg-bar vg-{kind}"><i style="--share:{share:.3f}"></i><span>{text(label)}</span></div></td>'
 
 
 def note(message: str, kind: str = "") -> str:

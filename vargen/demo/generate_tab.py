@@ -21,9 +21,9 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     """Lay out and wire the tab; returns the method's component and the line of news, which the drop box also fills."""
     names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
     method = gr.Radio(names, value=names[0][1], label="Method", elem_id="method", elem_classes="methods")
-    left_out = [f"{each.name}: {each.reason}" for each in engine.methods.values() if each.reason is not None]
+    left_out = [f"{each.name} ({each.reason.split(': ')[0]})" for each in engine.methods.values() if each.reason is not None]
     if left_out:
-        gr.Markdown("Not with this model: " + figures.text("; ".join(left_out)), elem_classes="vg-hint")
+        gr.HTML(f'<p class="vg-hint">Not with this model: {figures.text("; ".join(left_out))}.</p>', padding=True)
     with gr.Row(elem_id="go-row"):
         count = gr.Dropdown(
             [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
@@ -37,7 +37,8 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     with gr.Accordion("The same picture from the command line", open=False):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
     gallery = gr.Gallery(
-        label="Pictures of this session", columns=6, height="auto", format="png", interactive=False, object_fit="contain",
+        label="Pictures of this session", columns=6, fit_columns=False, height="auto", format="png", interactive=False,
+        object_fit="contain",
         buttons=["download", "fullscreen"], elem_id="gallery", visible=False,
     )  # fmt: skip
     kept = gr.State([], time_to_live=3600)
@@ -102,7 +103,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
         [*shared.values, method, count, shared.lock],
         [ticket, shared.seed, go, stop, note],
         trigger_mode="once",
-        **quick,
+        **inputs.TALKING,
     )
     drawing = pressed.success(
         draw,

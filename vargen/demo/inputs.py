@@ -15,6 +15,8 @@ from vargen.demo.runs import told_plainly
 from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
 
 ANY_STYLE = "any"
+# Of events that answer at once, and with a message where something is wrong: only the queue carries messages to the page.
+TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 _EXAMPLES = (
     "a red apple", "grinning face", "a cat face", "a slice of pizza",
     "a yellow star", "flag of japan", "a pumpkin", "a blue heart",
@@ -136,4 +138,4 @@ def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HT
         ]  # fmt: skip
         return [*values, True, drawn_by, figures.note("Parameters reloaded. Generate draws the same picture.")]
 
-    inputs.dropped.upload(reload, inputs.dropped, outputs, queue=False, show_progress="hidden", api_visibility="private")
+    inputs.dropped.upload(reload, inputs.dropped, outputs, **TALKING)

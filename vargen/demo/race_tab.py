@@ -86,7 +86,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
     quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     inputs_of_press = [*shared.values, methods, shared.lock]
-    pressed = go.click(press, inputs_of_press, [ticket, shared.seed, go, stop, note], trigger_mode="once", **quick)
+    pressed = go.click(press, inputs_of_press, [ticket, shared.seed, go, stop, note], trigger_mode="once", **inputs.TALKING)
     racing = pressed.success(
         race, [ticket, *shared.values, methods, order], [note, track], show_progress="hidden", **draw_options
     )
