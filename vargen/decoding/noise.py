@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int = 0) -> Tenso
 
 def _unit_(bits: Tensor) -> Tensor:
     """31 low bits to float32 in (0, 1): fine near 0, where the smallest exponential wins a race."""
-    return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(_UNIT)
+    return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
 
 
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
@@ -77,9 +78,14 @@ def exponential(
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
     keys = _keys(seeds, position, purpose, step)[..., None]
     low, high = keys.to(torch.int32), (keys >> 32).to(torch.int32)  # both wrap to their low 32 bits
-    lanes = torch.arange(1, vocab + 1, dtype=torch.int32, device=seeds.device).mul_(_GOLDEN32)
-    bits = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
+    bits = _shift_(_lanes(vocab, seeds.device) + low, 16).mul_(_LOW1).bitwise_xor_(high)
     return _unit_(_shift_(_shift_(bits, 15).mul_(_LOW2), 16)).neg_().log1p_().neg_()
+
+
+@lru_cache(maxsize=8)
+def _lanes(vocab: int, device: torch.device) -> Tensor:
+    """int32 `[V]`, far apart; never changed in place."""
+    return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
 
 
 def race(

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance import chances, drafted_law, residual
+from vargen.decoding.acceptance import chances, drafted_law
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.types import Draft
 
@@ -36,12 +36,13 @@ def maximal(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
         return noise.race(law, Purpose.TAIL)
     p, q = chances(law, draft)
     keeps = noise.uniform(Purpose.TAIL_ACCEPT)[:, :-1] * q < p
-    left = residual(law[:, :-1], drafted_law(law, draft))
-    if draft.valid is not None:
-        keeps = keeps & draft.valid
-        left = torch.where(draft.valid[..., None], left, law[:, :-1])
-    redrawn = noise.race(torch.cat([left, law[:, -1:]], dim=1), Purpose.TAIL)
-    return torch.cat([torch.where(keeps, draft.tokens, redrawn[:, :-1]), redrawn[:, -1:]], dim=1)
+    valid = torch.ones_like(keeps) if draft.valid is None else draft.valid
+    left = law.clone()  # (p - q)+ where there was a draft, p elsewhere; in place, because these are wide
+    left[:, :-1].addcmul_(drafted_law(law, draft), valid[..., None].to(law.dtype), value=-1).clamp_(min=0)
+    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
+    redrawn = noise.race(left, Purpose.TAIL)
+    redrawn[:, :-1] = torch.where(keeps & valid | empty, draft.tokens, redrawn[:, :-1])
+    return redrawn
 
 
 def gumbel(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
