@@ -1,5 +1,5 @@
-"""Takes the pictures of the README: `python tests/demo/screenshots.py http://127.0.0.1:7860 assets/screenshots` beside a running
-`python app.py`. Needs chromium, its driver and selenium."""
+"""Takes the pictures of the README, beside a running `python app.py`; needs chromium, its driver and selenium:
+`python tests/demo/screenshots.py http://127.0.0.1:7860 assets/screenshots`."""
 
 from __future__ import annotations
 
