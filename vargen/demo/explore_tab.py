@@ -146,7 +146,8 @@ def _lane(engine: Engine, knob: Knob, value: float, run: Run | None) -> Lane:
     if run is None:
         return Lane(name, "", None, "waits for its turn", "", 0, total, 0.0, 0.0)
     drawn = run.drawn
-    image = drawn.images[0] if drawn and not drawn.stopped else (run.preview or [None])[0]
+    partial = run.preview[0] if run.preview else None
+    image = drawn.images[0] if drawn and not drawn.stopped else partial
     caption = f"{run.seconds:.1f} s"
     if drawn is not None:
         spent = sum(drawn.stats.relaxation_spent)

@@ -55,8 +55,8 @@ def token_map(counts: Iterable[int], side: int) -> str:
             x, y, width = first % side * _CELL, first // side * _CELL, (last - first) * _CELL
             body.append(f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{width - 3}" height="{_CELL - 3}" rx="6"/>')
         if count > 1:
-            x, y = position % side * _CELL + _CELL / 2, position // side * _CELL + _CELL / 2
-            body.append(f'<text x="{x}" y="{y}">{count}</text>')
+            across, down = position % side * _CELL + _CELL / 2, position // side * _CELL + _CELL / 2
+            body.append(f'<text x="{across}" y="{down}">{count}</text>')
         plural = "s" if count > 1 else ""
         parts.append(f'<g class="k{shade}"><title>pass {passes}: {count} token{plural}</title>{"".join(body)}</g>')
         position += count

@@ -124,7 +124,7 @@ def _idle() -> list[gr.Button]:
 
 
 def _running(run: Run, engine: Engine) -> str:
-    images = run.preview or [None] * run.settings.num_images
+    images: list[Any] = [*run.preview] or [None] * run.settings.num_images
     return _stage(images, list(run.counts), engine, run.tokens, run.seconds, f"{run.settings.prompt}, unfinished")
 
 

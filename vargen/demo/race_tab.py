@@ -108,7 +108,8 @@ def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn |
     if run is None:
         return Lane(settings.method, kind, None, "waits for its turn", "", 0, total, 0.0, 0.0)
     drawn = run.drawn
-    image = drawn.images[0] if drawn and not drawn.stopped else (run.preview or [None])[0]
+    partial = run.preview[0] if run.preview else None
+    image = drawn.images[0] if drawn and not drawn.stopped else partial
     caption, badge = f"{run.seconds:.1f} s", ""
     if drawn is not None:
         caption = f"{drawn.seconds:.2f} s, {drawn.tokens_per_second:.0f} tokens per second, {drawn.stats.passes} passes"
