@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -22,6 +23,7 @@ def main() -> None:
         parser.error(f"--port must be from 1 to 65535, got {options.port}")
     if not 1 <= options.concurrency <= 16:
         parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folders below are removed then, too
     with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
         # Read when gradio is imported: no statistics to anyone, and one folder that vanishes with the app.
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
