@@ -69,9 +69,10 @@ class Accelerator:
     @property
     def settings(self) -> dict[str, Any]:
         """The parameters of the drafter and of the rule that are set, by name."""
+        parts: tuple[Any, ...] = (self.drafter, self.acceptance)
         return {
             field.name: value
-            for part in (self.drafter, self.acceptance)
+            for part in parts
             if is_dataclass(part)
             for field in fields(part)
             if field.init and isinstance(value := getattr(part, field.name), int | float | str)

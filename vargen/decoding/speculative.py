@@ -89,7 +89,9 @@ class Speculative:
         logits = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[-1]))
         model.commit(held, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
-        drafted, laws, position = [], [], length[:, None]
+        drafted: list[Tensor] = []
+        laws: list[Tensor] = []
+        position = length[:, None]
         for drafts in range(self.length):
             if drafts:
                 logits = model.forward(drafted[-1], held, one)

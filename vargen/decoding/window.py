@@ -21,8 +21,11 @@ from vargen.decoding.types import TokenModel
 class Window(Protocol):
     """Attributes: `widest`, most fed tokens; `shrinks`, whether a smaller grid simply caps it."""
 
-    widest: int
-    shrinks: bool
+    @property
+    def widest(self) -> int: ...
+
+    @property
+    def shrinks(self) -> bool: ...
 
     def start(self, model: TokenModel, condition: Any, images: int) -> Any:
         """State with `widths(length)`, which returns each image's window `[B]` (None: all of it) and the pass's, and
@@ -170,6 +173,6 @@ def window_of(value: int | str | Window) -> Window:
         if value < 2:
             raise ValueError(f"window must be at least 2 (one committed token and one draft), got {value}")
         return Fixed(value)
-    if hasattr(value, "start") and hasattr(value, "widest"):
+    if not isinstance(value, int) and hasattr(value, "start") and hasattr(value, "widest"):
         return value
     raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {value!r}")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, decode
+from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, Speculative, decode
 from vargen.decoding.cost import pass_costs
 from vargen.models.llamagen import Condition
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -170,7 +170,8 @@ def _result(
     result.ratio, result.ratio_quartiles = _spread(ratios)
     result.passes_per_batch = statistics.mean(run.passes for run in own)
     result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
-    drafting = accelerator.drafter.cost(model, condition, batch) if hasattr(accelerator.drafter, "cost") else 0.0
+    drafter = accelerator.drafter
+    drafting = drafter.cost(model, condition, batch) if isinstance(drafter, Speculative) else 0.0
     fed = sum((Counter(run.fed) for run in own), Counter())
     steps = sum(fed.values())
     seconds = sum(passes * (curve[width] + drafting) for width, passes in fed.items())

@@ -62,8 +62,9 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     tokens.set(title="tokens per target pass")
     for method in methods:
         counts = method.accepted_histogram[1:]
-        if method.name != "ar" and sum(counts):
-            shares = [count / sum(counts) for count in counts]
+        passes = sum(counts)
+        if method.name != "ar" and passes > 0:
+            shares = [count / passes for count in counts]
             lengths.plot(range(1, len(counts) + 1), shares, marker=".", label=method.name)
     lengths.set(title="tokens that a pass committed", xlabel="tokens", ylabel="share of passes")
     lengths.xaxis.get_major_locator().set_params(integer=True)

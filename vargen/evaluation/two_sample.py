@@ -123,12 +123,14 @@ def compare_laws(
     V, N = len(codes_VC), first_IN.shape[1]
     classes = code_classes(codes_VC)
     kinds = int(classes.max()) + 1
-    sets = (first_IN, second_IN)
-    marginals = [marginal_cells(tokens, V) for tokens in sets]
-    pairs = [pair_cells(tokens, columns, classes) for tokens in sets]
-    summaries = [features(tokens, columns, codes_VC) for tokens in sets]
+
+    def both(make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        return make(first_IN), make(second_IN)
+
     return {
-        "token marginals per position": cell_test(*marginals, V * N, permutations),
-        "neighbouring tokens": cell_test(*pairs, 2 * kinds * kinds, permutations),
-        "tokenizer features": mean_test(*summaries, permutations),
+        "token marginals per position": cell_test(*both(lambda t: marginal_cells(t, V)), V * N, permutations),
+        "neighbouring tokens": cell_test(
+            *both(lambda t: pair_cells(t, columns, classes)), 2 * kinds * kinds, permutations
+        ),
+        "tokenizer features": mean_test(*both(lambda t: features(t, columns, codes_VC)), permutations),
     }
