@@ -22,6 +22,7 @@ from vargen.pipelines import checks
 from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.loading import checked_folder, component_dtypes
+from vargen.pipelines.memory import within_memory
 
 ensure_torchvision()
 
@@ -245,10 +246,15 @@ class LlamaGenPipeline(DiffusionPipeline):
         if negative_prompt is not None:
             negative, _ = self.condition(negative_prompt, None, None, None, clean_prompt)
             negative = _repeat(negative, images)
-        model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
-            result = self._decode(model, condition, seeds, preset, sampling, callback)
+
+            def run(chosen: slice) -> Decoded:
+                rows = negative and negative.rows(chosen)
+                model = self.token_model(scale, guidance_interval, rows, compress_prefix, compile)
+                return decode(model, condition.rows(chosen), seeds[chosen], preset, sampling, callback=callback)
+
+            result = within_memory(run, images)
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
@@ -267,22 +273,6 @@ class LlamaGenPipeline(DiffusionPipeline):
         codes = self.vqvae.quantize.codes().to(self.transformer.device)
         step = self._step() if compile else None
         return LlamaGenTokens(self.transformer, *options, step, codes=codes, draft_model=draft)
-
-    def _decode(
-        self,
-        model: LlamaGenTokens,
-        condition: Condition,
-        seeds: Tensor,
-        preset: Accelerator,
-        sampling: Sampling,
-        callback: Callable[[Progress], bool | None],
-    ) -> Decoded:
-        try:
-            return decode(model, condition, seeds, preset, sampling, callback=callback)
-        except torch.OutOfMemoryError as error:
-            raise torch.OutOfMemoryError(
-                f"out of memory with {len(seeds)} images at once; make fewer per call (num_images_per_prompt, prompts)"
-            ) from error
 
     def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
         """Feeds the progress bar, and the caller's callback with diffusers' arguments."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 
@@ -35,6 +38,25 @@ class DecodeStats:
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
+
+    @staticmethod
+    def joined(runs: Sequence[DecodeStats]) -> DecodeStats:
+        """Of several runs made one after the other, as one."""
+        parts = sum((Counter(run.seconds_by_part) for run in runs), Counter())
+        columns = zip_longest(*(run.accepted_histogram for run in runs), fillvalue=0)
+        return DecodeStats(
+            accelerator=runs[0].accelerator,
+            images=sum(run.images for run in runs),
+            tokens=sum(run.tokens for run in runs),
+            passes=sum(run.passes for run in runs),
+            seconds=sum(run.seconds for run in runs),
+            accepted_histogram=[sum(column) for column in columns],
+            fed=dict(sum((Counter(run.fed) for run in runs), Counter())),
+            relaxation_spent=[value for run in runs for value in run.relaxation_spent],
+            seconds_by_part=dict(parts),
+            seeds=[seed for run in runs for seed in run.seeds],
+            stopped=any(run.stopped for run in runs),
+        )
 
     @property
     def tokens_per_second(self) -> float:

@@ -109,21 +109,21 @@ def compare(
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
     names = list(methods)
     for name in names:  # warm-up, and a method that cannot run says so before minutes are spent
-        decode(model, _rows(condition, groups[0]), seeds[groups[0]], methods[name], sampling, callback=_few_passes)
+        decode(model, condition.rows(groups[0]), seeds[groups[0]], methods[name], sampling, callback=_few_passes)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     total = len(groups) * len(names)
     for turn, group in enumerate(groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            result = decode(model, _rows(condition, group), seeds[group], methods[name], sampling)
+            result = decode(model, condition.rows(group), seeds[group], methods[name], sampling)
             runs[name].append(result.stats)
             tokens[name].append(result.tokens.cpu())
             if progress:
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
-    curve = pass_costs(model, _rows(condition, groups[0]), batch, widths, repeats=15)
-    results = [_result(name, methods[name], runs, drawn, curve, model, _rows(condition, groups[0]), batch) for name in names]
+    curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15)
+    results = [_result(name, methods[name], runs, drawn, curve, model, condition.rows(groups[0]), batch) for name in names]
     return Comparison(
         model=type(pipe.transformer).__name__,
         batch=batch,
@@ -138,11 +138,6 @@ def compare(
 
 def _few_passes(progress: Progress) -> bool:
     return progress.step < 12
-
-
-def _rows(condition: Condition, group: slice) -> Condition:
-    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    return Condition(*(None if part is None else part[group] for part in parts))
 
 
 def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:

@@ -55,6 +55,11 @@ class Condition:
     caption_embeds: Tensor | None = None
     caption_mask: Tensor | None = None
 
+    def rows(self, chosen: slice) -> Condition:
+        """Some of the rows."""
+        parts = (self.class_labels, self.caption_embeds, self.caption_mask)
+        return Condition(*(None if part is None else part[chosen] for part in parts))
+
     def join(self, other: Condition) -> Condition:
         """This batch followed by another, as one; where only one has a mask, all rows of the other stay exposed.
 

@@ -1,0 +1,63 @@
+"""Out of memory: one retry in two halves, then a clear error."""
+
+import pytest
+import torch
+from tiny_models import tiny_transformer, tiny_vq
+
+from vargen import LlamaGenPipeline
+from vargen.pipelines import llamagen
+
+
+@pytest.fixture
+def pipe():
+    pipe = LlamaGenPipeline(vqvae=tiny_vq(), transformer=tiny_transformer("class"))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def scarce(monkeypatch, most: int) -> list[int]:
+    """Memory for `most` images; returns the sizes of the tries."""
+    real, tries = llamagen.decode, []
+
+    def decode(model, condition, seeds, *arguments, **options):
+        tries.append(len(seeds))
+        if len(seeds) > most:
+            raise torch.OutOfMemoryError("no room")
+        return real(model, condition, seeds, *arguments, **options)
+
+    monkeypatch.setattr(llamagen, "decode", decode)
+    return tries
+
+
+def draw(pipe, count: int, **options):
+    generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
+    return pipe(class_labels=list(range(count)), generator=generators, output_type="latent", guidance_scale=2.0, **options)
+
+
+def test_halves_draw_the_same_pictures(pipe, monkeypatch, caplog):
+    whole = draw(pipe, 5)
+    tries = scarce(monkeypatch, 3)
+    with caplog.at_level("WARNING", logger="vargen"):
+        halves = draw(pipe, 5)
+    assert tries == [5, 2, 3] and "two halves" in caplog.text
+    assert torch.equal(halves.images, whole.images)
+    for name in ("images", "tokens", "seeds", "accepted_histogram", "relaxation_spent"):
+        assert getattr(halves.stats, name) == getattr(whole.stats, name)
+    assert halves.stats.passes == 2 * whole.stats.passes
+    assert halves.stats.fed == {1: 2 * whole.stats.fed[1]}
+
+
+def test_there_is_one_retry_and_then_an_error_that_says_what_to_do(pipe, monkeypatch):
+    tries = scarce(monkeypatch, 1)
+    with pytest.raises(torch.OutOfMemoryError, match="with 4 images at once, and with 2; make fewer per call"):
+        draw(pipe, 4)
+    assert tries == [4, 2]
+    scarce(monkeypatch, 0)
+    with pytest.raises(torch.OutOfMemoryError, match="one image"):
+        draw(pipe, 1)
+
+
+def test_stopping_in_the_first_half_leaves_the_other_undrawn(pipe, monkeypatch):
+    scarce(monkeypatch, 2)
+    result = draw(pipe, 4, callback_on_step_end=lambda *_: {"stop": True})
+    assert result.stats.stopped and len(result.images) == 4
