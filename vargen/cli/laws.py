@@ -26,6 +26,9 @@ def laws(
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
     window: Annotated[str | None, typer.Option(metavar="N|adaptive", help="Of the Jacobi presets.")] = None,
+    guidance_scale: Annotated[
+        float | None, typer.Option(metavar="X", help="1 halves the work, and the law is broader. Default: the model's.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
@@ -44,15 +47,17 @@ def laws(
 
     from vargen.decoding import Accelerator, Grouped, Jacobi
     from vargen.evaluation.laws import laws_report
+    from vargen.pipelines import checks
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
     if strong:
         size: Any = int(window) if window is not None and window.isdigit() else window or 16
         rule = Grouped(size=50, delta=1.0)
         accelerators["gsd, 50 tokens a group"] = Accelerator("gsd-strong", Jacobi(size, "maximal"), rule)
+    settings = {} if guidance_scale is None else {"guidance_scale": checks.check_guidance(guidance_scale)}
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
-        report = laws_report(pipe, prompts, accelerators, pictures, batch, cache, permutations, bar.update)
+        report = laws_report(pipe, prompts, accelerators, pictures, batch, cache, permutations, settings, bar.update)
     if as_json != "-":
         tests = list(next(iter(report["methods"].values()))["tests"])
         rows = [

@@ -25,14 +25,15 @@ def draw_many(
     batch: int,
     seed: int,
     folder: Path,
+    settings: dict[str, Any],
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, and mean statistics.
+    """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, sampled by `settings`, and mean statistics.
 
     Every batch is kept in `folder`, so a run that was stopped goes on where it was.
     """
-    sampling = Sampling(**{key: value for key, value in pipe.default_sampling.items() if key != "guidance_scale"})
-    model = pipe.token_model(pipe.default_sampling["guidance_scale"])
+    sampling = Sampling(**{key: value for key, value in settings.items() if key != "guidance_scale"})
+    model = pipe.token_model(settings["guidance_scale"])
     folder.mkdir(parents=True, exist_ok=True)
     parts, passes, spent = [], [], []
     for start in range(0, pictures, batch):
@@ -65,20 +66,23 @@ def laws_report(
     batch: int,
     folder: Path,
     permutations: int = 200,
+    settings: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> dict[str, Any]:
     """Each method against `ar` with other seeds; `ar` itself, with a third set of seeds, shows how no difference looks."""
     ar = Accelerator(name="ar")
-    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", progress)
+    used = {**pipe.default_sampling, **(settings or {})}
+    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", used, progress)
     codes = pipe.vqvae.quantize.codes().detach().float().cpu()
     columns = pipe.transformer.config.grid_size
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
-        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, number * 10**6, folder / name, progress)
+        seed = number * 10**6
+        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, folder / name, used, progress)
         tests = compare_laws(baseline, tokens, codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
             **statistics,
             "tests": {test: asdict(result) for test, result in tests.items()},
         }
-    return {"pictures": pictures, "permutations": permutations, "sampling": pipe.default_sampling, "methods": results}
+    return {"pictures": pictures, "permutations": permutations, "sampling": used, "methods": results}
