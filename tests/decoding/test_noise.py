@@ -106,3 +106,13 @@ def test_memory_of_token_draws_does_not_mix_up_laws():
     noise = Noise(torch.tensor([1]), torch.arange(50)[None])
     first, second = torch.eye(4)[0].expand(1, 50, 4), torch.eye(4)[3].expand(1, 50, 4)
     assert (noise.tokens(first) == 0).all() and (noise.tokens(second) == 3).all() and (noise.tokens(first) == 0).all()
+
+
+def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
+    position = torch.tensor([[0, 5, 10**12, -3]]).expand(len(SEEDS), -1)
+    for purpose in (Purpose.TOKEN, Purpose.TAIL):
+        numpy = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
+        with monkeypatch.context() as patch:
+            patch.setattr("vargen.decoding.noise._in_numpy", lambda keys: False)
+            plain = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
+        assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))

@@ -132,6 +132,7 @@ class Auto:
 
 
 _GROWTH = 0.75
+_WORTH_A_CHANGE = 1.1  # a window that shrinks loses drafts that passes have refined
 
 
 @dataclass
@@ -145,7 +146,10 @@ class _AutoState:
     def widths(self, length: Tensor) -> tuple[None, int]:
         allowed = [width for width in self.costs if width >= 4 or self.probes <= 0] or list(self.costs)
         self.probes -= 1
-        self.width = max(allowed, key=lambda w: (1 + self.gain * (w - 1) ** _GROWTH) / self.costs[w])
+        rate = {w: (1 + self.gain * (w - 1) ** _GROWTH) / self.costs[w] for w in allowed}
+        best = max(rate, key=lambda w: rate[w])
+        if rate[best] > _WORTH_A_CHANGE * rate.get(self.width, 0.0):
+            self.width = best
         return None, self.width if length.device.type == "cpu" else max(self.costs)
 
     def learn(self, count: Tensor, active: Tensor) -> None:
