@@ -118,7 +118,7 @@ def test_the_automatic_window_takes_the_cheapest_token():
     assert state.widths(length) == (None, 16)  # passes cost the same: the widest
     state.costs = {1: 1.0, 4: 4.0, 16: 16.0}
     assert state.widths(length) == (None, 1)  # as much for each token as one alone: no drafts
-    state.costs = {1: 1.0, 4: 1.2, 16: 8.0}
+    state.costs = {1: 1.0, 4: 1.1, 16: 8.0}
     assert state.widths(length) == (None, 4)
     for _ in range(80):
         state.width = 4

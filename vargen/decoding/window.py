@@ -132,6 +132,7 @@ class Auto:
 
 
 _GROWTH = 0.75
+_BESIDE = 0.9  # drafts are judged and redrawn beside the pass, which takes about a tenth of a step
 _WORTH_A_CHANGE = 1.1  # a window that shrinks loses drafts that passes have refined
 
 
@@ -146,9 +147,9 @@ class _AutoState:
     def widths(self, length: Tensor) -> tuple[None, int]:
         allowed = [width for width in self.costs if width >= 4 or self.probes <= 0] or list(self.costs)
         self.probes -= 1
-        rate = {w: (1 + self.gain * (w - 1) ** _GROWTH) / self.costs[w] for w in allowed}
+        rate = {w: (1 + self.gain * (w - 1) ** _GROWTH) / self.costs[w] * (_BESIDE if w > 1 else 1.0) for w in allowed}
         best = max(rate, key=lambda w: rate[w])
-        if rate[best] > _WORTH_A_CHANGE * rate.get(self.width, 0.0):
+        if best == 1 or rate[best] > _WORTH_A_CHANGE * rate.get(self.width, 0.0):
             self.width = best
         return None, self.width if length.device.type == "cpu" else max(self.costs)
 
