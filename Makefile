@@ -1,4 +1,5 @@
 # make image PROMPT="a red apple"   draw one picture (installs the core on first use)
+# make demo                         the page in the browser
 # make test                         everything, on the reference set of packages
 # make test-latest                  the fast tests, on the latest set
 # make lint                         ruff and mypy
@@ -20,10 +21,13 @@ LATEST    := .venv-latest
 PYTEST    := pytest -n 2 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets tests
 
-.PHONY: image test test-latest lint ruff types clean
+.PHONY: image demo test test-latest lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
+
+demo: $(REFERENCE)/.demo
+	@$(REFERENCE)/bin/python app.py
 
 test: $(REFERENCE)/.all lint
 	$(REFERENCE)/bin/$(PYTEST)
@@ -48,9 +52,13 @@ $(REFERENCE)/.core: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e .
 	@touch $@
 
+$(REFERENCE)/.demo: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
+	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[demo]"
+	@touch $(REFERENCE)/.core $@
+
 $(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[all]"
-	@touch $(REFERENCE)/.core $@
+	@touch $(REFERENCE)/.core $(REFERENCE)/.demo $@
 
 # Everything but the official ImageReward, which does not import with today's transformers.
 $(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/bin/python
