@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -45,7 +46,10 @@ def full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.fixture(scope="module")
 def address(engine: Engine) -> Iterator[str]:
     served = page.build(engine)
-    yield page.serve(served)
+    with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    yield page.serve(served, port=port)
     served.close(verbose=False)
 
 

@@ -8,16 +8,13 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries, say
 from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype, use_threads
 from vargen.cli.outputs import Target, save_image, slug, targets
-
-if TYPE_CHECKING:
-    from vargen.decoding import DecodeStats
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -131,6 +128,8 @@ def generate(
     tokens, loop_seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     rate = tokens / loop_seconds if loop_seconds else 0.0
     if as_json:
+        from vargen.decoding import DecodeStats
+
         print_json(
             {
                 "images": images,
@@ -139,7 +138,7 @@ def generate(
                 "seconds_load": seconds_load,
                 "seconds_generate": seconds,
                 "tokens_per_second": rate,
-                "stats": _merged(runs),
+                "stats": DecodeStats.joined(runs).to_dict(),
             }
         )
     if not quiet:
@@ -239,13 +238,13 @@ def _draw(
     batch_size: int,
     quiet: bool,
     silent: bool,
-) -> tuple[list[dict[str, Any]], list[DecodeStats], float]:
+) -> tuple[list[dict[str, Any]], list[Any], float]:
     """Draw and save, a batch at a time; returns a record per image, statistics per batch, and seconds spent drawing."""
     import torch
 
     key = "prompt" if pipe.transformer.config.condition == "text" else "class_label"
     images: list[dict[str, Any]] = []
-    runs: list[DecodeStats] = []
+    runs: list[Any] = []
     seconds = 0.0
     try:
         for start in range(0, len(jobs), batch_size):
@@ -280,18 +279,3 @@ def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[s
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
     pictures = [Image.open(image["file"]) for image in images]
     save_image(contact_sheet(pictures, captions), place, parameters)
-
-
-def _merged(runs: list[DecodeStats]) -> dict[str, Any]:
-    """Statistics of the batches as of one run."""
-    tokens, turns = sum(run.tokens for run in runs), sum(sum(run.accepted_histogram) for run in runs)
-    parts = sorted({part for run in runs for part in run.seconds_by_part})
-    return {
-        "tokens": tokens,
-        "passes": sum(run.passes for run in runs),
-        "tokens_per_pass": tokens / turns if turns else 0.0,
-        "seconds": sum(run.seconds for run in runs),
-        "accepted_histogram": [sum(column) for column in zip(*(run.accepted_histogram for run in runs), strict=True)],
-        "relaxation_spent": [spent for run in runs for spent in run.relaxation_spent],
-        "seconds_by_part": {part: sum(run.seconds_by_part.get(part, 0.0) for run in runs) for part in parts},
-    }

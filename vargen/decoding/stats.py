@@ -69,5 +69,7 @@ class DecodeStats:
         return self.tokens / turns if turns else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
-        return {**asdict(self), "tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
+        """Plain values, for JSON, whose keys are text."""
+        fed = {str(width): passes for width, passes in self.fed.items()}
+        rates = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
+        return {**asdict(self), "fed": fed, **rates}
