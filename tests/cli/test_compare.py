@@ -70,13 +70,13 @@ def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, promp
 
 
 def test_laws_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "scd", "--window", 4, "--pictures", 10)
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--pictures", 10)
     words += ("--batch", 6, "--permutations", 20, "--cache", "kept", "--strong")
     result = run("bench", "laws", *words, "--json", "laws.json")
     assert result.exit_code == 0, result.output
     assert "neighbouring tokens" in result.stdout and "50 tokens a group" in result.stdout
     report = json.loads(Path("laws.json").read_text())
-    assert set(report["methods"]) == {"ar", "scd", "gsd, 50 tokens a group"}
+    assert set(report["methods"]) == {"ar", "gsd", "gsd, 50 tokens a group"}
     for values in report["methods"].values():
         assert all(1 / 21 - 1e-9 <= test["p_value"] <= 1 for test in values["tests"].values())
     files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npz")}

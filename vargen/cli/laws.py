@@ -22,7 +22,9 @@ def laws(
     pictures: Annotated[int, typer.Option(metavar="N", help="Of each method.")] = 1000,
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 50,
     permutations: Annotated[int, typer.Option(metavar="N", help="Of each test; the least p-value is 1 / (N + 1).")] = 200,
-    strong: Annotated[bool, typer.Option("--strong", help="Also gsd with large groups, which the tests must tell.")] = False,
+    strong: Annotated[
+        bool, typer.Option("--strong", help="Behind gsd also one with large groups, which the tests must tell.")
+    ] = False,
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
     window: Annotated[str | None, typer.Option(metavar="N|adaptive", help="Of the Jacobi presets.")] = None,
@@ -42,7 +44,7 @@ def laws(
     check_range(permutations, "permutations", 1)
     check_result_file(as_json, ".json", "json")
     prompts = read_prompts(prompt_file)
-    accelerators = chosen(methods, window)
+    asked = chosen(methods, window)
     chosen_device, kind, machine = prepare(device, dtype, threads)
 
     from vargen.decoding import Accelerator, Grouped, Jacobi
@@ -50,10 +52,13 @@ def laws(
     from vargen.pipelines import checks
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    if strong:
-        size: Any = int(window) if window is not None and window.isdigit() else window or 16
-        rule = Grouped(size=50, delta=1.0)
-        accelerators["gsd, 50 tokens a group"] = Accelerator("gsd-strong", Jacobi(size, "maximal"), rule)
+    size: Any = int(window) if window is not None and window.isdigit() else window or 16
+    accelerators: dict[str, Accelerator] = {}
+    for name, accelerator in asked.items():
+        accelerators[name] = accelerator
+        if strong and name == "gsd":
+            rule = Grouped(size=50, delta=1.0)
+            accelerators["gsd, 50 tokens a group"] = Accelerator("gsd-strong", Jacobi(size, "maximal"), rule)
     settings = {} if guidance_scale is None else {"guidance_scale": checks.check_guidance(guidance_scale)}
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:

@@ -68,8 +68,14 @@ class DecodeStats:
         turns = sum(self.accepted_histogram)
         return self.tokens / turns if turns else 0.0
 
+    @property
+    def relaxation_per_token(self) -> float:
+        """Acceptance granted beyond the exact rule, per token; 0 for exact rules."""
+        return sum(self.relaxation_spent) / self.tokens if self.tokens else 0.0
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, whose keys are text."""
         fed = {str(width): passes for width, passes in self.fed.items()}
         rates = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
+        rates["relaxation_per_token"] = self.relaxation_per_token
         return {**asdict(self), "fed": fed, **rates}

@@ -64,7 +64,7 @@ class Drawn:
     @property
     def relaxation_per_token(self) -> float:
         """Acceptance granted beyond the exact rule's, per token."""
-        return sum(self.stats.relaxation_spent) / max(self.stats.tokens, 1)
+        return self.stats.relaxation_per_token
 
 
 @dataclass
