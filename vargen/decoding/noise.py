@@ -63,30 +63,37 @@ def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int = 0) -> Tenso
     """int64 `[B, T]`, one independent stream each."""
     stream = _signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
     if _in_numpy(seeds):
-        with np.errstate(over="ignore"):
-            key = _mix_numpy_(seeds.numpy().astype(np.uint64) + np.uint64(stream & _ALL))
-            keys = _mix_numpy_(key[:, None] + (position.numpy().astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
-        return torch.from_numpy(keys.view(np.int64))
+        return _keys_numpy(seeds.numpy(), position.numpy(), stream)
     key = _mix_(seeds + stream)
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
+def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: int) -> Tensor:
+    key = _mix_numpy_(seeds.astype(np.uint64) + np.uint64(stream & _ALL))
+    keys = _mix_numpy_(key[:, None] + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(_GOLDEN & _ALL))
+    return torch.from_numpy(keys.view(np.int64))
+
+
 def _lane_bits(keys: Tensor, vocab: int) -> Tensor:
     """int32 `[B, T, V]` of keys `[B, T]`: V draws each."""
+    lanes = _lanes(vocab, keys.device)
     if _in_numpy(keys):
-        halves = np.ascontiguousarray(keys.numpy()).view(np.uint32).reshape(*keys.shape, 2)
-        low, high = halves[..., :1], halves[..., 1:]
-        z = _lanes(vocab, keys.device).numpy().view(np.uint32) + low
-        z ^= z >> np.uint32(16)
-        z *= np.uint32(_LOW1 & 0xFFFFFFFF)
-        z ^= high
-        z ^= z >> np.uint32(15)
-        z *= np.uint32(_LOW2 & 0xFFFFFFFF)
-        z ^= z >> np.uint32(16)
-        return torch.from_numpy(z.view(np.int32))
+        return _lane_bits_numpy(keys.numpy(), lanes.numpy())
     low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both wrap to their low 32 bits
-    z = _shift_(_lanes(vocab, keys.device) + low, 16).mul_(_LOW1).bitwise_xor_(high)
+    z = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
     return _shift_(_shift_(z, 15).mul_(_LOW2), 16)
+
+
+def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
+    halves = np.ascontiguousarray(keys).view(np.uint32).reshape(*keys.shape, 2)
+    z = lanes.view(np.uint32) + halves[..., :1]
+    z ^= z >> np.uint32(16)
+    z *= np.uint32(_LOW1 & 0xFFFFFFFF)
+    z ^= halves[..., 1:]
+    z ^= z >> np.uint32(15)
+    z *= np.uint32(_LOW2 & 0xFFFFFFFF)
+    z ^= z >> np.uint32(16)
+    return torch.from_numpy(z.view(np.int32))
 
 
 def _in_numpy(keys: Tensor) -> bool:
