@@ -82,15 +82,16 @@ def test_package_joins_the_runs_named(run: Any, repo_root: Path, monkeypatch: py
 
     seen: list[Any] = []
 
-    def join(*folders: Path, note: str) -> Path:
-        seen.extend([*folders, note])
+    def join(*folders: Path, note: str, drafter_run: Path | None) -> Path:
+        seen.extend([*folders, note, drafter_run])
         return folders[-1]
 
     monkeypatch.setattr(package, "package", join)
-    result = run("train", "package", "--tokenizer", "a", "--generator", "b", "--output", "c", "--note", "two cores")
+    words = ("--tokenizer", "a", "--generator", "b", "--output", "c", "--note", "two cores", "--drafter", "d")
+    result = run("train", "package", *words)
     assert (result.exit_code, result.stdout) == (0, "c\n"), result.output
-    tokenizer, generator, encoder, output, note = seen
-    assert (tokenizer, generator, output, note) == (Path("a"), Path("b"), Path("c"), "two cores")
+    tokenizer, generator, encoder, output, note, drafter = seen
+    assert (tokenizer, generator, output, note, drafter) == (Path("a"), Path("b"), Path("c"), "two cores", Path("d"))
     assert encoder.samefile(repo_root / "assets" / "emoji")
 
 

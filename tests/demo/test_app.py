@@ -34,7 +34,7 @@ def served(repo_root: Path, chromium: object) -> Iterator[str]:
             assert found, "the app ended before it served anything"
             yield found[1]
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(signal.SIGTERM)  # a shell may have its background jobs ignore SIGINT
             process.wait(30)
         assert not [each for each in Path(folder).iterdir() if each.name.startswith("vargen-")], "it leaves nothing behind"
 

@@ -90,9 +90,9 @@ def convert_llamagen(
                 f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
             )
         labels = None if id2label is None else _read_labels(Path(id2label), config)
-        parts: dict[str, Any] = {"text_encoder": None, "tokenizer": None}
+        parts: dict[str, Any] = {"draft_transformer": None, "text_encoder": None, "tokenizer": None}
         if text_encoder is not None:
-            parts = _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
+            parts |= _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
         parts["vqvae"] = build(VQModel, vq_config, codes, vq)
         parts["transformer"] = build(LlamaGenTransformer, config, gpt, transformer, dtype)
         for name, part in parts.items():
