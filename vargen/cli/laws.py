@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from tqdm import tqdm
@@ -47,18 +48,17 @@ def laws(
     asked = chosen(methods, window)
     chosen_device, kind, machine = prepare(device, dtype, threads)
 
-    from vargen.decoding import Accelerator, Grouped, Jacobi
+    from vargen.decoding import Accelerator, Grouped
     from vargen.evaluation.laws import laws_report
     from vargen.pipelines import checks
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    size: Any = int(window) if window is not None and window.isdigit() else window or 16
     accelerators: dict[str, Accelerator] = {}
     for name, accelerator in asked.items():
         accelerators[name] = accelerator
         if strong and name == "gsd":
-            rule = Grouped(size=50, delta=1.0)
-            accelerators["gsd, 50 tokens a group"] = Accelerator("gsd-strong", Jacobi(size, "maximal"), rule)
+            wide = dataclasses.replace(accelerator, acceptance=Grouped(size=50, delta=1.0))
+            accelerators["gsd, 50 tokens a group"] = wide
     settings = {} if guidance_scale is None else {"guidance_scale": checks.check_guidance(guidance_scale)}
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
