@@ -118,19 +118,13 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             taken.stop.set()
             runs.end(number)
 
-    def ask_to_stop(number: str) -> list[Any]:
-        if runs.stop(number):
-            return [figures.note("Taken out of the queue."), gr.Button(interactive=True), gr.Button(interactive=False)]
-        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
-
-    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     own = [*shared.values, knob, strongest, count]
-    knob.change(turn, knob, strongest, **quick)
+    knob.change(turn, knob, strongest, **inputs.QUICK)
     pressed = go.click(press, [*own, shared.lock], [ticket, shared.seed, go, stop, note], trigger_mode="once", **inputs.TALKING)
     exploring = pressed.success(explore, [ticket, *own], [note, strip], show_progress="hidden", **draw_options)
-    exploring.then(lambda: [gr.Button(interactive=True), gr.Button(interactive=False)], None, [go, stop], **quick)
-    exploring.failure(lambda: figures.note("The strip was not finished.", "off"), None, note, **quick)
-    stop.click(ask_to_stop, ticket, [note, go, stop], **quick)
+    exploring.then(inputs.idle, None, [go, stop], **inputs.QUICK)
+    exploring.failure(lambda: figures.note("The strip was not finished.", "off"), None, note, **inputs.QUICK)
+    stop.click(inputs.stopper(runs), ticket, [note, go, stop], **inputs.QUICK)
 
 
 def view(engine: Engine, knob: Knob, steps: list[float], started: list[Run], prompt: str) -> str:

@@ -88,15 +88,9 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             taken.stop.set()
             runs.end(number)
 
-    def ask_to_stop(number: str) -> list[Any]:
-        if runs.stop(number):
-            return [figures.note("Taken out of the queue."), *_idle()]
-        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
-
     def pick(files: list[str], chosen: gr.SelectData) -> Any:
         return gr.DownloadButton(value=files[chosen.index]) if chosen.index < len(files) else gr.skip()
 
-    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     pressed = gr.on(
         [go.click, shared.prompt.submit],
         press,
@@ -112,15 +106,12 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
         show_progress="hidden",
         **draw_options,
     )
-    drawing.then(lambda: _idle(), None, [go, stop], **quick)
-    drawing.failure(lambda: figures.note("Nothing was drawn.", "off"), None, note, **quick)
-    stop.click(ask_to_stop, ticket, [note, go, stop], **quick)
-    gallery.select(pick, kept, download, **quick)
+    drawing.then(inputs.idle, None, [go, stop], **inputs.QUICK)
+    drawing.failure(lambda: figures.note("Nothing was drawn.", "off"), None, note, **inputs.QUICK)
+    stop.click(inputs.stopper(runs), ticket, [note, go, stop], **inputs.QUICK)
+    gallery.select(pick, kept, download, **inputs.QUICK)
     return method, note
 
-
-def _idle() -> list[gr.Button]:
-    return [gr.Button(interactive=True), gr.Button(interactive=False)]
 
 
 def _running(run: Run, engine: Engine) -> str:

@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import gradio as gr
 
+from vargen.demo import figures
 from vargen.demo.engine import Engine
 from vargen.demo.png import read_parameters
-from vargen.demo.runs import told_plainly
+from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
 
 ANY_STYLE = "any"
 # Of events that answer at once, and with a message where something is wrong: only the queue carries messages to the page.
 TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+# Of events that only change the page.
+QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 _EXAMPLES = (
     "a red apple", "grinning face", "a cat face", "a slice of pizza",
     "a yellow star", "flag of japan", "a pumpkin", "a blue heart",
@@ -115,8 +119,6 @@ def build(engine: Engine) -> Inputs:
 
 def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HTML) -> None:
     """Wire the drop box: a picture's parameters fill the page, and its seed is locked."""
-    from vargen.demo import figures
-
     outputs = [*inputs.values, inputs.lock, method, note]
 
     def reload(path: str | None) -> list[Any]:
@@ -139,3 +141,19 @@ def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HT
         return [*values, True, drawn_by, figures.note("Parameters reloaded. Generate draws the same picture.")]
 
     inputs.dropped.upload(reload, inputs.dropped, outputs, **TALKING)
+
+
+def idle() -> list[Any]:
+    """The start button free to press, the stop button not."""
+    return [gr.Button(interactive=True), gr.Button(interactive=False)]
+
+
+def stopper(runs: Runs) -> Callable[[str], list[Any]]:
+    """What a stop button does: a run that waits leaves the queue, one under way is asked to end."""
+
+    def ask_to_stop(number: str) -> list[Any]:
+        if runs.stop(number):
+            return [figures.note("Taken out of the queue."), *idle()]
+        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
+
+    return ask_to_stop

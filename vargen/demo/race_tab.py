@@ -79,20 +79,14 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             taken.stop.set()
             runs.end(number)
 
-    def ask_to_stop(number: str) -> list[Any]:
-        if runs.stop(number):
-            return [figures.note("Taken out of the queue."), gr.Button(interactive=True), gr.Button(interactive=False)]
-        return [figures.note("Stopping …"), gr.skip(), gr.skip()]
-
-    quick: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
     inputs_of_press = [*shared.values, methods, shared.lock]
     pressed = go.click(press, inputs_of_press, [ticket, shared.seed, go, stop, note], trigger_mode="once", **inputs.TALKING)
     racing = pressed.success(
         race, [ticket, *shared.values, methods, order], [note, track], show_progress="hidden", **draw_options
     )
-    racing.then(lambda: [gr.Button(interactive=True), gr.Button(interactive=False)], None, [go, stop], **quick)
-    racing.failure(lambda: figures.note("The race did not finish.", "off"), None, note, **quick)
-    stop.click(ask_to_stop, ticket, [note, go, stop], **quick)
+    racing.then(inputs.idle, None, [go, stop], **inputs.QUICK)
+    racing.failure(lambda: figures.note("The race did not finish.", "off"), None, note, **inputs.QUICK)
+    stop.click(inputs.stopper(runs), ticket, [note, go, stop], **inputs.QUICK)
 
 
 def view(engine: Engine, lanes: list[Settings], started: list[Run]) -> str:
