@@ -129,6 +129,77 @@ def test_the_best_held_out_weights_are_kept(tmp_path, monkeypatch):
     assert not torch.equal(states[0]["output.weight"], states[1]["output.weight"])
 
 
+def test_pictures_are_drawn_and_held_out_as_often_as_the_recipe_says():
+    pictures = data(400)
+    for i, record in enumerate(pictures.records):
+        record["group"] = ("objects", "flags")[i // 4 % 2]
+        record["split"] = "validation" if i < 80 else "train"
+    recipe = generator_recipe(sampling={"flags": 0.25, "3d": 0.0}, batch_size=64)
+    weights = generator.sampling_weights(pictures, recipe)
+    assert {(r["group"], r["style"]): w for r, w in zip(pictures.records, weights, strict=True)} == {
+        (group, style): (1.0, 0.25)[group == "flags"] * (style != "3d")
+        for group in ("objects", "flags")
+        for style in ("3d", "flat", "noto", "twemoji")
+    }
+
+    class Store:
+        variants = 1
+
+        def __call__(self, indices, variants):
+            return torch.from_numpy(indices)
+
+    batches = generator.Batches(pictures, Store(), recipe)
+    drawn = torch.cat([batches(step)[0] for step in range(30)])
+    flags = np.mean([pictures.records[i]["group"] == "flags" for i in drawn.tolist()])
+    assert abs(flags - 0.2) < 0.02 and all(pictures.records[i]["style"] != "3d" for i in drawn.tolist())
+
+
+def test_held_out_figures_are_weighted_means():
+    """Of two pictures with weights 3 and 1, the figures are 3/4 of the one's and 1/4 of the other's."""
+    torch.manual_seed(0)
+    model = LlamaGenTransformer(**{"condition": "text", **generator_recipe().model})
+    torch.nn.init.normal_(model.output.weight)
+
+    def store(indices, variants):
+        return torch.stack([torch.arange(64) * (i + 1) % 64 for i in indices])
+
+    features = generator.CaptionFeatures(ENCODER, 16, CPU)
+
+    def figures(indices, weights=None):
+        return generator.evaluate_generator(model, store, np.array(indices), data(), features, 1, weights)
+
+    one, two, both = figures([0]), figures([1]), figures([0, 1], np.array([3.0, 1.0]))
+    for key in one:
+        assert both[key] == pytest.approx(0.75 * one[key] + 0.25 * two[key], abs=1e-4)
+        assert abs(one[key] - two[key]) > 1e-3
+    assert figures([0, 1]) == pytest.approx({key: (one[key] + two[key]) / 2 for key in one}, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "message"),
+    [
+        ({"flag": 0.5}, "'flag' is neither a group nor a style of the data: 3d, flat"),
+        ({"3d": -1.0}, "'3d' must be a number of at least 0, got -1.0"),
+        ({"3d": "half"}, "'3d' must be a number of at least 0, got 'half'"),
+        ({"objects": 0}, "no train picture is left"),
+    ],
+)
+def test_sampling_that_makes_no_sense_is_refused(tmp_path, sampling, message):
+    with pytest.raises(ValueError, match=message):
+        train_generator(tmp_path / "run", generator_recipe(sampling=sampling))
+
+
+def test_new_sampling_starts_the_best_held_out_loss_anew(tmp_path, monkeypatch):
+    """The loss before was of other pictures: a lower one from then must not outlive the change."""
+    losses = iter([1.0, 1.0, 1.0, 2.0, 2.0])
+    monkeypatch.setattr(generator, "evaluate_generator", lambda *a, **k: {"held_out_loss": next(losses), "entropy": 0.0})
+    train_generator(tmp_path / "run")
+    longer = Schedule(steps=20, learning_rate=3e-3, warmup_steps=2)
+    train_generator(tmp_path / "run", generator_recipe(schedule=longer, sampling={"3d": 0.5}))
+    state = torch.load(tmp_path / "run" / "state.pt", weights_only=True)
+    assert state["best"] == 2.0 and state["sampling"] == {"3d": 0.5}
+
+
 def test_another_recipe_does_not_resume_the_run(tmp_path):
     train_tokenizer(tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run of another recipe"):
