@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
+
+from vargen.evaluation.laws import claim, weights_digest
 
 
 @pytest.fixture
@@ -86,3 +89,23 @@ def test_laws_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, p
     assert again.exit_code == 0
     assert sum(path.stat().st_mtime_ns == files[path] for path in files) == 7
     assert json.loads(Path("again.json").read_text())["methods"] == report["methods"]
+    other = run("bench", "laws", *words, "--guidance-scale", 1.5)
+    assert other.exit_code != 0 and "holds tokens made otherwise: sampling" in other.stderr
+    assert all(path.stat().st_mtime_ns == time for path, time in files.items() if path in list(files)[1:])
+
+
+def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
+    networks = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    assert weights_digest(networks[0], None) == weights_digest(networks[1], None)
+    with torch.no_grad():
+        networks[1].bias[0] = torch.nextafter(networks[1].bias[0], torch.tensor(9.0))
+    assert weights_digest(networks[0]) != weights_digest(networks[1])
+    claim(tmp_path, {"weights": "a", "method": {"window": 4}})
+    claim(tmp_path, {"weights": "a", "method": {"window": 4}})
+    with pytest.raises(ValueError, match=r"made otherwise: weights 'a' \(now 'b'\)"):
+        claim(tmp_path, {"weights": "b", "method": {"window": 4}})
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "0-0-5.npz").touch()
+    with pytest.raises(ValueError, match="do not say how they were made"):
+        claim(tmp_path / "old", {"weights": "a"})

@@ -104,6 +104,20 @@ def test_speculative_drafts_reach_the_joint_law(length, rule, shared):
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
 
 
+@pytest.mark.parametrize("shared", [False, True])
+def test_changing_chains_reach_the_joint_law(shared, monkeypatch):
+    """Chains of two, one and one draft, then none any more."""
+
+    def turns(chain):
+        chain.probes -= 1
+        return {3: 2, 2: 1, 1: 1}.get(chain.probes, 0)
+
+    monkeypatch.setattr("vargen.decoding.speculative._Chain.next", turns)
+    small = TableModel(vocab=3, tokens=5, seed=77)
+    accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=exact)
+    assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
+
+
 # -- negative controls: the same check must fail ------------------------------------------------------------------------
 
 

@@ -114,19 +114,72 @@ def test_the_automatic_window_takes_the_cheapest_token():
     state = Auto(widest=16, probes=0).start(model, condition, 2)
     assert set(state.costs) == {1, 2, 3, 4, 6, 8, 12, 16}
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
-    state.costs = {1: 1.0, 4: 1.0, 16: 1.0}
+    state.width, state.costs = 0, {1: 1.0, 4: 1.0, 16: 1.0}
     assert state.widths(length) == (None, 16)  # passes cost the same: the widest
     state.costs = {1: 1.0, 4: 4.0, 16: 16.0}
     assert state.widths(length) == (None, 1)  # as much for each token as one alone: no drafts
-    state.costs = {1: 1.0, 4: 1.1, 16: 8.0}
+    state.costs = {1: 1.0, 4: 1.0, 16: 1.0}
+    assert state.widths(length) == (None, 1)  # and none from then on
+    state.width, state.costs = 0, {1: 1.0, 4: 1.1, 16: 8.0}
     assert state.widths(length) == (None, 4)
     for _ in range(80):
         state.width = 4
         state.learn(torch.tensor([1, 4]), active)  # the second image is finished and has no say
     assert state.gain < 0.01 and state.widths(length) == (None, 1)
     probing = Auto(widest=16, probes=2).start(model, condition, 2)
-    probing.costs = {1: 1.0, 4: 4.0, 16: 16.0}
+    probing.width, probing.costs = 0, {1: 1.0, 4: 4.0, 16: 16.0}
     assert [probing.widths(length)[1] for _ in range(3)] == [4, 4, 1]
+
+
+@pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
+def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
+    monkeypatch.setattr("vargen.decoding.window.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    model = TableModel(vocab=4, tokens=60, spread=30.0)
+    result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
+    assert set(result.stats.fed) == fed
+
+
+def chains(monkeypatch, target, small=0.05):
+    """Passes of the target cost `target(tokens)`, those of the small model `small`; models have other costs by their seed."""
+
+    def costs(model, condition, images, widths):
+        return {width: small if model.vocab_of_small else target(width) for width in widths}
+
+    monkeypatch.setattr("vargen.decoding.speculative.pass_costs", costs)
+
+
+def speculative(small, rule=exact, **options):
+    return Accelerator(drafter=Speculative("auto", small, **options), acceptance=rule)
+
+
+def models(**small):
+    target = TableModel(vocab=4, tokens=60, seed=5, spread=8.0)
+    drafter = TableModel(**{"vocab": 4, "tokens": 60, "seed": 5, "spread": 8.0, **small})
+    target.vocab_of_small, drafter.vocab_of_small = False, True
+    return target, drafter, torch.zeros(3, dtype=torch.int64), torch.arange(3)
+
+
+def test_the_automatic_chain_grows_where_drafts_stand_and_ends_where_they_fall(monkeypatch):
+    chains(monkeypatch, lambda width: 1 + 0.02 * width)
+    target, twin, condition, seeds = models()
+    result = decode(target, condition, seeds, speculative(twin))
+    assert max(result.stats.fed) == 9 and 1 not in result.stats.fed
+    target, stranger, *_ = models(seed=99)
+    chains(monkeypatch, lambda width: 1 + 0.2 * width, small=0.3)
+    result = decode(target, condition, seeds, speculative(stranger))
+    assert result.finished and result.stats.fed[1] > 30  # after a few probes
+    asked = len(stranger.passes)
+    chains(monkeypatch, lambda width: 1 + 1.0 * width, small=0.3)
+    result = decode(target, condition, seeds, speculative(stranger))
+    assert set(result.stats.fed) == {1} and len(stranger.passes) == asked  # nothing could pay: no draft at all
+
+
+@pytest.mark.parametrize("seed", [5, 99])
+def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch):
+    chains(monkeypatch, lambda width: 1 + 0.05 * width)
+    target, small, condition, seeds = models(seed=seed)
+    plain = decode(target, condition, seeds)
+    assert torch.equal(decode(target, condition, seeds, speculative(small, same_noise, shared_noise=True)).tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
@@ -175,6 +228,7 @@ def test_the_cost_curve_is_measured_once_per_network_and_batch():
         (lambda: Adaptive(4, 3), ValueError, "narrowest"),
         (lambda: Adaptive(ahead=0.0), ValueError, "ahead"),
         (lambda: Speculative(0), ValueError, "length"),
+        (lambda: Speculative("automatic"), ValueError, "whole number of at least 1, or 'auto', got 'automatic'"),
         (lambda: Accelerator(drafter=Jacobi(4), acceptance=Grouped), TypeError, "acceptance"),
         (lambda: Accelerator(drafter="jacobi"), TypeError, "drafter"),
         (lambda: Accelerator(drafter=Jacobi(4), topology="tree"), ValueError, "a chain"),

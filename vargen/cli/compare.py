@@ -27,7 +27,8 @@ def compare(
     methods: Annotated[str, typer.Option(metavar="PRESET,...", help="With ar, what ratios are against.")] = _METHODS,
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
     window: Annotated[
-        str | None, typer.Option(metavar="N|adaptive|auto", help="Of the Jacobi presets, instead of their own.")
+        str | None,
+        typer.Option(metavar="N|adaptive|auto", help="Of the Jacobi presets; auto also sets the length of speculative chains."),
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE.png", help="The pictures, a row per method.")] = (
         "comparison.png"
@@ -95,7 +96,7 @@ def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
     Raises:
         ValueError: for an unknown preset or window.
     """
-    from vargen.decoding import Jacobi, resolve_accelerator
+    from vargen.decoding import Jacobi, Speculative, resolve_accelerator
 
     size: Any = int(window) if window is not None and window.isascii() and window.isdigit() else window
     found: dict[str, Accelerator] = {"ar": resolve_accelerator("ar")}
@@ -103,6 +104,8 @@ def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
         accelerator = resolve_accelerator(name)
         if size is not None and isinstance(accelerator.drafter, Jacobi):
             accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, window=size))
+        if size == "auto" and isinstance(accelerator.drafter, Speculative):
+            accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, length="auto"))
         found[name] = accelerator
     return found
 

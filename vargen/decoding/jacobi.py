@@ -81,6 +81,9 @@ class Jacobi:
         own, T = state.window.widths(length)
         S = T - 1
         device = tokens.device
+        if S == 0:  # no drafts; should the window widen again, it begins with first drafts
+            state.law = state.tail = state.count = None
+            return Draft.empty(len(tokens), state.vocab, device)
         slots = torch.arange(S, device=device)
         position = length[:, None] + slots
         valid = position < state.total
@@ -110,6 +113,7 @@ class Jacobi:
         return Draft(torch.where(fresh, drafted, kept), Tree.of_chain(S, device), law, valid)
 
     def learn(self, state: _State, draft: Draft, law: Tensor, verdict: Verdict, noise: Noise) -> None:
-        tail: Tail = lookup("tail", self.tail, TAILS)
-        state.law, state.tail, state.count = law, tail(law, draft, noise), verdict.count
+        if law.shape[1] > 1:
+            tail: Tail = lookup("tail", self.tail, TAILS)
+            state.law, state.tail, state.count = law, tail(law, draft, noise), verdict.count
         state.window.learn(verdict.count, noise.position[:, 0] < state.total)

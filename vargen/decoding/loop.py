@@ -21,7 +21,7 @@ from vargen.decoding.acceptance import same_noise
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import law
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel, Tree
+from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -78,7 +78,7 @@ def decode(
         memory = drafter.start(model, condition, seeds, sampling) if drafter else None
         state, logits = model.prefill(condition, widest)
     root_position = torch.zeros(B, 1, dtype=torch.int64, device=device)
-    empty = Draft(tokens.new_zeros(B, 0), Tree.of_chain(0, device))
+    empty = Draft.empty(B, model.vocab, device)
     first = same_noise(law(logits[:, None], sampling), empty, Noise(seeds, root_position), spent)
     tokens[:, 0] = first.next_token
     length = torch.ones(B, dtype=torch.int64, device=device)

@@ -8,7 +8,7 @@ Shape suffixes: B images, S drafts, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,12 +20,60 @@ from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
 
 
 @dataclass
+class _Chain:
+    """How long the next chain is, from what passes cost and how often drafts stood.
+
+    With each draft standing with probability a, a chain of L commits (1 - a^(L + 1)) / (1 - a) tokens (Leviathan et al. 2023,
+    equation 1); a is estimated from the last passes.
+    """
+
+    target: dict[int, float]  # seconds of a pass that feeds that many tokens
+    small: dict[int, float]
+    stood: float = 3.0  # of `judged` drafts; starts at 0.6 with the weight of five drafts
+    judged: float = 5.0
+    probes: int = 4
+    over: bool = False
+
+    def rate(self, length: int, acceptance: float) -> float:
+        """Tokens a second."""
+        drafting = self.small[2] + (length - 1) * self.small[1] if length else 0.0
+        tokens = sum(acceptance**drafts for drafts in range(length + 1))
+        return tokens / (self.target[length + 1] + drafting) * (_BESIDE if length else 1.0)
+
+    def best(self, acceptance: float, least: int = 0) -> int:
+        return max(range(least, _LONGEST + 1), key=lambda length: self.rate(length, acceptance))
+
+    def next(self) -> int:
+        """Drafts of the next pass; 0 from the pass on that finds drafting not to pay, for the small model falls behind."""
+        if self.over:
+            return 0
+        self.probes -= 1
+        length = self.best(self.stood / self.judged, least=1 if self.probes >= 0 else 0)
+        self.over = length == 0
+        return length
+
+    def learn(self, count: Tensor, active: Tensor, length: int) -> None:
+        if length:
+            kept = (count[active] - 1).float()
+            self.stood = _MEMORY * self.stood + float(kept.sum()) / max(len(kept), 1)
+            self.judged = _MEMORY * self.judged + float((kept + 1).clamp(max=length).sum()) / max(len(kept), 1)
+
+
+_LONGEST = 8
+_HOPE = 0.8  # acceptance that is worth probing for
+_MEMORY = 0.9
+_BESIDE = 0.9  # drafts are judged beside the pass
+
+
+@dataclass
 class _State:
     model: TokenModel
     held: Any
     sampling: Sampling
     seeds: Tensor
     total: int
+    length: int
+    chain: _Chain | None
 
 
 @dataclass(frozen=True)
@@ -33,7 +81,10 @@ class Speculative:
     """Drafts from a smaller model.
 
     Args:
-        length: drafted tokens a pass, 1 or more; each takes a pass of the small model.
+        length: drafted tokens a pass, 1 or more; each takes a pass of the small model. Or `"auto"`: up to 8, whatever draws
+            most tokens a second by the measured cost of both models' passes and recent acceptance, and none from where
+            drafting does not pay. That follows a clock and the batch, as `vargen.decoding.window.Auto` does: the law is the
+            same, but a picture repeats only with the rule `same_noise`. On a GPU the length is settled before the first pass.
         model: the small model. None: the target's own `draft_model`, as a pipeline with a `draft_transformer` has it.
         shared_noise: draw drafts with the image's own noise, which couples them to what the target draws with it: for the rule
             `same_noise`. Otherwise the drafts have coins of their own.
@@ -42,20 +93,32 @@ class Speculative:
         ValueError: for a length below 1; by `start` if there is no small model, or one of another vocabulary or grid.
     """
 
-    length: int = 4
+    length: int | Literal["auto"] = 4
     model: TokenModel | None = None
     shared_noise: bool = False
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
-        if isinstance(self.length, bool) or not isinstance(self.length, int) or self.length < 1:
-            raise ValueError(f"length, the drafted tokens of a pass, must be a whole number of at least 1, got {self.length!r}")
+        whole = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 1
+        if self.length != "auto" and not whole:
+            raise ValueError(
+                f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {self.length!r}"
+            )
+
+    @property
+    def longest(self) -> int:
+        return _LONGEST if isinstance(self.length, str) else self.length
 
     @property
     def widest(self) -> int:
-        return self.length + 1
+        return self.longest + 1
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
+    def small_model(self, model: TokenModel) -> TokenModel:
+        """The small model that drafts for `model`.
+
+        Raises:
+            ValueError: if there is none, or it has another vocabulary or grid.
+        """
         small = self.model or getattr(model, "draft_model", None)
         if small is None:
             raise ValueError(
@@ -67,19 +130,30 @@ class Speculative:
                 f"the draft model must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
                 f"got {small.vocab} on {small.grid}"
             )
-        held, _ = small.prefill(condition, max(2, self.length))
-        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1])
+        return small
 
-    def cost(self, model: TokenModel, condition: Any, images: int) -> float:
-        """Seconds of the small model's passes behind one draft, measured."""
-        small = self.model or model.draft_model  # type: ignore[attr-defined]
-        costs = pass_costs(small, condition, images, [1, 2])
-        return costs[2] + (self.length - 1) * costs[1]
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
+        small = self.small_model(model)
+        chain = None
+        if isinstance(self.length, str):
+            images, widths = len(seeds), range(1, _LONGEST + 2)
+            chain = _Chain(pass_costs(model, condition, images, widths), pass_costs(small, condition, images, [1, 2]))
+            chain.over = chain.best(_HOPE) == 0
+        held, _ = small.prefill(condition, max(2, self.longest))
+        length = chain.next() if chain else self.longest
+        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, chain)
+
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of the small model's passes behind a chain of `drafts`, measured."""
+        costs = pass_costs(self.small_model(model), condition, images, [1, 2])
+        return costs[2] + (drafts - 1) * costs[1] if drafts else 0.0
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;
         then each draft but the last."""
         model, held, device = state.model, state.held, tokens.device
+        if state.length == 0:
+            return Draft.empty(len(tokens), model.vocab, device)
         start = (length - 2).clamp(min=0)
         model.rollback(held, start)
         pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
@@ -92,15 +166,18 @@ class Speculative:
         drafted: list[Tensor] = []
         laws: list[Tensor] = []
         position = length[:, None]
-        for drafts in range(self.length):
+        for drafts in range(state.length):
             if drafts:
                 logits = model.forward(drafted[-1], held, one)
                 model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             laws.append(law(logits, state.sampling))
             drafted.append(Noise(state.seeds, position + drafts, step).race(laws[-1], purpose))
-        slots = torch.arange(self.length, device=device)
+        slots = torch.arange(state.length, device=device)
         valid = length[:, None] + slots < state.total
-        return Draft(torch.cat(drafted, 1), Tree.of_chain(self.length, device), torch.cat(laws, 1), valid)
+        return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(laws, 1), valid)
 
     def learn(self, state: _State, draft: Draft, law: Tensor, verdict: Verdict, noise: Noise) -> None:
-        """Nothing to learn: the next proposal rolls the small model back to what was committed."""
+        """Of the drafts nothing: the next proposal rolls the small model back to what was committed."""
+        if state.chain and law.device.type == "cpu":
+            state.chain.learn(verdict.count, noise.position[:, 0] < state.total, state.length)
+            state.length = state.chain.next()

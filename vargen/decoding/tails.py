@@ -32,8 +32,6 @@ def maximal(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
     The old and the new token agree with probability 1 - TV(p, q), which no coupling exceeds (SCD, section 4; the same step is
     called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
     """
-    if law.shape[1] == 1:
-        return noise.race(law, Purpose.TAIL)
     p, q = chances(law, draft)
     keeps = noise.uniform(Purpose.TAIL_ACCEPT)[:, :-1] * q < p
     valid = torch.ones_like(keeps) if draft.valid is None else draft.valid

@@ -86,6 +86,12 @@ class Draft:
     law: Tensor | None = None
     valid: Tensor | None = None
 
+    @classmethod
+    def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
+        """Nothing drafted: a pass of the root alone."""
+        tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
+        return cls(tokens, Tree.of_chain(0, device), torch.zeros(images, 0, vocab, device=device))
+
 
 @dataclass(frozen=True)
 class Verdict:

@@ -102,33 +102,39 @@ class Auto:
 
     The cost curve is measured once per network, batch and machine. Tokens per pass at window W are taken as 1 + s (W - 1)^0.75,
     with s from the last passes: on the packaged model with maximal coupling that fits windows of 4, 8, 16 and 24 (1.52, 1.92,
-    2.63 and 3.11 tokens) with one s. Where drafting does not pay, as for batches on few cores, the window is 1, sequential
-    decoding. The choice follows a clock and the batch, so two runs may feed different windows: the law of the pictures is the
-    same, and with the rule `same_noise` the pictures are; with other rules take a fixed or an adaptive window to draw a
-    picture again. On a GPU, as `Adaptive`, always `widest`.
+    2.63 and 3.11 tokens) with one s. Where drafting does not pay, as for batches on few cores, the window is 1 from there on,
+    sequential decoding; where it would not even if drafts were taken far more often than usual, nothing is drafted at all. The
+    choice follows a clock and the batch, so two runs may feed different windows: the law of the pictures is the same, and with
+    the rule `same_noise` the pictures are; with other rules take a fixed or an adaptive window to draw a picture again. On a
+    GPU, as `Adaptive`, always `widest`.
 
     Args:
         widest: most fed tokens, 2 or more.
         memory: weight of the past in the running s, in [0, 1).
-        probes: first passes that draft in any case, to learn s.
+        probes: first passes that draft, to learn s.
+        hope: s that is worth probing for, above 0; 0.2 is usual, 0.4 twice that.
     """
 
     widest: int = 32
     memory: float = 0.9
     probes: int = 4
+    hope: float = 0.4
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if not (self.widest >= 2 and 0 <= self.memory < 1 and self.probes >= 0):
+        if not (self.widest >= 2 and 0 <= self.memory < 1 and self.probes >= 0 and self.hope > 0):
             raise ValueError(
-                "an automatic window needs widest of at least 2, memory in [0, 1) and probes of at least 0, "
-                f"got {self.widest}, {self.memory} and {self.probes}"
+                "an automatic window needs widest of at least 2, memory in [0, 1), probes of at least 0 and hope above 0, "
+                f"got {self.widest}, {self.memory}, {self.probes} and {self.hope}"
             )
 
     def start(self, model: TokenModel, condition: Any, images: int) -> _AutoState:
         widest = min(self.widest, model.grid[0] * model.grid[1])
         candidates = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if w < widest] + [widest]
-        return _AutoState(self.memory, self.probes, pass_costs(model, condition, images, candidates))
+        state = _AutoState(self.memory, self.probes, pass_costs(model, condition, images, candidates))
+        if max(state.costs, key=lambda width: state.rate(width, self.hope)) == 1:
+            state.width = 1
+        return state
 
 
 _GROWTH = 0.75
@@ -144,14 +150,22 @@ class _AutoState:
     gain: float = 0.2  # s
     width: int = 0
 
+    def rate(self, width: int, gain: float) -> float:
+        """Tokens a second."""
+        return (1 + gain * (width - 1) ** _GROWTH) / self.costs[width] * (_BESIDE if width > 1 else 1.0)
+
     def widths(self, length: Tensor) -> tuple[None, int]:
+        if length.device.type != "cpu":
+            return None, max(self.costs)
+        if self.width == 1:
+            return None, 1
         allowed = [width for width in self.costs if width >= 4 or self.probes <= 0] or list(self.costs)
         self.probes -= 1
-        rate = {w: (1 + self.gain * (w - 1) ** _GROWTH) / self.costs[w] * (_BESIDE if w > 1 else 1.0) for w in allowed}
-        best = max(rate, key=lambda w: rate[w])
-        if best == 1 or rate[best] > _WORTH_A_CHANGE * rate.get(self.width, 0.0):
+        rates = {width: self.rate(width, self.gain) for width in allowed}
+        best = max(rates, key=lambda width: rates[width])
+        if best == 1 or rates[best] > _WORTH_A_CHANGE * rates.get(self.width, 0.0):
             self.width = best
-        return None, self.width if length.device.type == "cpu" else max(self.costs)
+        return None, self.width
 
     def learn(self, count: Tensor, active: Tensor) -> None:
         if count.device.type != "cpu" or self.width < 2 or not active.any():

@@ -166,10 +166,12 @@ def _result(
     result.passes_per_batch = statistics.mean(run.passes for run in own)
     result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
     drafter = accelerator.drafter
-    drafting = drafter.cost(model, condition, batch) if isinstance(drafter, Speculative) else 0.0
     fed = sum((Counter(run.fed) for run in own), Counter())
     steps = sum(fed.values())
-    seconds = sum(passes * (curve[width] + drafting) for width, passes in fed.items())
+    drafting = {
+        width: drafter.cost(model, condition, batch, width - 1) if isinstance(drafter, Speculative) else 0.0 for width in fed
+    }
+    seconds = sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items())
     result.step_cost = seconds / steps / curve[1]
     result.allowed = sum(sum(run.fed.values()) for run in baseline) * curve[1] / seconds
     result.efficiency = result.ratio / result.allowed

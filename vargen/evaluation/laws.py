@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -15,6 +17,39 @@ from vargen.decoding import Accelerator, Sampling, decode
 from vargen.evaluation.two_sample import compare_laws
 from vargen.files import whole_file
 from vargen.pipelines.llamagen import LlamaGenPipeline
+
+
+def weights_digest(*networks: torch.nn.Module | None) -> str:
+    """Sixteen hexadecimal digits that change with any weight of the networks."""
+    digest = hashlib.sha256()
+    for network in networks:
+        for name, value in sorted(network.state_dict().items()) if network is not None else ():
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def claim(folder: Path, made_of: dict[str, Any]) -> None:
+    """Mark `folder` as holding tokens made of `made_of`.
+
+    Raises:
+        ValueError: if it holds tokens made otherwise, naming what differs.
+    """
+    made_of = json.loads(json.dumps(made_of))
+    folder.mkdir(parents=True, exist_ok=True)
+    label = folder / "made_of.json"
+    if not label.is_file():
+        if any(folder.glob("*.npz")):
+            raise ValueError(f"cache {str(folder)!r} holds tokens that do not say how they were made; give another one")
+        with whole_file(label) as temporary:
+            temporary.write_text(json.dumps(made_of, indent=1))
+        return
+    held = json.loads(label.read_text())
+    differing = [f"{key} {held.get(key)!r} (now {made_of.get(key)!r})" for key in made_of if held.get(key) != made_of[key]]
+    if differing:
+        raise ValueError(
+            f"cache {str(folder)!r} holds tokens made otherwise: {'; '.join(differing)[:400]}. Give another cache, or remove it"
+        )
 
 
 def draw_many(
@@ -31,10 +66,23 @@ def draw_many(
     """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, sampled by `settings`, and mean statistics.
 
     Every batch is kept in `folder`, so a run that was stopped goes on where it was.
+
+    Raises:
+        ValueError: if `folder` holds tokens of other weights, prompts, settings or another method.
     """
     sampling = Sampling(**{key: value for key, value in settings.items() if key != "guidance_scale"})
     model = pipe.token_model(settings["guidance_scale"])
-    folder.mkdir(parents=True, exist_ok=True)
+    rule = accelerator.acceptance
+    made_of = {
+        "weights": weights_digest(pipe.transformer, pipe.draft_transformer),
+        "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
+        "prompts": list(prompts),
+        "sampling": settings,
+        "drafter": type(accelerator.drafter).__name__,
+        "acceptance": getattr(rule, "__name__", type(rule).__name__),
+        "method": accelerator.settings,
+    }
+    claim(folder, made_of)
     parts, passes, spent = [], [], []
     for start in range(0, pictures, batch):
         file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
