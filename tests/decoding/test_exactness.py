@@ -126,7 +126,7 @@ def refusal_from_p(p, draft, noise, spent):
     """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
     verdict = exact(p, draft, noise, spent)
     row = p[torch.arange(len(p)), verdict.count - 1]
-    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).race(row[:, None], Purpose.RESIDUAL)[:, 0])
+    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
 
 
 @acceptance_rule(exact=True)
@@ -150,7 +150,7 @@ def least_of_two(p, draft, noise, spent):
 def surplus_tail(p, draft, noise):
     """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
     accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
-    redrawn = noise.race(p, Purpose.TAIL)
+    redrawn = noise.draw(p, Purpose.TAIL)
     return torch.cat([torch.where(accepted, draft.tokens, redrawn[:, :-1]), redrawn[:, -1:]], dim=1)
 
 
@@ -196,7 +196,7 @@ def test_the_check_passes_for_a_variant_that_only_looks_wrong():
 
 
 class Coins(Noise):
-    """Noise whose coins are given; what a race would draw from is kept instead of drawn."""
+    """Noise whose coins are given; what would be drawn from is kept instead of drawn."""
 
     def __init__(self, coin: float, images: int, slots: int):
         super().__init__(torch.zeros(images, dtype=torch.int64), torch.zeros(images, slots, dtype=torch.int64))
@@ -206,7 +206,7 @@ class Coins(Noise):
     def uniform(self, purpose):
         return torch.full(self.position.shape, self.coin, dtype=torch.float64)
 
-    def race(self, law, purpose):
+    def draw(self, law, purpose):
         self.laws.append(law)
         return law.argmax(-1)
 
@@ -242,7 +242,7 @@ def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torc
             low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
         refused = Coins(1e300, B, 2)  # no ratio is that large, unless q is 0: then the draft is never offered
         assert ((rule(rows, draft, refused, torch.zeros(B, dtype=torch.float64)).count == 1) | (q[:, d] == 0)).all()
-        left = refused.laws[-1][:, 0]  # the last race of a rule draws the token
+        left = refused.laws[-1][:, 0]  # the last draw of a rule is the token
         total[:, d] += q[:, d] * low
         total += (q[:, d] * (1 - low))[:, None] * left / left.sum(-1, keepdim=True)
         granted[:, d] = low

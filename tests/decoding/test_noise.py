@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vargen.decoding.noise import Noise, Purpose, exponential, race, uniform
+from vargen.decoding.noise import Noise, Purpose, coins, exponential, race, uniform
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
 
@@ -57,6 +57,25 @@ def test_uniform_fills_the_unit_interval_evenly():
     counts = torch.histc(noise, bins, 0, 1)
     chi_square = ((counts - n / bins) ** 2 / (n / bins)).sum()
     assert abs(chi_square - (bins - 1)) < 6 * math.sqrt(2 * (bins - 1))
+
+
+@pytest.mark.parametrize("draw", [uniform, coins])
+def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
+    seeds, position = torch.arange(40) * 7919 - 3, torch.arange(500).expand(40, -1)
+    one = draw(seeds, position, Purpose.TAIL, 9)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert torch.equal(one, draw(seeds, position, Purpose.TAIL, 9))
+    assert one.min() > 0 and one.max() < 1 and one.unique().numel() > 19_900
+
+
+def test_draws_of_one_coin_follow_their_law_pass_by_pass():
+    law, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
+    position = torch.arange(n)[None]
+    one, two = (Noise(torch.tensor([9]), position, step).draw(law.expand(1, n, 5), Purpose.TAIL)[0] for step in (1, 2))
+    for drawn in (one, two):
+        assert (torch.bincount(drawn, minlength=5) / n - law).abs().max() < 5 * math.sqrt(0.25 / n)
+    together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
+    assert (together - law[:, None] * law).abs().max() < 5 * math.sqrt(0.25 / n)
 
 
 def test_exponential_has_its_mean_and_tail():

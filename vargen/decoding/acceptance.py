@@ -100,7 +100,7 @@ def judged(accepted: Tensor, law: Tensor, draft: Draft, noise: Noise, spent: Ten
         if draft.valid is not None:
             refused = refused & draft.valid[at, slot]
         target = torch.where(refused[:, None], residual(target, drafted_law(law, draft)[at, slot]), target)
-    next_token = noise.at(row).race(target[:, None], Purpose.RESIDUAL)[:, 0]
+    next_token = noise.at(row).draw(target[:, None], Purpose.RESIDUAL)[:, 0]
     path = torch.arange(T, device=law.device).expand(B, T)
     return Verdict(path=path, count=count, next_token=next_token, spent=spent)
 

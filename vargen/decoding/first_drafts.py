@@ -84,7 +84,7 @@ def previous(context: Context) -> tuple[Tensor, Tensor]:
     if context.last_law is None:
         return uniform(context)
     law = context.last_law[:, None].expand(-1, context.noise.position.shape[1], -1)
-    return context.noise.race(law, Purpose.TOKEN), law
+    return context.noise.draw(law, Purpose.TOKEN), law
 
 
 def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1, 0.25, 0.25, 0.4)) -> tuple[Tensor, Tensor]:
@@ -105,7 +105,7 @@ def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1,
     law = base + (north - north_weight)[..., None] * context.uniform_law
     law = law.scatter_add(2, left_token[..., None], torch.full_like(law[..., :1], west))
     law = law.scatter_add(2, above_token[..., None], north_weight[..., None])
-    return context.noise.race(law, Purpose.DRAFT), law
+    return context.noise.draw(law, Purpose.DRAFT), law
 
 
 def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.kernels.categorical import categorical
+
 
 class Purpose(IntEnum):
     """What a draw is for; draws of different purposes are independent."""
@@ -117,7 +119,19 @@ def _unit_(bits: Tensor) -> Tensor:
 
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
     """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
-    return _unit_(_keys(seeds, position, purpose, step) >> 32)
+    keys = _keys(seeds, position, purpose, step)
+    if _in_numpy(keys):
+        bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
+        return torch.from_numpy(bits.astype(np.float32) * np.float32(_UNIT) + np.float32(_UNIT / 2))
+    return _unit_(keys >> 32)
+
+
+def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
+    """float64 `[B, T]` in (0, 1), of 52 bits: fine enough to choose among any number of tokens."""
+    keys = _keys(seeds, position, purpose, step)
+    if _in_numpy(keys):
+        return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
+    return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
 
 def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int = 0) -> Tensor:
@@ -164,14 +178,19 @@ class Noise:
         """float32 `[B, T]` in (0, 1)."""
         return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
-    def race(self, law: Tensor, purpose: Purpose) -> Tensor:
-        """int64 `[B, T]`, drawn from laws `[B, T, V]`, which need not sum to 1."""
-        return race(law, self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+    def draw(self, law: Tensor, purpose: Purpose) -> Tensor:
+        """int64 `[B, T]`, drawn from laws `[B, T, V]`, which need not sum to 1.
+
+        Only the image's own noise is raced, so that like laws draw like tokens in every pass; other draws take one coin.
+        """
+        if purpose == Purpose.TOKEN:
+            return race(law, self.seeds, self.position)
+        return categorical(law, coins(self.seeds, self.position, purpose, self.step))
 
     def tokens(self, law: Tensor) -> Tensor:
         """int64 `[B, T]`: what the image's own noise draws from the laws of the pass; drawn once, however often asked."""
         if not (self._drawn and self._drawn[0][0] is law):
-            self._drawn[:] = [(law, self.race(law, Purpose.TOKEN))]
+            self._drawn[:] = [(law, self.draw(law, Purpose.TOKEN))]
         return self._drawn[0][1]
 
     def at(self, slot: Tensor) -> Noise:

@@ -171,7 +171,7 @@ class Speculative:
                 logits = model.forward(drafted[-1], held, one)
                 model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             laws.append(law(logits, state.sampling))
-            drafted.append(Noise(state.seeds, position + drafts, step).race(laws[-1], purpose))
+            drafted.append(Noise(state.seeds, position + drafts, step).draw(laws[-1], purpose))
         slots = torch.arange(state.length, device=device)
         valid = length[:, None] + slots < state.total
         return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(laws, 1), valid)

@@ -23,7 +23,7 @@ Tail = Callable[[Tensor, Draft, Noise], Tensor]
 
 def independent(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
     """Fresh draws, whatever was drafted (Teng et al. 2024, SJD)."""
-    return noise.race(law, Purpose.TAIL)
+    return noise.draw(law, Purpose.TAIL)
 
 
 def maximal(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
@@ -38,7 +38,7 @@ def maximal(law: Tensor, draft: Draft, noise: Noise) -> Tensor:
     left = law.clone()  # (p - q)+ where there was a draft, p elsewhere; in place, because these are wide
     left[:, :-1].addcmul_(drafted_law(law, draft), valid[..., None].to(law.dtype), value=-1).clamp_(min=0)
     empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
-    redrawn = noise.race(left, Purpose.TAIL)
+    redrawn = noise.draw(left, Purpose.TAIL)
     redrawn[:, :-1] = torch.where(keeps & valid | empty, draft.tokens, redrawn[:, :-1])
     return redrawn
 
