@@ -8,6 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from vargen.cli.compare import chosen
+from vargen.decoding import Jacobi, Speculative
 from vargen.evaluation.laws import claim, weights_digest
 
 
@@ -109,3 +111,10 @@ def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
     (tmp_path / "old" / "0-0-5.npz").touch()
     with pytest.raises(ValueError, match="do not say how they were made"):
         claim(tmp_path / "old", {"weights": "a"})
+
+
+def test_an_automatic_window_is_for_chains_too() -> None:
+    plain, auto = chosen("scd,speculative", None), chosen("scd,speculative", "auto")
+    assert [plain[name].drafter for name in ("scd", "speculative")] == [Jacobi(16, "maximal"), Speculative(4)]
+    assert [auto[name].drafter for name in ("scd", "speculative")] == [Jacobi("auto", "maximal"), Speculative("auto")]
+    assert chosen("speculative", "8")["speculative"].drafter == Speculative(4)
