@@ -94,35 +94,13 @@ class CaptionFeatures:
         return Condition(caption_embeds=embeds, caption_mask=valid)
 
 
-def sampling_weights(data: EmojiDataset, recipe: GeneratorRecipe) -> np.ndarray:
-    """float64 `[pictures]`: how often each is drawn, relative to the others: its own weight times the recipe's factors of its
-    group and of its style.
-
-    Raises:
-        ValueError: `sampling` names neither a group nor a style of the data, a factor is negative or not a number, or nothing
-            is left to train on or to hold out.
-    """
-    known = {record[key] for record in data.records for key in ("group", "style")}
-    for name, factor in recipe.sampling.items():
-        if name not in known:
-            raise ValueError(f"sampling: {name!r} is neither a group nor a style of the data: {', '.join(sorted(known))}")
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
-            raise ValueError(f"sampling: the factor of {name!r} must be a number of at least 0, got {factor!r}")
-    factors = [recipe.sampling.get(r["group"], 1.0) * recipe.sampling.get(r["style"], 1.0) for r in data.records]
-    weights = np.array([record["weight"] for record in data.records], dtype=np.float64) * factors
-    for split in ("train", "validation"):
-        if not weights[data.indices(split)].any():
-            raise ValueError(f"sampling: no {split} picture is left with a weight above 0")
-    return weights
-
-
 class Batches:
     """(tokens `[B, N]`, texts) of the training split, by (seed, step) alone."""
 
     def __init__(self, data: EmojiDataset, store: TokenStore, recipe: GeneratorRecipe):
         self.records, self.store, self.recipe = data.records, store, recipe
         self.indices = data.indices("train")
-        weights = sampling_weights(data, recipe)[self.indices]
+        weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
         self.cumulative = np.cumsum(weights / weights.sum())
 
     def __call__(self, step: int) -> tuple[Tensor, list[str], Tensor]:
@@ -199,16 +177,10 @@ def evaluate_generator(
     data: EmojiDataset,
     features: CaptionFeatures,
     batch_size: int = 16,
-    weights: np.ndarray | None = None,
 ) -> dict[str, float]:
-    """Loss and mean entropy of the next-token laws on pictures `indices`, plainly captioned, both in nats per token.
-
-    Args:
-        weights: float `[len(indices)]`, how much each picture counts; all alike by default.
-    """
+    """Loss and mean entropy of the next-token laws on pictures `indices`, plainly captioned, both in nats per token."""
     model.eval()
     loss = entropy = count = 0.0
-    each = torch.ones(len(indices)) if weights is None else torch.from_numpy(weights.astype(np.float32))
     amp = torch.autocast(features.device.type, torch.bfloat16, enabled=fast_dtype(features.device) == torch.bfloat16)
     for start in range(0, len(indices), batch_size):
         part = indices[start : start + batch_size]
@@ -216,10 +188,9 @@ def evaluate_generator(
         with amp:
             logits = model(rows, features([captions(data.records[i])[0] for i in part])).logits
         log_law = logits.log_softmax(-1)
-        weight_B = each[start : start + batch_size].to(log_law)
-        loss -= (weight_B @ log_law.gather(-1, rows[..., None]).sum((1, 2))).item()
-        entropy -= (weight_B @ (log_law.exp() * log_law).sum((1, 2))).item()
-        count += weight_B.sum().item() * rows.shape[1]
+        loss -= log_law.gather(-1, rows[..., None]).sum().item()
+        entropy -= (log_law.exp() * log_law).sum().item()
+        count += rows.numel()
     model.train()
     return {"held_out_loss": loss / count, "entropy": entropy / count}
 
@@ -249,11 +220,8 @@ def train_generator(
     prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
     evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved
     features = CaptionFeatures(text_encoder_folder, model.config.cls_token_num, device)
-    # Held-out pictures count as often as training draws their kind. For the curve a sample; the final figures take all.
     held_out = data.indices("validation")
-    held_out_weights = sampling_weights(data, recipe)[held_out]
-    points = (np.arange(96) + 0.5) / 96 * held_out_weights.sum()
-    sample = held_out[np.searchsorted(np.cumsum(held_out_weights), points).clip(max=len(held_out) - 1)]
+    sample = held_out[:: max(1, len(held_out) // 96)]  # for the curve; the final figures take all
 
     steppers = optimizers(model, prior, recipe)
     start, best = 0, float("inf")
@@ -264,8 +232,6 @@ def train_generator(
         for stepper, saved in zip(steppers, state["optimizers"], strict=True):
             stepper.load_state_dict(saved)
         start, best, best_weights = state["step"], state["best"], state["best_weights"]
-        if state.get("sampling", {}) != recipe.sampling:  # the held-out loss is another one from here on
-            best = float("inf")
     rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
     rates = [recipe.schedule.learning_rate, recipe.adamw_learning_rate][-len(rates) :]
     batches = Batches(data, store, recipe)
@@ -281,7 +247,6 @@ def train_generator(
             optimizers=saved,
             best=best,
             best_weights=best_weights,
-            sampling=recipe.sampling,
         )
 
     model.train()
@@ -315,7 +280,7 @@ def train_generator(
         if done % recipe.checkpoint_every == 0 or done == recipe.schedule.steps:
             save(done)
     evaluated.load_state_dict(best_weights)
-    figures = evaluate_generator(evaluated, store, held_out, data, features, weights=held_out_weights)
+    figures = evaluate_generator(evaluated, store, held_out, data, features)
     run.log(recipe.schedule.steps, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
     evaluated.eval().save_pretrained(folder / "transformer")
     run.plot(("loss", "held_out_loss"), ("entropy",))

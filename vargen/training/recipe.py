@@ -58,15 +58,10 @@ class TokenizerRecipe:
 
 @dataclass(frozen=True)
 class GeneratorRecipe:
-    """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor.
-
-    `sampling` says how often the pictures of a group ("flags") or a style ("3d") are drawn, as factors of their own weights;
-    what it does not name has factor 1. The held-out loss counts pictures in the same proportions.
-    """
+    """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]
     schedule: Schedule = field(default_factory=Schedule)
-    sampling: dict[str, Any] = field(default_factory=dict)
     seed: int = 0
     batch_size: int = 32
     caption_dropout: float = 0.1
