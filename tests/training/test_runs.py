@@ -1,5 +1,6 @@
 """Trainers at tiny size: they learn, and a run killed at any moment ends with the weights of an unbroken one."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -112,6 +113,29 @@ def test_training_lowers_the_losses(tmp_path):
     recipe = generator_recipe(schedule=Schedule(steps=40, learning_rate=5e-3, warmup_steps=2), dropout=0.0)
     figures = train_generator(tmp_path / "generator", recipe)
     assert figures["held_out_loss"] < 0.8 * np.log(64) and 0 <= figures["entropy"] < np.log(64)
+
+
+def test_the_last_steps_train_the_decoder_alone(tmp_path):
+    """Resumed with ten steps more, all of them the decoder's: codes and tokens stay, reconstructions get better."""
+    schedule = Schedule(steps=40, learning_rate=3e-3, warmup_steps=2)
+    before = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=schedule))
+    first = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
+    longer = dataclasses.replace(schedule, steps=70)
+    after = train_tokenizer(tmp_path / "run", tokenizer_recipe(schedule=longer, decoder_steps=30))
+    second = VQModel.from_pretrained(tmp_path / "run" / "vqvae")
+    old, new = first.state_dict(), second.state_dict()
+    changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
+    assert changed == {"decoder", "post_quant_conv"}
+    pictures = tokenizer.to_pixels(data().images, CPU)
+    assert torch.equal(first.encode(pictures), second.encode(pictures))
+    assert after["psnr"] > before["psnr"] and after["codebook_use"] == before["codebook_use"]
+
+
+@pytest.mark.parametrize("steps", [-1, 10, 14])
+def test_a_decoder_needs_codes_to_learn_from(tmp_path, steps):
+    with pytest.raises(ValueError, match=r"from 0 to less than the 10 steps that are quantised"):
+        train_tokenizer(tmp_path / "run", tokenizer_recipe(decoder_steps=steps))
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_best_held_out_weights_are_kept(tmp_path, monkeypatch):

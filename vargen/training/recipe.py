@@ -44,6 +44,7 @@ class TokenizerRecipe:
     crop: int = 64  # pixels; crops of the content teach more per multiply than the white around it
     full_fraction: float = 0.15  # last part of training: whole pictures, as used later
     autoencoder_steps: int = 200  # before the codebook is fitted by k-means: nothing is quantised
+    decoder_steps: int = 0  # last ones: encoder and codebook stay, so tokens do, and the decoder learns from whole pictures
     l1_weight: float = 1.0
     mse_weight: float = 2.0
     gradient_weight: float = 0.5

@@ -47,7 +47,8 @@ class Batches:
         recipe = self.recipe
         random = np.random.default_rng((recipe.seed, step))
         size = self.images.shape[1]
-        whole = step >= recipe.schedule.steps * (1 - recipe.full_fraction)
+        steps = recipe.schedule.steps
+        whole = step >= min(steps * (1 - recipe.full_fraction), steps - recipe.decoder_steps)
         crop = size if whole else min(recipe.crop, size)
         count = max(1, recipe.batch_size * recipe.crop**2 // size**2) if whole else recipe.batch_size
         chosen = self.indices[
@@ -162,8 +163,18 @@ def train_tokenizer(
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
 
+    The last `recipe.decoder_steps` leave encoder and codebook as they are, and with them the tokens of every picture.
+
+    Raises:
+        ValueError: if the decoder's steps begin before anything is quantised.
+
     Returns the held-out figures of the final model: `psnr` (dB), `codebook_use` (share), `perplexity`.
     """
+    if not 0 <= recipe.decoder_steps < recipe.schedule.steps - recipe.autoencoder_steps:
+        raise ValueError(
+            f"decoder_steps must be from 0 to less than the {recipe.schedule.steps - recipe.autoencoder_steps} steps that are "
+            f"quantised, got {recipe.decoder_steps}"
+        )
     torch.manual_seed(recipe.seed)
     model = VQModel(**recipe.model).to(device)
     trained = [p for name, p in model.named_parameters() if name != "quantize.embedding.weight"]
@@ -192,7 +203,8 @@ def train_tokenizer(
         generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
         pixels = to_pixels(batches(step), device)
         quantised = step >= recipe.autoencoder_steps
-        with amp:
+        settled = step >= recipe.schedule.steps - recipe.decoder_steps
+        with amp, torch.set_grad_enabled(not settled):
             z_BERG = model.encode_latents(pixels)
         z_BERG = z_BERG.float()
         z_NE = z_BERG.detach().movedim(1, -1).flatten(0, 2)
@@ -215,7 +227,7 @@ def train_tokenizer(
         torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         revived = 0
-        if indices is not None:
+        if indices is not None and not settled:
             codebook.update(z_NE, indices.flatten())
             # Late changes of the codebook cannot be followed by the decoder any more: none while the rate decays.
             if (step + 1) % recipe.revive_every == 0 and recipe.schedule.factor(step) >= 1:
