@@ -150,7 +150,7 @@ Held out are 86 of 1,959 concepts, with all their styles. The generator's weight
 
 ```
 vargen train data
-vargen train tokenizer --config emoji-tokenizer-gpu     # or emoji-tokenizer, then emoji-decoder, for two CPU cores
+vargen train tokenizer --config emoji-tokenizer-gpu     # or emoji-tokenizer, then emoji-tokenizer-decoder, for two CPU cores
 vargen train generator --config emoji-generator-gpu --tokenizer runs/tokenizer     # or emoji-generator
 vargen train generator --config emoji-drafter --tokenizer runs/tokenizer --output runs/drafter
 vargen train package --drafter runs/drafter
