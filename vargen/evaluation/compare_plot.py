@@ -56,7 +56,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     speed.plot(names, [method.allowed for method in methods], "k_", markersize=22, label="allowed by passes and their cost")
     speed.axhline(1.0, color="grey", linestyle="--", linewidth=1)
     speed.set(title=f"seconds of ar / seconds, batch {comparison.batch}")
-    speed.legend(fontsize=8)
+    speed.set_ylim(top=1.25 * speed.get_ylim()[1])  # room for the legend above the bars
+    speed.legend(fontsize=8, loc="upper left")
     bars = tokens.bar(names, [method.tokens_per_pass for method in methods], color="tab:green")
     tokens.bar_label(bars, [f"{method.tokens_per_pass:.2f}" for method in methods], padding=2)
     tokens.set(title="tokens per target pass")
