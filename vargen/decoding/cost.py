@@ -11,6 +11,8 @@ import torch
 
 from vargen.decoding.types import TokenModel, Tree
 
+BESIDE = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
+
 _measured: WeakKeyDictionary[Any, dict[tuple, float]] = WeakKeyDictionary()  # per network: (images, tokens, device, threads)
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vargen.decoding.cost import pass_costs
+from vargen.decoding.cost import BESIDE, pass_costs
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import law
 from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
@@ -36,9 +36,8 @@ class _Chain:
 
     def rate(self, length: int, acceptance: float) -> float:
         """Tokens a second."""
-        drafting = self.small[2] + (length - 1) * self.small[1] if length else 0.0
         tokens = sum(acceptance**drafts for drafts in range(length + 1))
-        return tokens / (self.target[length + 1] + drafting) * (_BESIDE if length else 1.0)
+        return tokens / (self.target[length + 1] + _drafting(self.small, length)) * (BESIDE if length else 1.0)
 
     def best(self, acceptance: float, least: int = 0) -> int:
         return max(range(least, _LONGEST + 1), key=lambda length: self.rate(length, acceptance))
@@ -59,10 +58,14 @@ class _Chain:
             self.judged = _MEMORY * self.judged + float((kept + 1).clamp(max=length).sum()) / max(len(kept), 1)
 
 
+def _drafting(small: dict[int, float], drafts: int) -> float:
+    """Seconds of the small model's passes behind a chain: one over two tokens (see `propose`), then one a draft."""
+    return small[2] + (drafts - 1) * small[1] if drafts else 0.0
+
+
 _LONGEST = 8
 _HOPE = 0.8  # acceptance that is worth probing for
 _MEMORY = 0.9
-_BESIDE = 0.9  # drafts are judged beside the pass
 
 
 @dataclass
@@ -145,8 +148,7 @@ class Speculative:
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the small model's passes behind a chain of `drafts`, measured."""
-        costs = pass_costs(self.small_model(model), condition, images, [1, 2])
-        return costs[2] + (drafts - 1) * costs[1] if drafts else 0.0
+        return _drafting(pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;

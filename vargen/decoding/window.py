@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vargen.decoding.cost import pass_costs
+from vargen.decoding.cost import BESIDE, pass_costs
 from vargen.decoding.naming import nearest
 from vargen.decoding.types import TokenModel
 
@@ -138,7 +138,6 @@ class Auto:
 
 
 _GROWTH = 0.75
-_BESIDE = 0.9  # drafts are judged and redrawn beside the pass, which takes about a tenth of a step
 _WORTH_A_CHANGE = 1.1  # a window that shrinks loses drafts that passes have refined
 
 
@@ -152,7 +151,7 @@ class _AutoState:
 
     def rate(self, width: int, gain: float) -> float:
         """Tokens a second."""
-        return (1 + gain * (width - 1) ** _GROWTH) / self.costs[width] * (_BESIDE if width > 1 else 1.0)
+        return (1 + gain * (width - 1) ** _GROWTH) / self.costs[width] * (BESIDE if width > 1 else 1.0)
 
     def widths(self, length: Tensor) -> tuple[None, int]:
         if length.device.type != "cpu":

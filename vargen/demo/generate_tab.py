@@ -113,7 +113,6 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     return method, note
 
 
-
 def _running(run: Run, engine: Engine) -> str:
     images: list[Any] = [*run.preview] or [None] * run.settings.num_images
     return _stage(images, list(run.counts), engine, run.tokens, run.seconds, f"{run.settings.prompt}, unfinished")

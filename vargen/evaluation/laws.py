@@ -61,11 +61,12 @@ def draw_many(
     seed: int,
     folder: Path,
     settings: dict[str, Any],
+    weights: str,
     progress: Callable[[int], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, sampled by `settings`, and mean statistics.
 
-    Every batch is kept in `folder`, so a run that was stopped goes on where it was.
+    Every batch is kept in `folder`, so a run that was stopped goes on where it was. `weights` names what drew it.
 
     Raises:
         ValueError: if `folder` holds tokens of other weights, prompts, settings or another method.
@@ -74,7 +75,7 @@ def draw_many(
     model = pipe.token_model(settings["guidance_scale"])
     rule = accelerator.acceptance
     made_of = {
-        "weights": weights_digest(pipe.transformer, pipe.draft_transformer),
+        "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         "prompts": list(prompts),
         "sampling": settings,
@@ -120,13 +121,15 @@ def laws_report(
     """Each method against `ar` with other seeds; `ar` itself, with a third set of seeds, shows how no difference looks."""
     ar = Accelerator(name="ar")
     used = {**pipe.default_sampling, **(settings or {})}
-    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", used, progress)
+    weights = weights_digest(pipe.transformer, pipe.draft_transformer)
+    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", used, weights, progress)
     codes = pipe.vqvae.quantize.codes().detach().float().cpu()
     columns = pipe.transformer.config.grid_size
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
         seed = number * 10**6
-        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, folder / name, used, progress)
+        place = folder / name
+        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, used, weights, progress)
         tests = compare_laws(baseline, tokens, codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
