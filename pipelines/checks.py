@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from vargen.decoding import Sampling
 
 MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
 
@@ -42,6 +44,16 @@ def check_guidance(guidance_scale: Any) -> float:
             f"guidance_scale must be a finite number of at least 0 (1 switches guidance off), got {guidance_scale!r}"
         )
     return float(guidance_scale)
+
+
+def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
+    """The guidance scale (1 where none is given) and the rest of `guidance_scale`, `temperature`, `top_k`, `top_p`.
+
+    Raises:
+        ValueError, TypeError: naming the setting, its value and what is allowed.
+    """
+    others = {name: value for name, value in settings.items() if name != "guidance_scale"}
+    return check_guidance(settings.get("guidance_scale", 1.0)), Sampling(**others)
 
 
 def check_guidance_interval(interval: Any) -> int | None:

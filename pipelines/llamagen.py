@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
-from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, Sampling, decode, resolve_accelerator
+from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 
 # from_pretrained finds these classes by module path, so the modules must have been imported.
@@ -205,7 +205,8 @@ class LlamaGenPipeline(DiffusionPipeline):
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
             num_images_per_prompt: pictures of each.
             guidance_scale: classifier-free guidance, at least 0; 1 switches it off. None: the checkpoint's default, as for
-                `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary) and `top_p` (in (0, 1]).
+                `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary, which keeps every token) and `top_p`
+                (in (0, 1]).
             guidance_interval: guide only up to this decoding step; None guides all.
             negative_prompt: what guidance leads away from, instead of the null caption.
             accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
@@ -227,9 +228,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         preset = resolve_accelerator(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
-        scale = checks.check_guidance(chosen.pop("guidance_scale"))
+        scale, sampling = checks.check_sampling(chosen)
         checks.check_guidance_interval(guidance_interval)
-        sampling = Sampling(**chosen)
         sampling.check_vocabulary(self.transformer.config.vocab_size)
         unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
         if unknown:

@@ -10,7 +10,8 @@ from PIL import Image
 
 from vargen.cli.compare import chosen
 from vargen.decoding import Jacobi, Speculative
-from vargen.evaluation.laws import claim, weights_digest
+from vargen.evaluation.laws import claim
+from vargen.models.weights import weights_digest
 
 
 @pytest.fixture

@@ -218,3 +218,79 @@ def test_an_interrupted_write_leaves_the_old_file(tmp_path):
         temporary.write_text("half")
         raise Killed
     assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_plain_patches_are_told_with_their_colours():
+    """One number for a colour, within the tolerance; -1 for patches of several colours."""
+    levels = np.full((1, 16, 16, 3), 255, dtype=np.uint8)
+    levels[0, :8, 8:] = (200, 0, 0)
+    levels[0, 8:, :8] = 253  # nearly white is white
+    levels[0, 12, 12] = 0
+    colours = tokenizer.plain_colours(tokenizer.to_pixels(levels, CPU), 8)[0]
+    white, red = colours[0]
+    assert colours[1, 0] == white and red not in (white, -1) and colours[1, 1] == -1
+
+
+def test_plain_patches_of_a_colour_share_the_code_nearest_to_their_mean():
+    model = tiny_vq()
+    z = torch.nn.functional.normalize(torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0)), dim=1)
+    colours = torch.tensor([-1, 7, 7, 9]).expand(2, 4, 4)
+    own, together = model.quantize.nearest(z), tokenizer.quantise_together(model, z, colours)
+    assert torch.equal(own[..., 0], together[..., 0])  # not plain: as ever
+    for column in (slice(1, 3), slice(3, 4)):
+        mean = torch.nn.functional.normalize(z[..., column].mean((0, 2, 3)), dim=0)
+        assert (together[..., column] == model.quantize.nearest(mean[None, :, None, None]).item()).all()
+    assert len(own[..., 1:].unique()) > 2
+    assert torch.equal(own, tokenizer.quantise_together(model, z, torch.full((2, 4, 4), -1)))
+
+
+def test_training_brings_plain_patches_to_one_code(tmp_path):
+    """Held-out pictures, each patch quantised by itself: fewer codes for a colour than without the shared targets."""
+    schedule = Schedule(steps=150, learning_rate=3e-3, warmup_steps=2)
+    apart, together = (
+        train_tokenizer(
+            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=150, plain_weight=weight)
+        )["plain_perplexity"]
+        for weight in (0.0, 10.0)
+    )
+    assert 1 <= together < apart
+
+
+def test_tokens_of_another_tokenizer_are_made_again(tmp_path, caplog):
+    """Decoder weights have no say in tokens; encoder and codebook have."""
+    recipe, images, model = generator_recipe(), data().images, tiny_vq()
+    indices, variants = np.arange(4), np.zeros(4, dtype=np.int64)
+
+    def store() -> generator.TokenStore:
+        return generator.TokenStore(tmp_path / "tokens.npz", images, model, recipe, CPU)
+
+    first = store()
+    tokens = first(indices, variants)
+    first.save()
+    with torch.no_grad():
+        next(model.decoder.parameters()).add_(1)
+    assert (store().tokens[:4, 0] == tokens.numpy()).all() and not caplog.records
+    with torch.no_grad():
+        model.quantize.embedding.weight.copy_(model.quantize.embedding.weight.roll(1, 0))
+    again = store()
+    assert (again.tokens == -1).all() and "tokenising again" in caplog.text
+    assert torch.equal(again(indices, variants), (tokens + 1) % model.config.codebook_size)
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_the_best_loss_counts_only_on_the_same_tokens(tmp_path, same):
+    """Resumed on another tokenizer's tokens, the best weights so far are no candidates any more; on the same ones they are."""
+    run = tmp_path / "run"
+    train_generator(run)
+    state = torch.load(run / "state.pt", weights_only=True)
+    torch.save({**state, "best": -1.0}, run / "state.pt")
+    if not same:
+        torch.manual_seed(5)
+        other = VQModel.from_pretrained(tmp_path / "vq")
+        with torch.no_grad():
+            other.quantize.embedding.weight.normal_()
+        other.save_pretrained(tmp_path / "vq")
+    train_generator(run, generator_recipe(schedule=Schedule(steps=21, learning_rate=3e-3, warmup_steps=2)))
+    saved = LlamaGenTransformer.from_pretrained(run / "transformer").state_dict()
+    kept = all(torch.equal(saved[key], state["best_weights"][key]) for key in saved)
+    assert kept == same

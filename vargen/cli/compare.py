@@ -67,8 +67,7 @@ def compare(
     from vargen.pipelines import checks
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    if guidance_scale is not None:
-        checks.check_guidance(guidance_scale)
+    checks.check_sampling(settings)
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     if pipe.draft_transformer is None and methods == _METHODS:
         say("speculative is left out: this model has no draft_transformer")

@@ -181,11 +181,10 @@ def read_prompts(path: Path) -> list[str]:
 
 def _check_settings(given: dict[str, Any], accelerator: str, negative_prompt: str | None, num_images: int) -> None:
     """What can be checked without a model."""
-    from vargen.decoding import Sampling, resolve_accelerator
+    from vargen.decoding import resolve_accelerator
     from vargen.pipelines import checks
 
-    checks.check_guidance(given.get("guidance_scale", 1.0))
-    Sampling(**{name: value for name, value in given.items() if name != "guidance_scale"})
+    checks.check_sampling(given)
     resolve_accelerator(accelerator)
     checks.check_count(num_images, 1)
     if negative_prompt is not None:

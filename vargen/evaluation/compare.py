@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, Speculative, decode
+from vargen.decoding import Accelerator, DecodeStats, Progress, Speculative, decode
 from vargen.decoding.cost import pass_costs
 from vargen.models.llamagen import Condition
+from vargen.pipelines.checks import check_sampling
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
@@ -101,8 +102,8 @@ def compare(
     if not prompts or batch < 1:
         raise ValueError(f"give at least one prompt and a batch of at least 1, got {len(prompts)} prompts, batch {batch}")
     chosen = {**pipe.default_sampling, **(settings or {})}
-    sampling = Sampling(**{key: value for key, value in chosen.items() if key != "guidance_scale"})
-    model = pipe.token_model(chosen["guidance_scale"])
+    scale, sampling = check_sampling(chosen)
+    model = pipe.token_model(scale)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
     condition, _ = pipe.condition(filled)
     seeds = torch.arange(seed, seed + len(filled))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -13,20 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, Sampling, decode
+from vargen.decoding import Accelerator, decode
 from vargen.evaluation.two_sample import compare_laws
 from vargen.files import whole_file
+from vargen.models.weights import weights_digest
+from vargen.pipelines.checks import check_sampling
 from vargen.pipelines.llamagen import LlamaGenPipeline
-
-
-def weights_digest(*networks: torch.nn.Module | None) -> str:
-    """Sixteen hexadecimal digits that change with any weight of the networks."""
-    digest = hashlib.sha256()
-    for network in networks:
-        for name, value in sorted(network.state_dict().items()) if network is not None else ():
-            digest.update(name.encode())
-            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def claim(folder: Path, made_of: dict[str, Any]) -> None:
@@ -71,8 +62,8 @@ def draw_many(
     Raises:
         ValueError: if `folder` holds tokens of other weights, prompts, settings or another method.
     """
-    sampling = Sampling(**{key: value for key, value in settings.items() if key != "guidance_scale"})
-    model = pipe.token_model(settings["guidance_scale"])
+    scale, sampling = check_sampling(settings)
+    model = pipe.token_model(scale)
     rule = accelerator.acceptance
     made_of = {
         "weights": weights,

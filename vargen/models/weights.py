@@ -1,11 +1,13 @@
-"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit."""
+"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit. A digest of weights."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterable
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 Shapes = dict[str, tuple[int, ...]]
@@ -73,3 +75,13 @@ def compare_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable
 def _names(keys: Iterable[str], most: int = 5) -> str:
     ordered = sorted(keys)
     return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"
+
+
+def weights_digest(*networks: torch.nn.Module | None) -> str:
+    """Sixteen hexadecimal digits that change with any weight of the networks."""
+    digest = hashlib.sha256()
+    for network in networks:
+        for name, value in sorted(network.state_dict().items()) if network is not None else ():
+            digest.update(name.encode())
+            digest.update(value.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -20,6 +20,7 @@ from vargen.files import whole_file
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
+from vargen.models.weights import weights_digest
 from vargen.pipelines.captions import align_left_padded
 from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, captions, sample_caption
@@ -44,20 +45,27 @@ def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
 class TokenStore:
     """Tokens of pictures, computed when first asked for and kept on disk: `[pictures, variants, N]`.
 
-    Variant 0 is a picture itself, the others are copies shifted by a fixed list of offsets. A short run on a CPU never pays for
-    the pictures that it does not see; a long one has all tokens after its first passes over the data.
+    The file says which encoder and codebook they were made with; those of others are not taken. Variant 0 is a picture itself,
+    the others are copies shifted by a fixed list of offsets. A short run on a CPU never pays for the pictures that it does not
+    see; a long one has all tokens after its first passes over the data.
     """
 
     def __init__(self, path: Path, images: np.ndarray, vqvae: VQModel, recipe: GeneratorRecipe, device: torch.device):
         self.path, self.images, self.vqvae, self.device = path, images, vqvae.eval(), device
         shape = (len(images), 1 + recipe.shift_variants, (images.shape[1] // vqvae.downsampling) ** 2)
-        self.tokens = np.load(path) if path.is_file() else np.full(shape, -1, dtype=np.int32)
-        if self.tokens.shape != shape:
-            raise ValueError(f"{path} holds tokens {self.tokens.shape}, the recipe asks for {shape}; remove it")
-        self.variants = shape[1]
         limit = recipe.shift_pixels
         shifts = np.random.default_rng(recipe.seed).integers(-limit, limit + 1, (recipe.shift_variants, 2))
         self.offsets = [(0, 0), *map(tuple, shifts.tolist())]
+        self.variants = shape[1]
+        made_with = weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)  # the decoder has no say in tokens
+        self.made_of = f"tokenizer {made_with}, tokens {shape}, offsets {self.offsets}"
+        self.tokens = np.full(shape, -1, dtype=np.int32)
+        if path.is_file():
+            with np.load(path) as kept:
+                if str(kept["made_of"]) == self.made_of:
+                    self.tokens = kept["tokens"]
+                else:
+                    logger.warning("%s: made of %s; now %s: tokenising again", path, kept["made_of"], self.made_of)
 
     @torch.no_grad()
     def __call__(self, indices: np.ndarray, variants: np.ndarray) -> Tensor:
@@ -74,7 +82,7 @@ class TokenStore:
 
     def save(self) -> None:
         with whole_file(self.path) as temporary, open(temporary, "wb") as file:
-            np.save(file, self.tokens)
+            np.savez(file, tokens=self.tokens, made_of=np.array(self.made_of))
 
 
 class CaptionFeatures:
@@ -216,7 +224,7 @@ def train_generator(
         folder, {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
     )
     vqvae = VQModel.from_pretrained(tokenizer_folder).to(device)
-    store = TokenStore(folder / "tokens.npy", data.images, vqvae, recipe, device)
+    store = TokenStore(folder / "tokens.npz", data.images, vqvae, recipe, device)
     prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
     evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved
     features = CaptionFeatures(text_encoder_folder, model.config.cls_token_num, device)
@@ -231,7 +239,9 @@ def train_generator(
         prior.load_state_dict(state["prior"])
         for stepper, saved in zip(steppers, state["optimizers"], strict=True):
             stepper.load_state_dict(saved)
-        start, best, best_weights = state["step"], state["best"], state["best_weights"]
+        start = state["step"]
+        if state.get("tokens") == store.made_of:  # losses on other tokens say nothing
+            best, best_weights = state["best"], state["best_weights"]
     rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
     rates = [recipe.schedule.learning_rate, recipe.adamw_learning_rate][-len(rates) :]
     batches = Batches(data, store, recipe)
@@ -245,6 +255,7 @@ def train_generator(
             model=model.state_dict(),
             prior=prior.state_dict(),
             optimizers=saved,
+            tokens=store.made_of,
             best=best,
             best_weights=best_weights,
         )

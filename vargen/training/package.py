@@ -113,6 +113,7 @@ def model_card(
             f"| drafter | {draft['step']:.0f} | {draft['seconds'] / 3600:.2f} | loss {draft['final_held_out_loss']:.3f}, "
             f"entropy {draft['final_entropy']:.3f} nats per token |\n"
         )
+    plain = f", {tokenizer['plain_perplexity']:.1f} of them for a plain colour" if "plain_perplexity" in tokenizer else ""
     vq_millions = sum(p.numel() for p in vqvae.parameters()) / 1e6
     defaults = ", ".join(f"{key} {value}" for key, value in sampling.items())
     return f"""---
@@ -139,7 +140,7 @@ Default sampling: {defaults}.
 | | steps | hours | held-out figures |
 |---|---|---|---|
 | tokenizer | {tokenizer["step"]:.0f} | {tokenizer["seconds"] / 3600:.2f} | PSNR {tokenizer["psnr"]:.2f} dB, \
-{tokenizer["codebook_use"]:.1%} of the codes in use |
+{tokenizer["codebook_use"]:.1%} of the codes in use{plain} |
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
 {draft_row}

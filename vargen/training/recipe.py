@@ -50,6 +50,7 @@ class TokenizerRecipe:
     gradient_weight: float = 0.5
     colour_weight: float = 2.0
     commitment_weight: float = 0.25
+    plain_weight: float = 10.0  # commitment of patches of one plain colour, which share a code; 0 lets each choose
     codebook_decay: float = 0.98
     revive_every: int = 50
     weight_decay: float = 0.01

@@ -7,6 +7,7 @@ sphere: it starts from spherical k-means on real latents and codes that nothing 
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import asdict
 from pathlib import Path
 
@@ -119,6 +120,42 @@ class Codebook:
         return len(dead)
 
 
+def plain_colours(pixels: Tensor, patch: int, step: int = 4, tolerance: int = 2) -> Tensor:
+    """Which patches are of one colour, and of which.
+
+    Args:
+        pixels: float `[B, 3, Y, X]` in [-1, 1]. patch: side of a patch in pixels.
+        step: levels of 256 that count as one colour. tolerance: levels that may lie between a patch's extremes.
+
+    Returns:
+        int64 `[B, Y/patch, X/patch]`: a number for the colour, -1 where the patch is not plain.
+    """
+    levels = (pixels.float() + 1) * 127.5
+    high, low = F.max_pool2d(levels, patch), -F.max_pool2d(-levels, patch)
+    red, green, blue = ((high + low) / 2).round().long().div(step, rounding_mode="floor").unbind(1)
+    colour = (red * 256 + green) * 256 + blue
+    return torch.where(((high - low) <= tolerance + 0.5).all(1), colour, -1)
+
+
+def quantise_together(model: VQModel, z_BERG: Tensor, colours_BRG: Tensor) -> Tensor:
+    """Indices of the nearest codes, where all plain patches of one colour take the code nearest to the mean of their latents.
+
+    A latent sees more of the picture than its patch, so by itself plain white gets a hundred codes, which say nothing to an eye
+    and which a generator has to guess token by token. Trained towards one code for each colour, the encoder finds it alone.
+    """
+    indices = model.quantize.nearest(z_BERG)
+    plain = colours_BRG >= 0
+    if not plain.any():
+        return indices
+    _, group = colours_BRG[plain].unique(return_inverse=True)
+    z_NE = z_BERG.detach().movedim(1, -1)[plain]
+    sums = z_NE.new_zeros(int(group.max()) + 1, z_NE.shape[1]).index_add_(0, group, z_NE)
+    shared = model.quantize.nearest(F.normalize(sums, dim=-1).T[None, :, :, None]).flatten()
+    indices = indices.clone()
+    indices[plain] = shared[group]
+    return indices
+
+
 def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: TokenizerRecipe, patch: int) -> Tensor:
     """L1 and MSE on pixels, L1 on their differences (edges), and L1 and MSE on the mean colour of each patch.
 
@@ -140,21 +177,36 @@ def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: TokenizerReci
 def evaluate_tokenizer(
     model: VQModel, images: np.ndarray, device: torch.device, batch_size: int = 16
 ) -> dict[str, float]:
-    """Mean PSNR in dB over uint8 pictures `[N, Y, X, 3]`, share of codes used, and perplexity of their use."""
+    """Figures over uint8 pictures `[N, Y, X, 3]`.
+
+    Returns `psnr` (mean, dB), `codebook_use` (share of codes), `perplexity` of their use, and `plain_perplexity`, that of the
+    codes which plain patches of one colour take: 1 where each colour has its code.
+    """
     model.eval()
-    psnr, used = [], torch.zeros(model.config.codebook_size, device=device)
+    V = model.config.codebook_size
+    psnr, used, plain = [], torch.zeros(V, device=device), []
     for start in range(0, len(images), batch_size):
         pixels = to_pixels(images[start : start + batch_size], device)
         output = model(pixels)
         error = (output.sample.float().clamp(-1, 1) - pixels) / 2
         psnr.append(-10 * error.square().mean((1, 2, 3)).clamp_min(1e-10).log10())
-        used += torch.bincount(output.indices.flatten(), minlength=len(used)).float()
+        used += torch.bincount(output.indices.flatten(), minlength=V).float()
+        colours = plain_colours(pixels, model.downsampling)
+        plain.append((colours * V + output.indices)[colours >= 0])
     model.train()
-    law = used / used.sum()
+
+    def entropy(counts: Tensor) -> float:
+        law = counts / counts.sum().clamp_min(1)
+        return -(law * law.clamp_min(1e-12).log()).sum().item()
+
+    pairs, counts = torch.cat(plain).unique(return_counts=True)
+    colours = torch.zeros(len(pairs), device=device)
+    colours.index_add_(0, (pairs // V).unique(return_inverse=True)[1], counts.float())
     return {
         "psnr": torch.cat(psnr).mean().item(),
         "codebook_use": (used > 0).float().mean().item(),
-        "perplexity": torch.exp(-(law * law.clamp_min(1e-12).log()).sum()).item(),
+        "perplexity": math.exp(entropy(used)),
+        "plain_perplexity": math.exp(entropy(counts.float()) - entropy(colours)),
     }
 
 
@@ -215,9 +267,12 @@ def train_tokenizer(
             indices, codes, commitment = None, z_BERG, z_BERG.new_zeros(())
         else:
             recent = []
-            indices = model.quantize.nearest(z_BERG)
+            together = recipe.plain_weight > 0 and not settled
+            colours = plain_colours(pixels, model.downsampling) if together else torch.full_like(z_BERG[:, 0], -1).long()
+            indices = quantise_together(model, z_BERG, colours)
             codes = model.quantize.lookup(indices).detach()
-            commitment = (z_BERG - codes).square().sum(1).mean()
+            weight = torch.where(colours >= 0, recipe.plain_weight, 1.0)
+            commitment = ((z_BERG - codes).square().sum(1) * weight).mean()
         with amp:
             decoded = model.decode_latents(z_BERG + (codes - z_BERG).detach())  # straight-through gradient
         reconstruction = reconstruction_loss(decoded.float(), pixels, recipe, model.downsampling)
