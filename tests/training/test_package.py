@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from tiny_models import tiny_transformer, tiny_vq
 
 import vargen.assets
 from vargen import LlamaGenPipeline
+from vargen.training.generator import codes_digest
 from vargen.training.package import package
 
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -64,6 +66,22 @@ def test_an_unfinished_run_leaves_the_old_folder(runs, tmp_path):
         package(runs[0], tmp_path / "nothing", ENCODER, tmp_path / "model")
     assert sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*")) == before
     assert not list(tmp_path.glob(".*"))
+
+
+def test_runs_of_different_tokens_are_not_joined(runs, tmp_path):
+    """Tokens kept by a run tell which encoder and codebook made them; a decoder trained further is no other tokenizer."""
+    tokenizer, generator = runs
+    vqvae = tiny_vq()
+    with torch.no_grad():
+        next(vqvae.decoder.parameters()).add_(1)
+    np.savez(generator / "tokens.npz", tokens=np.zeros(1), made_of=f"tokenizer {codes_digest(vqvae)}, tokens (1,)")
+    package(*runs, ENCODER, tmp_path / "model")
+    with torch.no_grad():
+        vqvae.quantize.embedding.weight.neg_()
+    vqvae.save_pretrained(tokenizer / "vqvae")
+    with pytest.raises(ValueError, match="was trained on the tokens of another tokenizer than"):
+        package(*runs, ENCODER, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_folder_that_is_no_model_is_never_replaced(runs, tmp_path):

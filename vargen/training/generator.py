@@ -42,6 +42,20 @@ def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
     return moved
 
 
+def codes_digest(vqvae: VQModel) -> str:
+    """Changes with whatever decides about tokens: encoder and codebook. The decoder has no say in them."""
+    return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
+
+
+def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
+    """Raise ValueError if a generator's `run` kept tokens, and they are of another encoder or codebook than `tokenizer`'s."""
+    path = run / "tokens.npz"
+    if path.is_file():
+        with np.load(path) as kept:
+            if codes_digest(vqvae) not in str(kept["made_of"]):
+                raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
+
+
 class TokenStore:
     """Tokens of pictures, computed when first asked for and kept on disk: `[pictures, variants, N]`.
 
@@ -57,8 +71,7 @@ class TokenStore:
         shifts = np.random.default_rng(recipe.seed).integers(-limit, limit + 1, (recipe.shift_variants, 2))
         self.offsets = [(0, 0), *map(tuple, shifts.tolist())]
         self.variants = shape[1]
-        made_with = weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)  # the decoder has no say in tokens
-        self.made_of = f"tokenizer {made_with}, tokens {shape}, offsets {self.offsets}"
+        self.made_of = f"tokenizer {codes_digest(vqvae)}, tokens {shape}, offsets {self.offsets}"
         self.tokens = np.full(shape, -1, dtype=np.int32)
         if path.is_file():
             with np.load(path) as kept:

@@ -14,6 +14,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.training.generator import check_tokens
 from vargen.training.run import TrainingRun
 
 DEFAULTS = {"guidance_scale": 4.0, "temperature": 0.9, "top_k": 500, "top_p": 1.0}
@@ -37,6 +38,7 @@ def package(
         drafter_run: a generator's run of a smaller model on the same tokens, packaged as `draft_transformer`.
 
     Raises:
+        ValueError: if a generator's run was trained on the tokens of another tokenizer.
         FileNotFoundError: if a run is not finished. FileExistsError: if `output` is there and no model folder.
     """
     from transformers import AutoTokenizer
@@ -47,6 +49,8 @@ def package(
         if not finished.is_dir():
             raise FileNotFoundError(f"{finished} is missing: finish the training run first")
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
+    for run in (generator_run, *([drafter_run] if drafter_run else [])):
+        check_tokens(run, vqvae, tokenizer_run)
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
     pipeline = LlamaGenPipeline(
