@@ -60,7 +60,8 @@ def generator_recipe(**changes) -> GeneratorRecipe:
     }  # fmt: skip
     base = {
         "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
-        "dropout": 0.1, "evaluate_every": 7, "checkpoint_every": 5,
+        "dropout": 0.1, "token_noise": 0.1, "plan_weight": 1.0, "plan_captions": 5,
+        "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
     return GeneratorRecipe(model=model, **{**base, **changes})
 
@@ -172,6 +173,61 @@ def test_the_code_prior_folds_into_an_ordinary_model():
     folded.load_state_dict(prior.folded(model))
     assert torch.allclose(folded(tokens, condition).logits, summed, atol=1e-5)
     assert not torch.allclose(model(tokens, condition).logits, summed, atol=1e-2)
+
+
+def test_noise_takes_tokens_of_other_pictures():
+    tokens = torch.arange(64 * 100).view(64, 100)  # all different
+    torch.manual_seed(0)
+    changed = generator.noisy(tokens, 0.4) != tokens
+    shares = changed.float().mean(1)
+    assert shares.min() < 0.1 and 0.3 < shares.max() <= 0.55 and 0.15 < shares.mean() < 0.25
+    assert torch.equal(generator.noisy(tokens, 0.0), tokens)
+    mixed = generator.noisy(tokens, 1.0)
+    assert mixed.min() >= 0 and mixed.max() < tokens.numel()
+
+
+def test_a_plan_asks_for_what_is_still_to_be_drawn():
+    """Row 5 of 8 is being drawn: the plan's loss there sees the pixels of that row and of those below, and no others."""
+    plan = generator.Plan(dim=6, grid_size=8, side=4)
+    features = torch.zeros(1, 64, 6)
+    features[:, 5 * 8 : 6 * 8] = torch.randn(1, 8, 6)
+    pixels = torch.rand(1, 3, 32, 32).requires_grad_()
+
+    # What differs from no features at all is what the positions of row 5 say.
+    (gradient,) = torch.autograd.grad(plan(features, pixels) - plan(features * 0, pixels), pixels)
+    seen = gradient.abs().sum((0, 1, 3)) > 1e-12
+    assert seen.tolist() == [False] * 16 + [True] * 16  # cells of two rows each: rows 4 and 5 share one
+    with torch.no_grad():
+        plan.colours.weight.zero_()
+        plan.colours.bias.fill_(1.0)
+    white = torch.ones(1, 3, 32, 32)
+    assert plan(features, white) == 0
+    assert torch.isclose(plan(features, -white), 4 * plan.to_come.mean())
+    assert plan(features[:, :1], -white) == 4  # position 0 has all before it
+
+
+def test_a_run_begun_without_a_plan_goes_on_with_one(tmp_path):
+    train_generator(tmp_path / "run", generator_recipe(plan_weight=0.0, plan_captions=0))
+    schedule = Schedule(steps=40, learning_rate=3e-3, warmup_steps=2)
+    train_generator(tmp_path / "run", generator_recipe(schedule=schedule, plan_weight=2.0, token_noise=0.2))
+    errors = [r["plan"] for r in TrainingRun(tmp_path / "run", {}, 0).records() if "plan" in r]
+    assert len(errors) == 3 and errors[-1] < errors[0]
+    trained = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer")  # an ordinary model
+    assert not [name for name in trained.state_dict() if "plan" in name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_noise": 1.5}, "token_noise must be a share from 0 to 1, got 1.5"),
+        ({"plan_weight": -1.0}, "got plan_weight -1.0"),
+        ({"plan_weight": 0.0, "plan_captions": 8}, "captions need a weight above 0"),
+    ],
+)
+def test_impossible_plans_are_refused_before_anything_is_written(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train_generator(tmp_path / "run", generator_recipe(**changes))
+    assert not (tmp_path / "run").exists()
 
 
 def test_shifted_moves_and_fills_with_white():

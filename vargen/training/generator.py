@@ -7,7 +7,9 @@ held-out loss, and the entropy that is reported beside it.
 from __future__ import annotations
 
 import logging
+import math
 import random
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -87,11 +89,15 @@ class TokenStore:
         wanted = list(zip(indices[missing].tolist(), variants[missing].tolist(), strict=True))
         for start in range(0, len(wanted), 32):
             part = wanted[start : start + 32]
-            pictures = np.concatenate([shifted(np.asarray(self.images[i : i + 1]), *self.offsets[v]) for i, v in part])
-            drawn = self.vqvae.encode(to_pixels(pictures, self.device)).flatten(1).cpu().numpy()
+            drawn = self.vqvae.encode(self.pictures(*zip(*part, strict=True))).flatten(1).cpu().numpy()
             for (i, v), row in zip(part, drawn, strict=True):
                 self.tokens[i, v] = row
         return torch.from_numpy(self.tokens[indices, variants].astype(np.int64))
+
+    def pictures(self, indices: Iterable[int], variants: Iterable[int]) -> Tensor:
+        """Float pixels `[B, 3, Y, X]` in [-1, 1] of pictures at their variants."""
+        moved = [shifted(self.images[i : i + 1], *self.offsets[v]) for i, v in zip(indices, variants, strict=True)]
+        return to_pixels(np.concatenate(moved), self.device)
 
     def save(self) -> None:
         with whole_file(self.path) as temporary, open(temporary, "wb") as file:
@@ -116,7 +122,7 @@ class CaptionFeatures:
 
 
 class Batches:
-    """(tokens `[B, N]`, texts) of the training split, by (seed, step) alone."""
+    """Of the training split, by (seed, step) alone: tokens `[B, N]`, texts, captions to drop `[B]`, pixels `[B, 3, Y, X]`."""
 
     def __init__(self, data: EmojiDataset, store: TokenStore, recipe: GeneratorRecipe):
         self.records, self.store, self.recipe = data.records, store, recipe
@@ -124,16 +130,34 @@ class Batches:
         weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
         self.cumulative = np.cumsum(weights / weights.sum())
 
-    def __call__(self, step: int) -> tuple[Tensor, list[str], Tensor]:
+    def _choose(self, count: int, draw: np.random.Generator) -> np.ndarray:
+        # Stratified: one draw from each of `count` equal parts of the data, so that a batch is never all flags.
+        points = (np.arange(count) + draw.random(count)) / count
+        return self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)]
+
+    def captions(self, step: int, part: int = 32) -> Iterator[tuple[list[str], Tensor]]:
+        """`plan_captions` texts and their pictures `[part, 3, Y, X]`, in parts of like length: padding costs like words."""
+        recipe = self.recipe
+        if not recipe.plan_captions:
+            return
+        chosen = self._choose(recipe.plan_captions, np.random.default_rng((recipe.seed, step, 1)))
+        words = random.Random(recipe.seed * 1_000_003 - step - 1)
+        texts = [sample_caption(self.records[i], words) for i in chosen]
+        order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
+        for start in range(0, len(order), part):
+            rows = order[start : start + part]
+            yield [texts[i] for i in rows], self.store.pictures(chosen[rows], [0] * len(rows))
+
+    def __call__(self, step: int) -> tuple[Tensor, list[str], Tensor, Tensor]:
         recipe = self.recipe
         draw = np.random.default_rng((recipe.seed, step))
-        # Stratified: one draw from each of B equal parts of the data, so that a batch is never all flags.
-        points = (np.arange(recipe.batch_size) + draw.random(recipe.batch_size)) / recipe.batch_size
-        chosen = self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)]
-        rows = self.store(chosen, draw.integers(0, self.store.variants, len(chosen)))
+        chosen = self._choose(recipe.batch_size, draw)
+        variants = draw.integers(0, self.store.variants, len(chosen))
+        rows = self.store(chosen, variants)
         words = random.Random(recipe.seed * 1_000_003 + step)
         texts = [sample_caption(self.records[i], words) for i in chosen]
-        return rows, texts, torch.from_numpy(draw.random(len(chosen)) < recipe.caption_dropout)
+        dropped = torch.from_numpy(draw.random(len(chosen)) < recipe.caption_dropout)
+        return rows, texts, dropped, self.store.pictures(chosen, variants)
 
 
 def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Tensor) -> Condition:
@@ -142,6 +166,45 @@ def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Ten
     assert condition.caption_embeds is not None and null.caption_embeds is not None
     embeds = torch.where(dropped[:, None, None].to(model.device), null.caption_embeds, condition.caption_embeds)
     return Condition(caption_embeds=embeds, caption_mask=condition.caption_mask)
+
+
+def noisy(tokens_BN: Tensor, most: float) -> Tensor:
+    """Input tokens with a share, uniform from 0 to `most` for each picture, of tokens from anywhere in the batch.
+
+    Drawn pictures hold errors that real ones lack. A model that has seen some leans less on each token and more on the caption.
+    """
+    share = torch.rand(len(tokens_BN), 1, device=tokens_BN.device) * most
+    others = tokens_BN.flatten()[torch.randperm(tokens_BN.numel(), device=tokens_BN.device)].view_as(tokens_BN)
+    return torch.where(torch.rand(tokens_BN.shape, device=tokens_BN.device) < share, others, tokens_BN)
+
+
+class Plan(nn.Module):
+    """A training loss that asks every position for what is still to be drawn, as a thumbnail of the whole picture.
+
+    A caption tells about 9 of the 500 nats in a picture, most of them at its first few tokens, so next-token loss alone hardly
+    asks to read it. Colours and outline of all that is to come, at every position, ask for it everywhere. One linear map of
+    the model's features, which is thrown away after training.
+
+    Args:
+        dim: width of the features. grid_size: side of the token grid. side: of the thumbnail, which divides the grid's.
+    """
+
+    def __init__(self, dim: int, grid_size: int, side: int):
+        super().__init__()
+        self.side = side
+        self.colours = nn.Linear(dim, 3 * side * side)
+        last = torch.arange(side).repeat_interleave(side) + 1
+        row = torch.arange(grid_size * grid_size) // grid_size  # of the token that a position predicts
+        self.register_buffer("to_come", (last[None] * (grid_size // side) > row[:, None]).float(), persistent=False)
+
+    def forward(self, features_BNC: Tensor, pixels: Tensor) -> Tensor:
+        """Mean squared error of the colours at the first n positions `[B, n, dim]` of pictures `[B, 3, Y, X]` in [-1, 1].
+
+        Cells drawn already count zero.
+        """
+        target = F.adaptive_avg_pool2d(pixels, self.side).flatten(2)  # [B, 3, S]
+        error = (self.colours(features_BNC).unflatten(-1, (3, -1)) - target[:, None]).square().mean(2)
+        return (error * self.to_come[: error.shape[1]]).mean()
 
 
 class CodePrior(nn.Module):
@@ -229,8 +292,18 @@ def train_generator(
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
 
+    Raises:
+        ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, or captions without a weight.
+
     Returns the held-out figures of the best weights: `held_out_loss` and `entropy`, nats per token.
     """
+    if not 0 <= recipe.token_noise <= 1:
+        raise ValueError(f"token_noise must be a share from 0 to 1, got {recipe.token_noise}")
+    if recipe.plan_weight < 0 or recipe.plan_captions < 0 or (recipe.plan_captions and not recipe.plan_weight):
+        raise ValueError(
+            f"plan_weight and plan_captions must be 0 or more, and captions need a weight above 0; got plan_weight "
+            f"{recipe.plan_weight}, plan_captions {recipe.plan_captions}"
+        )
     torch.manual_seed(recipe.seed)
     model = LlamaGenTransformer(**{"condition": "text", "dropout": recipe.dropout, **recipe.model}).to(device)
     run = TrainingRun(
@@ -244,19 +317,21 @@ def train_generator(
     held_out = data.indices("validation")
     sample = held_out[:: max(1, len(held_out) // 96)]  # for the curve; the final figures take all
 
-    steppers = optimizers(model, prior, recipe)
+    plan = Plan(model.config.dim, model.config.grid_size, math.gcd(8, model.config.grid_size)).to(device)
+
+    steppers = [*optimizers(model, prior, recipe), torch.optim.AdamW(plan.parameters(), lr=recipe.adamw_learning_rate)]
     start, best = 0, float("inf")
     best_weights: dict[str, Tensor] = {}
     if state := run.resume(device):
         model.load_state_dict(state["model"])
         prior.load_state_dict(state["prior"])
-        for stepper, saved in zip(steppers, state["optimizers"], strict=True):
+        if "plan" in state:  # a run begun without it has none
+            plan.load_state_dict(state["plan"])
+        for stepper, saved in zip(steppers, state["optimizers"], strict="plan" in state):
             stepper.load_state_dict(saved)
         start = state["step"]
         if state.get("tokens") == store.made_of:  # losses on other tokens say nothing
             best, best_weights = state["best"], state["best_weights"]
-    rates = [group["lr"] for stepper in steppers for group in stepper.param_groups]
-    rates = [recipe.schedule.learning_rate, recipe.adamw_learning_rate][-len(rates) :]
     batches = Batches(data, store, recipe)
     amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
 
@@ -267,6 +342,7 @@ def train_generator(
             step,
             model=model.state_dict(),
             prior=prior.state_dict(),
+            plan=plan.state_dict(),
             optimizers=saved,
             tokens=store.made_of,
             best=best,
@@ -275,25 +351,32 @@ def train_generator(
 
     model.train()
     for step in run.progress(start):
-        for stepper, rate in zip(steppers, rates, strict=True):
+        for stepper in steppers:
             for group in stepper.param_groups:
-                group["lr"] = rate * recipe.schedule.factor(step)
-        torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout, too, is a function of the step
-        rows, texts, dropped = batches(step)
+                group["lr"] = stepper.defaults["lr"] * recipe.schedule.factor(step)
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout and noise, too, are functions of the step
+        rows, texts, dropped, pixels = batches(step)
         rows = rows.to(device)
         condition = drop_captions(features(texts), model, dropped)
+        given = noisy(rows, recipe.token_noise) if recipe.token_noise else rows
         with amp:
-            logits = torch.func.functional_call(model, prior.weights(model), (rows, condition)).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), rows.flatten())
+            output = torch.func.functional_call(model, prior.weights(model), (given, condition))
+        loss = F.cross_entropy(output.logits.flatten(0, 1), rows.flatten())
+        planned = plan(output.features.float(), pixels) if recipe.plan_weight else loss.new_zeros(())
         for stepper in steppers:
             stepper.zero_grad(set_to_none=True)
-        loss.backward()
+        (loss + recipe.plan_weight * planned).backward()
+        for texts, pixels in batches.captions(step):
+            with amp:  # one token, which nothing follows: the caption's rows alone go through the model
+                alone = model(rows.new_zeros(len(texts), 1), features(texts)).features
+            share = recipe.plan_weight * len(texts) / recipe.plan_captions
+            (share * plan(alone.float(), pixels)).backward()
         nn.utils.clip_grad_norm_([*model.parameters(), *prior.parameters()], 1.0)
         for stepper in steppers:
             stepper.step()
         done = step + 1
         if done % 10 == 0:
-            run.log(done, loss=loss.detach())
+            run.log(done, loss=loss.detach(), **({"plan": planned.detach()} if recipe.plan_weight else {}))
         if done % recipe.evaluate_every == 0 or done == recipe.schedule.steps:
             weights = prior.folded(model)
             evaluated.load_state_dict(weights)
