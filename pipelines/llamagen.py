@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision
 from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
+from vargen.files import whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 
 # from_pretrained finds these classes by module path, so the modules must have been imported.
@@ -64,7 +66,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vqvae"
+    model_cpu_offload_seq = "text_encoder->transformer->draft_transformer->vqvae"
     _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
@@ -111,6 +113,22 @@ class LlamaGenPipeline(DiffusionPipeline):
         dtypes = component_dtypes(folder, torch_dtype)
         kwargs.setdefault("use_safetensors", True)
         return super().from_pretrained(str(folder), torch_dtype=dtypes, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
+
+        Args:
+            save_directory: made when missing; files of other names that it holds stay.
+            **kwargs: of `DiffusionPipeline.save_pretrained`.
+
+        Raises:
+            OSError: if the folder cannot be made or written.
+        """
+        folder = Path(save_directory).expanduser()
+        if kwargs.get("push_to_hub"):
+            kwargs.setdefault("repo_id", folder.name)
+        with whole_files(folder) as staged:
+            super().save_pretrained(str(staged), **kwargs)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -185,7 +203,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         temperature: float | None = None,
         top_k: int | None = None,
         top_p: float | None = None,
-        negative_prompt: str | None = None,
+        negative_prompt: str | list[str] | None = None,
         accelerator: str | Accelerator = "ar",
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
@@ -208,7 +226,7 @@ class LlamaGenPipeline(DiffusionPipeline):
                 `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary, which keeps every token) and `top_p`
                 (in (0, 1]).
             guidance_interval: guide only up to this decoding step; None guides all.
-            negative_prompt: what guidance leads away from, instead of the null caption.
+            negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
             accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
             generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
@@ -244,8 +262,10 @@ class LlamaGenPipeline(DiffusionPipeline):
         condition = _repeat(condition, num_images_per_prompt)
         negative = None
         if negative_prompt is not None:
-            negative, _ = self.condition(negative_prompt, None, None, None, clean_prompt)
-            negative = _repeat(negative, images)
+            negative, given_negatives = self.condition(negative_prompt, None, None, None, clean_prompt)
+            if given_negatives not in (1, count):
+                raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given_negatives}")
+            negative = _repeat(negative, images // given_negatives)
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
 

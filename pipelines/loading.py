@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from torch import nn
 
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.compat import ensure_torchvision
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
-from vargen.models.weights import check_weights
-
-ensure_torchvision()
-
-from diffusers import DiffusionPipeline
+from vargen.models.weights import check_weights, header_shapes
 
 # Folders may name classes of these libraries only: anything else would be code from a stranger.
 _TRUSTED = ("diffusers", "transformers", "vargen.")
@@ -27,6 +24,7 @@ _CHECKED: dict[str, type] = {
     "draft_transformer": LlamaGenTransformer,
     "vqvae": VQModel,
 }
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # of a hub model: nothing that could run
 
 
 def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
@@ -78,14 +76,34 @@ def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Pat
             library = str(value[0])
             if library not in _TRUSTED and not library.startswith(_TRUSTED[-1]):
                 raise ValueError(f"{index_file} takes {component!r} from {library!r}; only {', '.join(_TRUSTED)} are trusted")
+    variant = hub_options.get("variant")
+    index = {name: value for name, value in index.items() if name not in hub_options}  # a caller's own need no file
     for component, kind in _CHECKED.items():
         if index.get(component, [None])[0] is not None:
-            check_component(folder / component, kind)
+            check_component(folder / component, kind, variant)
+    encoder, kind_of_encoder = index.get("text_encoder") or (None, None)
+    if kind_of_encoder == MiniLMTextEncoder.__name__:
+        check_component(folder / "text_encoder", MiniLMTextEncoder, variant)
+    elif encoder is not None:  # of transformers, which names tensors anew as it loads: the headers alone are checked
+        check_headers(folder / "text_encoder")
     return folder
 
 
-def check_component(folder: Path, kind: type) -> None:
+def check_headers(folder: Path) -> None:
+    """Raise ValueError unless `folder` has a config and weights in safetensors files, none of them damaged."""
+    files = sorted(folder.glob("*.safetensors"))
+    for needed, there in (("config.json", (folder / "config.json").is_file()), ("model.safetensors", bool(files))):
+        if not there:
+            raise ValueError(f"{folder / needed} is missing; the folder is incomplete, download or convert it again")
+    for file in files:
+        header_shapes(file)
+
+
+def check_component(folder: Path, kind: type, variant: str | None = None) -> None:
     """Compare a component's weight file with the network that its config describes, by header only.
+
+    Args:
+        variant: part of the weight file's name, such as "fp16", as diffusers has it.
 
     Raises:
         ValueError: naming the file and the first tensors that are wrong.
@@ -99,8 +117,11 @@ def check_component(folder: Path, kind: type) -> None:
             network: nn.Module = kind.from_config(config)  # type: ignore[attr-defined]
     except Exception as error:
         raise ValueError(f"{config_file} does not describe a {kind.__name__}: {error}") from error
-    expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    check_weights(folder, "diffusion_pytorch_model", expected)
+    if isinstance(network, MiniLMTextEncoder):
+        expected = network.stored_shapes()
+    else:
+        expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+    check_weights(folder, "diffusion_pytorch_model" + (f".{variant}" if variant else ""), expected)
 
 
 def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
@@ -118,10 +139,10 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
             f"unknown model {text!r}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
             "a folder with a model_index.json, or a hub id 'owner/name'"
         )
-    known = ("cache_dir", "force_download", "local_files_only", "token", "revision", "variant", "proxies")
+    known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
     options = {key: hub_options[key] for key in known if key in hub_options}
-    try:
-        return Path(DiffusionPipeline.download(text, use_safetensors=True, **options))
+    try:  # not DiffusionPipeline.download, which refuses components that are classes of neither diffusers nor transformers
+        return Path(snapshot_download(text, allow_patterns=_WANTED, **options))
     except Exception as error:
         raise ValueError(
             f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}"

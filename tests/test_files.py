@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vargen.files import whole_folder
+from vargen.files import whole_files, whole_folder
 
 
 def _tree(folder: Path) -> dict[str, str | None]:
@@ -123,3 +123,18 @@ def test_where_nothing_can_be_written_the_block_does_not_run(tmp_path: Path, mon
     with pytest.raises(OSError, match=r"cannot write .*out: .*read-only"):
         _fill(tmp_path / "out")
     assert _tree(tmp_path) == {"file": "x", "closed": None}
+
+
+def test_files_take_their_places_together_or_not_at_all(tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    for text in ("old", "new"):
+        with whole_files(output) as folder:
+            (folder / "part").mkdir()
+            (folder / "part" / "weights").write_text(text)
+            assert not (output / "part").exists() or (output / "part" / "weights").read_text() == "old"
+        (output / "mine").write_text("stays")
+    assert _tree(output) == {"part": None, "part/weights": "new", "mine": "stays"}
+    with pytest.raises(RuntimeError), whole_files(output) as folder:
+        (folder / "mine").write_text("half")
+        raise RuntimeError
+    assert _tree(output) == {"part": None, "part/weights": "new", "mine": "stays"}

@@ -29,6 +29,24 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
+def whole_files(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder whose files take their places under `folder` when the block ends well; if not, none does.
+
+    Each file appears whole. Others that `folder` holds stay.
+
+    Raises:
+        OSError: if the folder cannot be made or written; before the block runs.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as space:
+        yield Path(space)
+        for file in sorted(path for path in Path(space).rglob("*") if path.is_file()):
+            place = folder / file.relative_to(space)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(file, place)
+
+
+@contextmanager
 def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
     """An empty folder that takes the place of `output` when the block ends well, else vanishes.
 

@@ -285,3 +285,14 @@ def test_packaged_encoder_understands_words_of_like_meaning() -> None:
     assert automobile @ car > 0.7 > 0.5 > automobile @ cat
     # Known ids: a change of tokenizer files would silently change every prompt.
     assert tokenizer("A red apple").input_ids == [101, 1037, 2417, 6207, 102]
+
+
+def test_packaged_encoder_gives_the_features_of_the_original() -> None:
+    """Every token's features point where those of the published float32 weights do, as transformers' BertModel runs them."""
+    golden = load_file(Path(__file__).parents[1] / "golden" / "minilm.safetensors")
+    mask = golden["attention_mask"].bool()
+    encoder = MiniLMTextEncoder.from_pretrained(_PACKAGED / "text_encoder")
+    with torch.inference_mode():
+        features = encoder(golden["input_ids"].long(), golden["attention_mask"].long())
+    assert mask.sum() > 100
+    assert torch.cosine_similarity(features, golden["features"].float(), dim=-1)[mask].min() >= 0.999

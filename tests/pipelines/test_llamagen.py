@@ -1,5 +1,6 @@
 """`LlamaGenPipeline`: conventions of diffusers, seeds, batches, and what bad input gets."""
 
+import io
 import json
 import logging
 import math
@@ -127,6 +128,26 @@ def test_negative_prompt_changes_the_picture(texts):
     plain = texts("apple", generator=seeded(0)[0], output_type="latent").images
     led_away = texts("apple", negative_prompt="red", generator=seeded(0)[0], output_type="latent").images
     assert not torch.equal(plain, led_away)
+
+
+def test_each_prompt_may_have_its_negative_prompt(texts):
+    options = {"num_images_per_prompt": 2, "output_type": "latent"}
+    both = texts(["apple", "cat"], negative_prompt=["red", "dog"], generator=seeded(0, 1, 2, 3), **options).images
+    alone = texts("cat", negative_prompt="dog", generator=seeded(2, 3), **options).images
+    assert torch.equal(both[2:], alone)
+    assert not torch.equal(alone, texts("cat", negative_prompt="red", generator=seeded(2, 3), **options).images)
+    with pytest.raises(ValueError, match="negative_prompt must be one, or one for each of 2 prompts; got 3"):
+        texts(["apple", "cat"], negative_prompt=["a", "b", "c"])
+
+
+def test_the_progress_bar_counts_tokens(classes):
+    written = io.StringIO()
+    classes.set_progress_bar_config(file=written, disable=False, mininterval=0)
+    try:
+        classes(class_labels=3)
+    finally:
+        classes.set_progress_bar_config(disable=True)
+    assert "16/16" in written.getvalue()
 
 
 def test_prompt_embeds_replace_the_prompt(texts):

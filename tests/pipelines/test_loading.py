@@ -1,18 +1,25 @@
 """A folder is checked before a weight of it is loaded, and nothing in it is ever run."""
 
+import hashlib
 import json
+import os
 import pickle
 import shutil
+import subprocess
+import sys
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import class_pipeline
+from tiny_models import class_pipeline, text_pipeline
+from transformers import T5Config, T5EncoderModel
 
 from vargen import LlamaGenPipeline
 from vargen.pipelines import loading
-from vargen.pipelines.loading import DiffusionPipeline
+from vargen.pipelines.llamagen import DiffusionPipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 
@@ -62,17 +69,131 @@ def test_a_hub_id_without_network_says_so(monkeypatch):
     refused("some-owner/some-model", "no local folder 'some-owner/some-model' exists, and fetching")
 
 
-def test_a_hub_id_goes_through_the_hub(saved, monkeypatch):
-    asked = {}
+OPEN_AND_DRAW = """
+from vargen import LlamaGenPipeline
+pipe = LlamaGenPipeline.from_pretrained("owner/name", revision="v2", {options})
+print(pipe(class_labels=3, temperature=0, output_type="latent").images.flatten().tolist())
+"""
 
-    def download(name, **options):
-        asked.update(name=name, **options)
-        return str(saved)
 
-    monkeypatch.setattr(DiffusionPipeline, "download", download)
-    pipe = LlamaGenPipeline.from_pretrained("owner/name", revision="v2", local_files_only=True)
-    assert isinstance(pipe, LlamaGenPipeline)
-    assert asked == {"name": "owner/name", "use_safetensors": True, "revision": "v2", "local_files_only": True}
+def test_a_hub_model_is_fetched_once_and_then_opens_offline(saved, tmp_path):
+    """The real hub client against a server that speaks the hub's protocol; its address is read at import, hence processes."""
+    hub = tmp_path / "hub"
+    shutil.copytree(saved, hub)
+    (hub / "transformer" / "trojan.py").write_text("raise SystemExit('ran')")
+    asked: list[str] = []
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "home"), "HF_HUB_DISABLE_XET": "1"}
+    environment.pop("HF_HUB_OFFLINE", None)
+
+    def draw(endpoint: str, options: str) -> str:
+        command = [sys.executable, "-c", OPEN_AND_DRAW.format(options=options)]
+        done = subprocess.run(command, env={**environment, "HF_ENDPOINT": endpoint}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), hub_server(hub, "v2", asked)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        first = draw(f"http://127.0.0.1:{server.server_port}", "")
+        server.shutdown()
+    assert [path for path in asked if "transformer/diffusion_pytorch_model" in path]
+    assert not [path for path in asked if "trojan" in path]
+    assert draw("http://127.0.0.1:9", "local_files_only=True") == first
+    local = LlamaGenPipeline.from_pretrained(saved)(class_labels=3, temperature=0, output_type="latent").images
+    assert first.strip() == str(local.flatten().tolist())
+
+
+def hub_server(folder: Path, revision: str, asked: list[str]) -> type[BaseHTTPRequestHandler]:
+    """What the hub answers about the one model that it has: its files, and each of them."""
+    commit = "5" * 40
+    files = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+    class Hub(BaseHTTPRequestHandler):
+        def do_GET(self, body: bool = True) -> None:
+            asked.append(self.path)
+            path = self.path.partition("?")[0]
+            name = path.removeprefix(f"/owner/name/resolve/{commit}/")
+            if path == f"/api/models/owner/name/revision/{revision}":
+                siblings = [{"rfilename": file} for file in files]
+                data = json.dumps({"id": "owner/name", "sha": commit, "siblings": siblings}).encode()
+            elif path == f"/api/models/owner/name/tree/{commit}":  # what newer clients ask for
+                sizes = {file: (folder / file).stat().st_size for file in files}
+                tree = [{"type": "file", "path": file, "size": size, "oid": commit} for file, size in sizes.items()]
+                data = json.dumps(tree).encode()
+            elif name in files:
+                data = (folder / name).read_bytes()
+            else:
+                return self.send_error(404)
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(data)))
+            self.send_header("X-Repo-Commit", commit)
+            self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+            self.end_headers()
+            if body:
+                self.wfile.write(data)
+
+        def do_HEAD(self) -> None:
+            self.do_GET(body=False)
+
+        def log_message(self, *words: object) -> None:
+            pass
+
+    return Hub
+
+
+def test_a_variant_is_opened_by_its_name(tmp_path):
+    class_pipeline().to(torch.float16).save_pretrained(tmp_path / "model", variant="fp16")
+    pipe = LlamaGenPipeline.from_pretrained(tmp_path / "model", variant="fp16", torch_dtype=torch.float32)
+    assert torch.equal(pipe.transformer.norm.weight, class_pipeline().transformer.norm.weight.half().float())
+    refused(tmp_path / "model", rf"{WEIGHTS} is missing")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "foreign", "no config"])
+def test_a_text_encoder_is_checked_like_the_rest(folder, tmp_path, damage):
+    text_pipeline().save_pretrained(tmp_path / "text")
+    file = tmp_path / "text" / "text_encoder" / WEIGHTS
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:5000])
+    elif damage == "foreign":
+        save_file({"stranger": torch.zeros(1)}, file)
+    else:
+        file.with_name("config.json").unlink()
+    message = {"missing": "is missing", "truncated": "damaged", "foreign": "unexpected: 1 .stranger", "no config": "is missing"}
+    refused(tmp_path / "text", f"text_encoder.*{message[damage]}")
+
+
+@pytest.mark.parametrize("damage", ["missing", "truncated", "no config"])
+def test_a_text_encoder_of_transformers_too(folder, tmp_path, damage):
+    pipe = text_pipeline()
+    pipe.text_encoder = T5EncoderModel(T5Config(vocab_size=40, d_model=384, d_kv=8, d_ff=16, num_layers=1, num_heads=2))
+    pipe.save_pretrained(tmp_path / "text")
+    with pytest.raises(AssertionError, match="about to be loaded"):
+        LlamaGenPipeline.from_pretrained(tmp_path / "text")
+    file = tmp_path / "text" / "text_encoder" / "model.safetensors"
+    if damage == "missing":
+        file.unlink()
+    elif damage == "truncated":
+        file.write_bytes(file.read_bytes()[:300])
+    else:
+        file.with_name("config.json").unlink()
+    refused(tmp_path / "text", "text_encoder.*damaged" if damage == "truncated" else "text_encoder.*is missing")
+
+
+def test_saving_that_fails_leaves_the_old_folder(saved, tmp_path, monkeypatch):
+    shutil.copytree(saved, tmp_path / "model")
+    before = {path: path.read_bytes() for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()}
+    pipe = class_pipeline()
+
+    def full_disk(folder, **kwargs):
+        Path(folder).mkdir(parents=True)
+        (Path(folder) / WEIGHTS).write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(pipe.vqvae, "save_pretrained", full_disk)
+    with pytest.raises(OSError, match="no space left"):
+        pipe.save_pretrained(tmp_path / "model")
+    assert before == {path: path.read_bytes() for path in sorted((tmp_path / "model").rglob("*")) if path.is_file()}
 
 
 def test_index_is_not_json(folder):

@@ -176,6 +176,11 @@ class MiniLMTextEncoder(ModelMixin, ConfigMixin):
             )
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in the weight file, by name."""
+        expected = _expected(dict(self.named_parameters()), self.config.weight_format)
+        return {name: shape for name, (_, shape) in expected.items()}
+
     def _pack(self) -> dict[str, Tensor]:
         """The tensors of the weight file in the configured format."""
         packed: dict[str, Tensor] = {}
@@ -259,6 +264,18 @@ def _weights_name(variant: str | None) -> str:
     return f"{_WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{_WEIGHTS_STEM}.safetensors"
 
 
+def _expected(parameters: dict[str, Tensor], weight_format: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Dtypes and shapes in a weight file, by name."""
+    expected: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+    for name, parameter in parameters.items():
+        groups = _groups(name, parameter) if weight_format == "int8" else None
+        dtype = _plain_dtype(name, weight_format) if groups is None else torch.int8
+        expected[name] = (dtype, tuple(parameter.shape))
+        if groups is not None:
+            expected[name + _SCALE] = (torch.float32, (parameter.shape[0], groups))
+    return expected
+
+
 def _read_weights(path: Path, parameters: dict[str, Tensor], weight_format: str) -> dict[str, Tensor]:
     """Read and check a weight file; float32 tensors by parameter name (errors: see `from_pretrained`)."""
     if not path.is_file():
@@ -267,23 +284,17 @@ def _read_weights(path: Path, parameters: dict[str, Tensor], weight_format: str)
         stored = load_file(path)
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
-    expected: dict[str, tuple[torch.dtype, list[int]]] = {}
-    for name, parameter in parameters.items():
-        groups = _groups(name, parameter) if weight_format == "int8" else None
-        dtype = _plain_dtype(name, weight_format) if groups is None else torch.int8
-        expected[name] = (dtype, list(parameter.shape))
-        if groups is not None:
-            expected[name + _SCALE] = (torch.float32, [parameter.shape[0], groups])
+    expected = _expected(parameters, weight_format)
     for name in sorted(expected.keys() | stored.keys()):
         if name not in stored:
             raise ValueError(f"{path}: tensor {name!r} is missing")
         if name not in expected:
             raise ValueError(f"{path}: unexpected tensor {name!r}")
         dtype, shape = expected[name]
-        if stored[name].dtype != dtype or list(stored[name].shape) != shape:
+        if stored[name].dtype != dtype or tuple(stored[name].shape) != shape:
             raise ValueError(
                 f"{path}: tensor {name!r} is {stored[name].dtype} {list(stored[name].shape)}, "
-                f"expected {dtype} {shape}"
+                f"expected {dtype} {list(shape)}"
             )
         if dtype != torch.int8 and not torch.isfinite(stored[name]).all():
             raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")
