@@ -28,6 +28,19 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
+def check_matplotlib(purpose: str) -> None:
+    """Say before hours of work, not after them, that a plot cannot be drawn. Imports nothing of matplotlib.
+
+    Args:
+        purpose: begins the message, such as "--plot needs".
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ImportError(f"{purpose} matplotlib: pip install matplotlib")
+
+
 def ensure_torchvision() -> bool:
     """Make torchvision importable, and with it transformers' and diffusers' classes, which import it.
 

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from vargen.cli.console import print_json, quiet_libraries, say, table
 from vargen.cli.options import Device, Dtype, pick_device, pick_dtype, use_threads
 from vargen.cli.outputs import check_writable
+from vargen.compat import check_matplotlib
 
 if TYPE_CHECKING:
     from vargen.evaluation.speed import BaselineReport, StepReport
@@ -130,6 +131,8 @@ def check_result_file(path: str | Path | None, suffix: str, name: str) -> None:
     if Path(path).suffix.lower() != suffix or Path(path).is_dir():
         raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
     check_writable(Path(path).parent)
+    if name == "plot":
+        check_matplotlib("--plot needs")
 
 
 def prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, Any, dict[str, Any]]:

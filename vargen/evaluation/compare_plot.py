@@ -6,6 +6,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from vargen.compat import check_matplotlib
 from vargen.evaluation.compare import Comparison
 from vargen.evaluation.sheet import contact_sheet
 from vargen.files import whole_file
@@ -38,10 +39,8 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
+    check_matplotlib("a plot needs")
+    from matplotlib.figure import Figure
 
     methods = comparison.methods
     names = [method.name for method in methods]

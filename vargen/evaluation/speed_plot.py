@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from vargen.compat import check_matplotlib
 from vargen.evaluation.speed import StepReport
 from vargen.files import whole_file
 
@@ -15,10 +16,8 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
     Raises:
         ImportError: without matplotlib.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("a plot needs matplotlib: pip install matplotlib") from error
+    check_matplotlib("a plot needs")
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5 * len(reports), 3.8), layout="constrained")  # of no window system, hence no pyplot
     axes = figure.subplots(1, len(reports), squeeze=False)[0]

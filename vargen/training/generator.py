@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
-from vargen.files import whole_file
+from vargen.files import whole_file, whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
@@ -366,11 +366,11 @@ def train_generator(
         for stepper in steppers:
             stepper.zero_grad(set_to_none=True)
         (loss + recipe.plan_weight * planned).backward()
-        for texts, pixels in batches.captions(step):
+        for asked, drawn in batches.captions(step):
             with amp:  # one token, which nothing follows: the caption's rows alone go through the model
-                alone = model(rows.new_zeros(len(texts), 1), features(texts)).features
-            share = recipe.plan_weight * len(texts) / recipe.plan_captions
-            (share * plan(alone.float(), pixels)).backward()
+                alone = model(rows.new_zeros(len(asked), 1), features(asked)).features
+            share = recipe.plan_weight * len(asked) / recipe.plan_captions
+            (share * plan(alone.float(), drawn)).backward()
         nn.utils.clip_grad_norm_([*model.parameters(), *prior.parameters()], 1.0)
         for stepper in steppers:
             stepper.step()
@@ -386,10 +386,13 @@ def train_generator(
                 best, best_weights = figures["held_out_loss"], weights
         if done % recipe.checkpoint_every == 0 or done == recipe.schedule.steps:
             save(done)
-    evaluated.load_state_dict(best_weights)
+    evaluated.load_state_dict(best_weights or prior.folded(model))  # none yet: a finished run, opened with another tokenizer
     figures = evaluate_generator(evaluated, store, held_out, data, features)
+    if not math.isfinite(figures["held_out_loss"]):
+        raise ValueError(f"the run in {folder} diverged (held-out loss {figures['held_out_loss']}): lower the learning rates")
     run.log(recipe.schedule.steps, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
-    evaluated.eval().save_pretrained(folder / "transformer")
+    with whole_files(folder / "transformer") as staged:
+        evaluated.eval().save_pretrained(staged)
     run.plot(("loss", "held_out_loss"), ("entropy",))
     logger.info("generator %s: %s", folder, figures)
     return figures

@@ -49,8 +49,9 @@ def package(
         if not finished.is_dir():
             raise FileNotFoundError(f"{finished} is missing: finish the training run first")
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
-    for run in (generator_run, *([drafter_run] if drafter_run else [])):
-        check_tokens(run, vqvae, tokenizer_run)
+    for part, run in runs.items():
+        if part != "tokenizer":
+            check_tokens(run, vqvae, tokenizer_run)
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
     pipeline = LlamaGenPipeline(
@@ -155,7 +156,7 @@ Held out are 86 of 1,959 concepts, with all their styles. The generator's weight
 
 ```
 vargen train data
-vargen train tokenizer --config emoji-tokenizer-gpu     # or emoji-tokenizer, then emoji-tokenizer-decoder, for two CPU cores
+vargen train tokenizer --config emoji-tokenizer-gpu     # or, on two CPU cores, emoji-tokenizer, then -plain, then -decoder
 vargen train generator --config emoji-generator-gpu --tokenizer runs/tokenizer     # or emoji-generator
 vargen train generator --config emoji-drafter --tokenizer runs/tokenizer --output runs/drafter
 vargen train package --drafter runs/drafter

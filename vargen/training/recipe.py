@@ -70,7 +70,7 @@ class GeneratorRecipe:
     shift_pixels: int = 4  # augmentation: each picture is tokenised at several offsets up to this
     shift_variants: int = 2
     dropout: float = 0.0
-    token_noise: float = 0.0  # share of a picture's input tokens taken from other pictures, uniform from 0 to this
+    token_noise: float = 0.0  # share of input tokens taken from elsewhere in the batch, per picture from 0 to this
     plan_weight: float = 0.0  # of the loss on what is still to be drawn, see `Plan`
     plan_captions: int = 0  # more captions a step that plan a picture without drawing it: a tenth of a picture's cost each
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from vargen.compat import check_matplotlib
 from vargen.files import whole_file
 
 
@@ -21,12 +22,10 @@ class TrainingRun:
     """State, log and plots under one folder: `state.pt`, `log.jsonl`, `curves.png`.
 
     Args:
-        folder: where the run lives; created when missing.
+        folder: where the run lives; `resume` makes it when missing.
         fingerprint: what must be equal for a resume to make sense (the model's shape, the seed).
         steps: total number of steps, for the progress bar.
 
-    Raises:
-        ValueError: if the folder holds a run with another fingerprint.
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any], steps: int):
@@ -35,7 +34,6 @@ class TrainingRun:
         self.steps = steps
         self.started = time.monotonic()
         self.seconds_before = 0.0
-        folder.mkdir(parents=True, exist_ok=True)
 
     @property
     def seconds(self) -> float:
@@ -43,7 +41,14 @@ class TrainingRun:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self, map_location: torch.device | str = "cpu") -> dict[str, Any] | None:
-        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run."""
+        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run, whose folder is made.
+
+        Raises:
+            ImportError: without matplotlib, which the curves will need.
+            ValueError: if the folder holds a run with another fingerprint.
+        """
+        check_matplotlib("the curves of a run need")
+        self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / "state.pt"
         if not path.is_file():
             return None

@@ -16,7 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.files import whole_files
 from vargen.models.vq import VQModel
+from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import TokenizerRecipe
 from vargen.training.run import TrainingRun
@@ -247,8 +249,8 @@ def train_tokenizer(
     batches = Batches(data, recipe)
     held_out = data.images[data.indices("validation")]
     sample = held_out[:: max(1, len(held_out) // 128)]
-    amp = torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
-    recent: list[Tensor] = []
+    amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+    recent: list[Tensor] = state.get("recent", []) if state else []  # latents that the codebook will be fitted to
     for step in run.progress(start):
         for group in optimizer.param_groups:
             group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
@@ -305,6 +307,7 @@ def train_tokenizer(
                 optimizer=optimizer.state_dict(),
                 sums=codebook.sums,
                 counts=codebook.counts,
+                recent=recent,
             )
     figures = evaluate_tokenizer(model, held_out, device)
     run.log(recipe.schedule.steps, **figures)
@@ -315,7 +318,8 @@ def train_tokenizer(
         sums=codebook.sums,
         counts=codebook.counts,
     )
-    model.save_pretrained(folder / "vqvae")
+    with whole_files(folder / "vqvae") as staged:
+        model.save_pretrained(staged)
     run.plot(("loss", "reconstruction"), ("psnr",), ("codebook_use",))
     logger.info("tokenizer %s: %s (%s)", folder, figures, asdict(recipe.schedule))
     return figures
