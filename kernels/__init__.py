@@ -1,4 +1,4 @@
-"""Triton kernels, their torch references, and the dispatch between them. Imported as `vargen.kernels`."""
+"""The parts that need to be fast, each beside what it is tested against in torch. Imported as `vargen.kernels`."""
 
 if __name__ == "kernels":  # found bare through sys.path: this name may belong to another distribution
     from vargen.compat import hand_over

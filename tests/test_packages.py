@@ -1,0 +1,29 @@
+"""The packages that people use vargen with work together, in one process, beside the torch at hand."""
+
+import subprocess
+import sys
+
+import pytest
+
+from vargen.compat import installed_version
+
+IMPORTS = """
+from vargen.compat import ensure_torchvision
+ensure_torchvision()
+import diffusers, gradio, open_clip, PIL, torch, torchvision, transformers, triton
+{reward}
+import vargen
+vargen.LlamaGenPipeline
+print("together")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(installed_version, ("gradio", "open-clip-torch", "triton"))), reason="not all extras are installed"
+)
+def test_they_import_together() -> None:
+    """With the official ImageReward where it is installed: on the reference set, not on the latest one."""
+    reward = "import ImageReward" if installed_version("image-reward") else ""
+    done = subprocess.run([sys.executable, "-c", IMPORTS.format(reward=reward)], capture_output=True, text=True)
+    assert done.stdout == "together\n", done.stderr
