@@ -60,6 +60,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     bars = tokens.bar(names, [method.tokens_per_pass for method in methods], color="tab:green")
     tokens.bar_label(bars, [f"{method.tokens_per_pass:.2f}" for method in methods], padding=2)
     tokens.set(title="tokens per target pass")
+    tokens.margins(y=0.1)  # room for the label of the highest
     for method in methods:
         counts = method.accepted_histogram[1:]
         passes = sum(counts)
