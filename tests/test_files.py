@@ -133,8 +133,8 @@ def test_files_take_their_places_together_or_not_at_all(tmp_path: Path) -> None:
             (folder / "part" / "weights").write_text(text)
             assert not (output / "part").exists() or (output / "part" / "weights").read_text() == "old"
         (output / "mine").write_text("stays")
-    assert _tree(output) == {"part": None, "part/weights": "new", "mine": "stays"}
-    with pytest.raises(RuntimeError), whole_files(output) as folder:
-        (folder / "mine").write_text("half")
-        raise RuntimeError
-    assert _tree(output) == {"part": None, "part/weights": "new", "mine": "stays"}
+    for place in (output, tmp_path / "other"):
+        with pytest.raises(RuntimeError), whole_files(place) as folder:
+            (folder / "mine").write_text("half")
+            raise RuntimeError
+    assert _tree(tmp_path) == {"out": None, "out/part": None, "out/part/weights": "new", "out/mine": "stays"}

@@ -38,12 +38,16 @@ def whole_files(folder: Path) -> Iterator[Path]:
         OSError: if the folder cannot be made or written; before the block runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as space:
-        yield Path(space)
-        for file in sorted(path for path in Path(space).rglob("*") if path.is_file()):
-            place = folder / file.relative_to(space)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(file, place)
+    try:
+        with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as space:
+            yield Path(space)
+            for file in sorted(path for path in Path(space).rglob("*") if path.is_file()):
+                place = folder / file.relative_to(space)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(file, place)
+    finally:
+        if not any(folder.iterdir()):
+            folder.rmdir()  # an empty model folder would look like a model
 
 
 @contextmanager
