@@ -172,5 +172,5 @@ def _verdict(tokenizer: dict[str, float]) -> str:
     if tokenizer["psnr"] >= 29:
         return "The tokenizer meets its goal of 29 dB."
     if tokenizer["psnr"] >= 26:
-        return "The tokenizer meets its goal of 26 dB for a CPU; with a GPU, by the commands below, it is 29 dB."
+        return "The tokenizer meets its goal of 26 dB for a CPU; that for a GPU, 29 dB, is still to be tried."
     return "The tokenizer is below its goal of 26 dB for a CPU: more training, with the commands below, is expected to help."
