@@ -66,7 +66,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->draft_transformer->vqvae"
+    model_cpu_offload_seq = "text_encoder->transformer->vqvae"
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and it takes turns with the transformer
     _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
@@ -89,8 +90,10 @@ class LlamaGenPipeline(DiffusionPipeline):
             draft_transformer=draft_transformer,
         )
         self.register_to_config(id2label=id2label, defaults=defaults)
-        self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling)
+        # Opened with transformer=None and vqvae=None, a pipeline still encodes prompts.
+        self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling if vqvae is not None else 8)
         self._compiled: Any = None
+        self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
 
     # -- loading ------------------------------------------------------------------------------------------------------
 
@@ -138,14 +141,48 @@ class LlamaGenPipeline(DiffusionPipeline):
         stored = {k: v for k, v in (self.config.defaults or {}).items() if v is not None}
         return {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0, **stored}
 
-    def encode_prompt(self, prompts: list[str], clean: bool = False) -> tuple[Tensor, Tensor]:
-        """Caption features `[B, P, C]` (valid rows last, padding zero) and their bool mask `[B, P]`.
+    @property
+    def guidance_scale(self) -> float:
+        """Of the call that runs, or ran last; as the next three are."""
+        return self._guidance_scale
+
+    @property
+    def do_classifier_free_guidance(self) -> bool:
+        return self._guidance_scale != 1.0
+
+    @property
+    def num_timesteps(self) -> int:
+        """Passes that a call takes at most: one for each token. The `"ar"` preset takes all of them."""
+        return self._num_timesteps
+
+    @property
+    def interrupt(self) -> bool:
+        """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
+        return self._interrupt
+
+    def encode_prompt(
+        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
         Prompts longer than P tokens are cut, with a warning that says how much was lost.
+
+        Args:
+            prompt: one prompt or several.
+            clean: clean them first; see `clean_prompt` of a call.
+            max_sequence_length: P; default: what the transformer takes. A pipeline opened without one has to be told.
+
+        Raises:
+            ValueError, TypeError: for prompts that a call refuses, no text encoder, or no P.
         """
+        prompts = checks.check_prompts(prompt)
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
+        if self.transformer is None and max_sequence_length is None:
+            raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
         if clean:
             prompts = [clean_caption(text) for text in prompts]
-        rows = self.transformer.config.cls_token_num
+        rows = max_sequence_length or self.transformer.config.cls_token_num
         warn_truncated(self.tokenizer, prompts, rows)
         encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
         mask = encoded.attention_mask.to(self._execution_device)
@@ -160,8 +197,13 @@ class LlamaGenPipeline(DiffusionPipeline):
         prompt_embeds: Any = None,
         prompt_mask: Any = None,
         clean: bool = False,
+        name: str = "prompt",
     ) -> tuple[Condition, int]:
-        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes."""
+        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes.
+
+        Args:
+            name: of the argument, for messages.
+        """
         config = self.transformer.config
         if config.condition == "class":
             if class_labels is None or prompt is not None:
@@ -175,19 +217,19 @@ class LlamaGenPipeline(DiffusionPipeline):
             expected = (config.cls_token_num, config.caption_dim)
             if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
                 raise ValueError(
-                    f"prompt_embeds must be [B, {expected[0]}, {expected[1]}] and come without prompt, "
-                    f"got {tuple(prompt_embeds.shape)}"
+                    f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
+                    f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
                 )
             mask = prompt_mask if prompt_mask is not None else torch.ones(prompt_embeds.shape[:2], dtype=torch.bool)
+            if mask.shape != prompt_embeds.shape[:2]:
+                raise ValueError(f"{name}_mask must be {list(prompt_embeds.shape[:2])}, got {list(mask.shape)}")
             embeds, mask = prompt_embeds.to(self._execution_device), mask.bool().to(self._execution_device)
             return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a red apple')")
-        prompts = checks.check_prompts(prompt)
-        if self.text_encoder is None or self.tokenizer is None:
-            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
-        embeds, mask = self.encode_prompt(prompts, clean)
-        return Condition(caption_embeds=embeds, caption_mask=mask), len(prompts)
+        checks.check_prompts(prompt, name)
+        embeds, mask = self.encode_prompt(prompt, clean)
+        return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -208,6 +250,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_mask: Tensor | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
@@ -230,10 +274,12 @@ class LlamaGenPipeline(DiffusionPipeline):
             accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
             generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
+            negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
-                the tokens in place or return `{"latents": ...}`; returning `{"stop": True}` ends the run with what is drawn.
+                the tokens in place or return `{"latents": ...}`; returning `{"stop": True}`, or setting `pipe._interrupt`,
+                ends the run with what is drawn.
             compile: run the passes through `torch.compile`; the first call takes minutes.
             compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
             clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
@@ -242,6 +288,8 @@ class LlamaGenPipeline(DiffusionPipeline):
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
             NonFiniteLogitsError: if the model returns NaN or infinite logits.
         """
+        if self.transformer is None or self.vqvae is None:
+            raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
         preset = resolve_accelerator(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
@@ -261,11 +309,13 @@ class LlamaGenPipeline(DiffusionPipeline):
         seeds = checks.image_seeds(generator, images)
         condition = _repeat(condition, num_images_per_prompt)
         negative = None
-        if negative_prompt is not None:
-            negative, given_negatives = self.condition(negative_prompt, None, None, None, clean_prompt)
+        if negative_prompt is not None or negative_prompt_embeds is not None:
+            unwanted = (negative_prompt, None, negative_prompt_embeds, negative_prompt_mask)
+            negative, given_negatives = self.condition(*unwanted, clean_prompt, "negative_prompt")
             if given_negatives not in (1, count):
                 raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given_negatives}")
             negative = _repeat(negative, images // given_negatives)
+        self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.transformer.tokens, False
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
 
@@ -289,10 +339,16 @@ class LlamaGenPipeline(DiffusionPipeline):
     ) -> LlamaGenTokens:
         """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call."""
         options = (guidance_scale, guidance_interval, negative, compress_prefix)
-        draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options)
-        codes = self.vqvae.quantize.codes().to(self.transformer.device)
+        device = self._device_of(self.transformer)
+        draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
+        codes = self.vqvae.quantize.codes().to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(self.transformer, *options, step, codes=codes, draft_model=draft)
+        return LlamaGenTokens(self.transformer, *options, step, codes=codes, draft_model=draft, device=device)
+
+    def _device_of(self, component: Any) -> torch.device:
+        """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""
+        offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
+        return self._execution_device if offloaded else component.device
 
     def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
         """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
@@ -303,12 +359,12 @@ class LlamaGenPipeline(DiffusionPipeline):
                 drawn = int(progress.length.amin())
                 bar.update(drawn - bar.n)
             if on_step_end is None:
-                return None
+                return not self._interrupt
             answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens}) or {}
             latents = answer.get("latents")
             if latents is not None and latents is not progress.tokens:
                 progress.tokens.copy_(latents)
-            return not answer.get("stop", False)
+            return not (answer.get("stop", False) or self._interrupt)
 
         return callback
 
@@ -327,7 +383,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         tokens = tokens.reshape(-1, side, side)
         if output_type == "latent":
             return tokens
-        pixels = self.vqvae.decode(tokens.to(self.vqvae.device)).float()
+        pixels = self.vqvae.decode(tokens.to(self._device_of(self.vqvae))).float()
         if length is not None:
             drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
             mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
@@ -341,7 +397,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         if not isinstance(images, Tensor | np.ndarray):
             images = [image.convert("RGB") for image in (images if isinstance(images, list) else [images])]
         pixels = self.image_processor.preprocess(images, height=side, width=side)
-        return self.vqvae.encode(pixels.to(self.vqvae.device, self.vqvae.dtype))
+        return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
 
 
 def _repeat(condition: Condition, count: int) -> Condition:

@@ -28,6 +28,7 @@ class LlamaGenTokens:
         step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
         codes: float `[V, C]`, the tokenizer's codebook, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
+        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class LlamaGenTokens:
         step: Callable[..., LlamaGenOutput] | None = None,
         codes: Tensor | None = None,
         draft_model: LlamaGenTokens | None = None,
+        device: torch.device | None = None,
     ):
         self.transformer = transformer
         self.step = transformer if step is None else step
@@ -49,6 +51,7 @@ class LlamaGenTokens:
         self.codes = codes
         self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
+        self.device = device or transformer.device
 
     @property
     def network(self) -> LlamaGenTransformer:
@@ -63,16 +66,12 @@ class LlamaGenTokens:
     def grid(self) -> tuple[int, int]:
         return self.transformer.config.grid_size, self.transformer.config.grid_size
 
-    @property
-    def device(self) -> torch.device:
-        return self.transformer.device
-
     def prefill(self, condition: Condition, widest: int) -> tuple[KVCache, Tensor]:
         if self.halves == 2:
             condition = condition.join(self.negative or self.transformer.null_condition(condition))
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
-        cache = self.transformer.new_cache(len(rows), scratch=widest, compress_prefix=self.compress_prefix)
+        cache = self.transformer.new_cache(len(rows), widest, self.compress_prefix, self.device)
         logits = self.transformer(condition=condition, cache=cache).logits[:, -1]
         if self.halves == 1:
             return cache, logits

@@ -140,6 +140,18 @@ def test_each_prompt_may_have_its_negative_prompt(texts):
         texts(["apple", "cat"], negative_prompt=["a", "b", "c"])
 
 
+def test_negative_prompt_embeds_replace_the_negative_prompt(texts):
+    embeds, mask = texts.encode_prompt("red")
+    options = {"num_images_per_prompt": 2, "output_type": "latent"}
+    expected = texts(["apple", "cat"], negative_prompt="red", generator=seeded(0, 1, 2, 3), **options).images
+    given = {"negative_prompt_embeds": embeds, "negative_prompt_mask": mask}
+    assert torch.equal(expected, texts(["apple", "cat"], **given, generator=seeded(0, 1, 2, 3), **options).images)
+    embeds, mask = texts.encode_prompt(["red", "dog"])
+    expected = texts(["apple", "cat"], negative_prompt=["red", "dog"], generator=seeded(0, 1, 2, 3), **options).images
+    given = {"negative_prompt_embeds": embeds, "negative_prompt_mask": mask}
+    assert torch.equal(expected, texts(["apple", "cat"], **given, generator=seeded(0, 1, 2, 3), **options).images)
+
+
 def test_the_progress_bar_counts_tokens(classes):
     written = io.StringIO()
     classes.set_progress_bar_config(file=written, disable=False, mininterval=0)
@@ -193,6 +205,91 @@ def test_callback_can_stop_and_the_rest_stays_white(classes):
     assert result.stats.stopped and result.stats.passes == 8
     assert (result.images[:, 4:] == 1).all() and not (result.images[:, :4] == 1).all()
     assert not classes(class_labels=3).stats.stopped
+
+
+def test_interrupt_stops_as_in_diffusers(classes):
+    def callback(pipe, step, timestep, kwargs):
+        pipe._interrupt = step == 7
+        return kwargs
+
+    result = classes(class_labels=3, callback_on_step_end=callback)
+    assert classes.interrupt and result.stats.stopped and result.stats.passes == 8
+    assert not classes(class_labels=3).stats.stopped and not classes.interrupt  # of one call only
+
+
+def test_properties_tell_of_the_call(classes):
+    seen = []
+
+    def callback(pipe, step, timestep, kwargs):
+        seen.append((pipe.guidance_scale, pipe.do_classifier_free_guidance, pipe.num_timesteps, pipe.interrupt))
+
+    classes(class_labels=3, guidance_scale=2.5, callback_on_step_end=callback)
+    assert set(seen) == {(2.5, True, 16, False)} and len(seen) == 16
+    classes(class_labels=3, guidance_scale=1)
+    assert (classes.guidance_scale, classes.do_classifier_free_guidance) == (1.0, False)
+
+
+def test_prompts_are_encoded_without_the_networks_that_draw(texts):
+    alone = LlamaGenPipeline(None, None, texts.text_encoder, texts.tokenizer)
+    embeds, mask = alone.encode_prompt("a red apple", max_sequence_length=12)
+    expected = texts.encode_prompt("a red apple")
+    assert torch.equal(embeds, expected[0]) and torch.equal(mask, expected[1])
+    with pytest.raises(ValueError, match="without a transformer: pass max_sequence_length"):
+        alone.encode_prompt("a red apple")
+    with pytest.raises(ValueError, match="it only encodes prompts"):
+        alone("a red apple")
+    with pytest.raises(ValueError, match="without a text encoder"):
+        LlamaGenPipeline(texts.vqvae, texts.transformer).encode_prompt("a red apple")
+
+
+PRESETS = ("ar", "gsd", "speculative")  # plain; asks for the codebook; has a second network
+
+
+def drawn_by(pipe: LlamaGenPipeline) -> list[torch.Tensor]:
+    return [pipe("a red apple", generator=seeded(0)[0], output_type="pt", accelerator=name).images for name in PRESETS]
+
+
+@pytest.fixture
+def offloadable() -> LlamaGenPipeline:
+    pytest.importorskip("accelerate")
+    pipe = text_pipeline()
+    pipe.register_modules(draft_transformer=tiny_transformer("text", n_layer=1))
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def test_model_offload_draws_the_same(offloadable):
+    """Weights wait on the CPU, and come for each network's `forward`: so passes must go through it."""
+    expected = drawn_by(offloadable)
+    offloadable.enable_model_cpu_offload(device="cpu")
+    hooked = [name for name, part in offloadable.components.items() if hasattr(part, "_hf_hook")]
+    assert sorted(hooked) == ["text_encoder", "transformer", "vqvae"]
+    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
+
+
+def test_sequential_offload_draws_the_same(offloadable):
+    """Every layer's weights come for that layer alone; outside their layer's `forward` they cannot be read."""
+    from accelerate import cpu_offload  # diffusers' own method wants an accelerator
+
+    expected = drawn_by(offloadable)
+    for part in ("text_encoder", "transformer", "draft_transformer", "vqvae"):
+        cpu_offload(getattr(offloadable, part), torch.device("cpu"))
+    assert offloadable.transformer.device.type == "meta"
+    assert all(torch.equal(*pair) for pair in zip(expected, drawn_by(offloadable), strict=True))
+    assert offloadable.encode_image(expected[0]).shape == (1, 4, 4)
+
+
+def test_layerwise_casting_draws_the_same():
+    """Weights stored in float16 and cast back for their layer; these weights lose nothing by it."""
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    for weight in pipe.transformer.parameters():
+        weight.data = weight.data.half().float()
+    expected = pipe("a red apple", generator=seeded(0)[0], output_type="pt").images
+    pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
+    assert {weight.dtype for weight in pipe.transformer.layers.parameters()} == {torch.float16, torch.float32}
+    assert torch.equal(expected, pipe("a red apple", generator=seeded(0)[0], output_type="pt").images)
 
 
 def test_a_callback_that_raises_leaves_the_pipeline_usable(classes):
@@ -320,6 +417,16 @@ def test_bad_calls_say_what_is_allowed(classes, change, message):
         ({"prompt_embeds": torch.zeros(1, 5, 384)}, r"prompt_embeds must be \[B, 12, 384\]"),
         ({"prompt": "a cat", "generator": "7"}, "generator must be a torch.Generator"),
         ({"prompt": "a cat", "negative_prompt": ""}, r"negative_prompt\[0\] is empty"),
+        ({"prompt_embeds": torch.zeros(1, 12, 384), "prompt_mask": torch.ones(1, 5)}, r"prompt_mask must be \[1, 12\]"),
+        ({"prompt": "a cat", "prompt_embeds": torch.zeros(1, 12, 384)}, "come without prompt.*and prompt='a cat'"),
+        (
+            {"prompt": "a cat", "negative_prompt": "red", "negative_prompt_embeds": torch.zeros(1, 12, 384)},
+            "negative_prompt_embeds must be.*come without negative_prompt",
+        ),
+        (
+            {"prompt": "a cat", "negative_prompt_embeds": torch.zeros(3, 12, 384)},
+            "negative_prompt must be one, or one for each of 1 prompts; got 3",
+        ),
     ],
 )
 def test_bad_prompts(texts, arguments, message):

@@ -78,10 +78,10 @@ class Condition:
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm."""
+    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm. Both are always set."""
 
     logits: Tensor
-    features: Tensor
+    features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
 
 
 def rotary_table(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
@@ -161,9 +161,11 @@ class Attention(nn.Module):
         return q, k, v
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
-        v_rows = self.wqkv.weight[(self.n_head + self.n_kv_head) * self.head_dim :]
-        return F.linear(x_BTD, v_rows).unflatten(-1, (-1, self.head_dim))
+        """Values `[B, T, H, K]` alone: all that a conditioning row contributes.
+
+        Through the whole layer, once for a picture: weights that are offloaded come only with their module's `forward`.
+        """
+        return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, self.n_head + self.n_kv_head :]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
         return self.wo(attention(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
@@ -313,8 +315,14 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         null = self.cls_embedding.uncond_embedding[-P:].expand(B, -1, -1)
         return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
 
-    def new_cache(self, rows: int, scratch: int = 1, compress_prefix: bool = True) -> KVCache:
-        """A cache for `rows` rows; `compress_prefix=False` stores every conditioning row instead of the exact single slot."""
+    def new_cache(
+        self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
+    ) -> KVCache:
+        """A cache for `rows` rows; `compress_prefix=False` stores every conditioning row instead of the exact single slot.
+
+        Args:
+            device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+        """
         config = self.config
         return KVCache(
             config.n_layer,
@@ -325,7 +333,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             tokens=self.tokens,
             scratch=scratch,
             dtype=self.dtype,
-            device=self.device,
+            device=device or self.device,
         )
 
     def forward(

@@ -190,7 +190,10 @@ class VectorQuantizer(nn.Module):
 
     def codes(self) -> Tensor:
         """`[V, E]` float32 unit-norm rows, whatever the weights' type: what decoding looks up."""
-        return F.normalize(self.embedding.weight.float(), dim=-1)
+        weight = self.embedding.weight
+        if weight.is_meta:  # offloaded layer by layer: weights come only with their module's forward
+            weight = self.embedding(torch.arange(len(weight)))
+        return F.normalize(weight.float(), dim=-1)
 
     def nearest(self, z_BERG: Tensor) -> Tensor:
         """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
