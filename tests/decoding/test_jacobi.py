@@ -131,6 +131,21 @@ def test_the_automatic_window_takes_the_cheapest_token():
     assert [probing.widths(length)[1] for _ in range(3)] == [4, 4, 1]
 
 
+def test_the_automatic_window_waits_for_the_slowest_picture():
+    """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
+    length, active = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool)
+    costs = {1: 1.0, 8: 2.0}
+    for counts, width in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
+        state = Auto(widest=8, probes=0).start(TableModel(vocab=4, tokens=60), torch.zeros(4, dtype=torch.int64), 4)
+        state.width, state.costs = 8, costs
+        for _ in range(80):
+            state.learn(torch.tensor(counts), active)
+        assert state.gain > 0.8 and state.widths(length) == (None, width)
+    state.width = 8
+    state.learn(torch.tensor([1, 6, 6, 7]), torch.tensor([False, True, True, True]))  # and for none that is finished
+    assert state.widths(length) == (None, 8)
+
+
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
     monkeypatch.setattr("vargen.decoding.window.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})

@@ -102,11 +102,11 @@ class Auto:
 
     The cost curve is measured once per network, batch and machine. Tokens per pass at window W are taken as 1 + s (W - 1)^0.75,
     with s from the last passes: on the packaged model with maximal coupling that fits windows of 4, 8, 16 and 24 (1.52, 1.92,
-    2.63 and 3.11 tokens) with one s. Where drafting does not pay, as for batches on few cores, the window is 1 from there on,
-    sequential decoding; where it would not even if drafts were taken far more often than usual, nothing is drafted at all. The
-    choice follows a clock and the batch, so two runs may feed different windows: the law of the pictures is the same, and with
-    the rule `same_noise` the pictures are; with other rules take a fixed or an adaptive window to draw a picture again. On a
-    GPU, as `Adaptive`, always `widest`.
+    2.63 and 3.11 tokens) with one s. A batch takes as many passes as its slowest picture, so s is that picture's. Where
+    drafting does not pay, as for batches on few cores, the window is 1 from there on, sequential decoding; where it would not
+    even if drafts were taken far more often than usual, nothing is drafted at all. The choice follows a clock and the batch, so
+    two runs may feed different windows: the law of the pictures is the same, and with the rule `same_noise` the pictures are;
+    with other rules take a fixed or an adaptive window to draw a picture again. On a GPU, as `Adaptive`, always `widest`.
 
     Args:
         widest: most fed tokens, 2 or more.
@@ -138,6 +138,7 @@ class Auto:
 
 
 _GROWTH = 0.75
+_TRUST = 8  # passes after which half of what sets a picture apart from its batch is taken for its own, not for chance
 _WORTH_A_CHANGE = 1.1  # a window that shrinks loses drafts that passes have refined
 
 
@@ -146,8 +147,11 @@ class _AutoState:
     memory: float
     probes: int
     costs: dict[int, float]
-    gain: float = 0.2  # s
+    gain: float = 0.2  # s, mean of the pictures
     width: int = 0
+    passes: int = 0
+    beyond: Tensor | float = 0.0  # s of each picture beyond the mean, summed over the passes
+    lag: float = 0.0  # s of the slowest picture beyond the mean
 
     def rate(self, width: int, gain: float) -> float:
         """Tokens a second."""
@@ -160,7 +164,7 @@ class _AutoState:
             return None, 1
         allowed = [width for width in self.costs if width >= 4 or self.probes <= 0] or list(self.costs)
         self.probes -= 1
-        rates = {width: self.rate(width, self.gain) for width in allowed}
+        rates = {width: self.rate(width, self.gain + self.lag) for width in allowed}
         best = max(rates, key=lambda width: rates[width])
         if best == 1 or rates[best] > _WORTH_A_CHANGE * rates.get(self.width, 0.0):
             self.width = best
@@ -169,9 +173,12 @@ class _AutoState:
     def learn(self, count: Tensor, active: Tensor) -> None:
         if count.device.type != "cpu" or self.width < 2 or not active.any():
             return
-        mean = float((count * active).sum()) / int(active.sum())
-        seen = (mean - 1) / (self.width - 1) ** _GROWTH
-        self.gain = self.memory * self.gain + (1 - self.memory) * seen
+        seen = (count - 1) / (self.width - 1) ** _GROWTH
+        mean = seen[active].mean()
+        self.gain = self.memory * self.gain + (1 - self.memory) * float(mean)
+        self.passes += 1
+        self.beyond = beyond = self.beyond + torch.where(active, seen - mean, 0.0)
+        self.lag = float(beyond[active].min()) / (self.passes + _TRUST)
 
 
 NAMED: dict[str, Window] = {"adaptive": Adaptive(), "auto": Auto()}
