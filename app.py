@@ -16,7 +16,7 @@ def main() -> None:
     parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
     parser.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0 lets other machines in")
     parser.add_argument("--port", type=int, default=None, help="default: the first free one from 7860")
-    parser.add_argument("--device", default=None, metavar="cpu|cuda", help="default: a GPU where there is one")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU where there is one")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
     options = parser.parse_args()
     if options.port is not None and not 1 <= options.port <= 65535:
@@ -32,13 +32,13 @@ def main() -> None:
             from vargen.demo.engine import Engine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
-        import torch
-
         from vargen import LlamaGenPipeline
+        from vargen.cli.options import Device, pick_device
+        from vargen.pipelines.loading import fast_dtype
 
         try:
-            pipe = LlamaGenPipeline.from_pretrained(options.model)
-            pipe.to(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+            device = pick_device(Device(options.device))
+            pipe = LlamaGenPipeline.from_pretrained(options.model, torch_dtype=fast_dtype(device)).to(device)
         except (ValueError, OSError, RuntimeError) as error:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.

@@ -31,8 +31,6 @@ def align_left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def warn_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
     """Warn for every prompt longer than `rows` tokens, with how many are lost and the first words of what is."""
     for text in prompts:
-        if len(text) < rows - 2:  # a token is at least a character, and two tokens are special
-            continue
         ids = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
         if len(ids) > rows:
             kept = tokenizer.decode(ids[:rows], skip_special_tokens=True)

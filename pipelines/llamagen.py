@@ -20,6 +20,7 @@ from vargen.models.llamagen import Condition, LlamaGenTransformer
 # from_pretrained finds these classes by module path, so the modules must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.models.vq import VQModel
+from vargen.models.weights import replaced_weights
 from vargen.pipelines import checks
 from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -28,11 +29,14 @@ from vargen.pipelines.memory import within_memory
 
 ensure_torchvision()
 
+import diffusers
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 
 logger = logging.getLogger("vargen")
+_RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
+_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # what diffusers calls it
 
 
 @dataclass
@@ -99,29 +103,37 @@ class LlamaGenPipeline(DiffusionPipeline):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, torch_dtype: torch.dtype | None = None, **kwargs: Any
+        cls,
+        pretrained_model_name_or_path: Any,
+        torch_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        dtype: torch.dtype | dict[str, torch.dtype] | None = None,
+        **kwargs: Any,
     ) -> LlamaGenPipeline:
         """Open a packaged model by name (`"emoji"`, no network), a folder, or a model of the hub (`"owner/name"`).
 
         Args:
-            torch_dtype: of the transformer and a large text encoder; default: bfloat16 on CUDA and on CPUs that multiply it
-                in hardware, else float32. The image tokenizer stays in float32, as trained.
+            torch_dtype, dtype: of the transformer and a large text encoder, under diffusers' old or new name, or dtypes by
+                component. Default: bfloat16 on machines with CUDA and on CPUs that multiply it in hardware, else float32. The
+                image tokenizer stays in float32, as trained.
             **kwargs: of `DiffusionPipeline.from_pretrained`.
 
         Raises:
-            ValueError: for an unknown name, a folder without `model_index.json`, one that asks for foreign code, or weights
-                that are missing, damaged or of other shapes; before any weight is loaded.
+            ValueError: for two dtypes or one that is not of floating point, an unknown name, a folder without
+                `model_index.json`, one that asks for foreign code, or weights that are missing, damaged or of other shapes;
+                before any weight is loaded.
         """
+        if dtype is not None and torch_dtype is not None:
+            raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
-        dtypes = component_dtypes(folder, torch_dtype)
+        kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
-        return super().from_pretrained(str(folder), torch_dtype=dtypes, **kwargs)
+        return super().from_pretrained(str(folder), **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
 
         Args:
-            save_directory: made when missing; files of other names that it holds stay.
+            save_directory: made when missing; files of other names that it holds stay, but for shards of older weights.
             **kwargs: of `DiffusionPipeline.save_pretrained`.
 
         Raises:
@@ -130,7 +142,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         folder = Path(save_directory).expanduser()
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        with whole_files(folder) as staged:
+        with whole_files(folder, replaced_weights) as staged:
             super().save_pretrained(str(staged), **kwargs)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
@@ -205,7 +217,13 @@ class LlamaGenPipeline(DiffusionPipeline):
             name: of the argument, for messages.
         """
         config = self.transformer.config
+        if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
+            raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
+        if prompt_mask is not None and prompt_embeds is None:
+            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
         if config.condition == "class":
+            if name != "prompt" or prompt_embeds is not None:
+                raise ValueError(f"this model draws classes: it takes class_labels, no {name}{'_embeds' * (prompt is None)}")
             if class_labels is None or prompt is not None:
                 raise ValueError(f"this model draws classes: give class_labels (0 to {config.num_classes - 1}), no prompt")
             names = {int(k): v for k, v in (self.config.id2label or {}).items()}
@@ -369,7 +387,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         return callback
 
     def _step(self) -> Any:
-        if self._compiled is None:
+        if self._compiled is None or self._compiled._orig_mod is not self.transformer:
             self._compiled = torch.compile(self.transformer, dynamic=False)
         return self._compiled
 
@@ -383,12 +401,30 @@ class LlamaGenPipeline(DiffusionPipeline):
         tokens = tokens.reshape(-1, side, side)
         if output_type == "latent":
             return tokens
-        pixels = self.vqvae.decode(tokens.to(self._device_of(self.vqvae))).float()
+        pixels = self._pixels(tokens.to(self._device_of(self.vqvae)))
         if length is not None:
             drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
             mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
             pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
         return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def _pixels(self, tokens: Tensor) -> Tensor:
+        """Float32 `[B, 3, Y, X]` of tokens; by halves where memory does not hold all of them: drawn tokens are not lost to it.
+
+        Raises:
+            torch.OutOfMemoryError: if not even one picture fits.
+        """
+        try:
+            return self.vqvae.decode(tokens).float()
+        except torch.OutOfMemoryError as error:
+            if len(tokens) == 1:
+                raise torch.OutOfMemoryError(
+                    "out of memory decoding the pixels of one image; output_type='latent' returns its tokens"
+                ) from error
+        logger.warning("out of memory decoding %d images at once: decoding them in two halves", len(tokens))
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return torch.cat([self._pixels(half) for half in tokens.tensor_split(2)])
 
     @torch.no_grad()
     def encode_image(self, images: Any) -> Tensor:

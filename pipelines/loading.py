@@ -40,15 +40,25 @@ def cpu_multiplies_bfloat16() -> bool:
     return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
-def component_dtypes(folder: Path, torch_dtype: torch.dtype | None) -> dict[str, torch.dtype]:
-    """Per component: `torch_dtype`, or the fastest, for the transformer and a T5 text encoder; float32 for the rest."""
-    dtype = torch_dtype or fast_dtype("cuda" if torch.cuda.is_available() else "cpu")
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"torch_dtype must be a floating-point torch.dtype, got {torch_dtype!r}")
+def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+    """Per component: what is `given`, or the fastest, for the transformer and a T5 text encoder; float32 for the rest.
+
+    Args:
+        given: a dtype, or dtypes by component (`"default"` for those not named), as diffusers has them.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    own: dict[str, torch.dtype] = given if isinstance(given, dict) else {}
+    for dtype in own.values() if own else () if given is None else (given,):
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
+    fast = fast_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
     index = json.loads((folder / "model_index.json").read_text())
     large = (index.get("text_encoder") or [None])[0] == "transformers"
     dtypes = {"transformer": dtype, "draft_transformer": dtype, "default": torch.float32}
-    return {**dtypes, "text_encoder": dtype} if large else dtypes
+    return {**dtypes, **({"text_encoder": dtype} if large else {}), **own}
 
 
 def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Path:
@@ -79,7 +89,7 @@ def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Pat
     variant = hub_options.get("variant")
     index = {name: value for name, value in index.items() if name not in hub_options}  # a caller's own need no file
     for component, kind in _CHECKED.items():
-        if index.get(component, [None])[0] is not None:
+        if (index.get(component) or [None])[0] is not None:
             check_component(folder / component, kind, variant)
     encoder, kind_of_encoder = index.get("text_encoder") or (None, None)
     if kind_of_encoder == MiniLMTextEncoder.__name__:
@@ -121,7 +131,7 @@ def check_component(folder: Path, kind: type, variant: str | None = None) -> Non
         expected = network.stored_shapes()
     else:
         expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    check_weights(folder, "diffusion_pytorch_model" + (f".{variant}" if variant else ""), expected)
+    check_weights(folder, "diffusion_pytorch_model", expected, variant)
 
 
 def _locate(name: Any, hub_options: dict[str, Any]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -21,7 +21,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         yield temporary
-        with open(temporary, "rb") as written:
+        with open(temporary, "r+b") as written:  # Windows flushes only what is open for writing
             os.fsync(written.fileno())
         os.replace(temporary, path)
     finally:
@@ -29,10 +29,13 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_files(folder: Path) -> Iterator[Path]:
+def whole_files(folder: Path, stale: Callable[[Path, Path], Iterable[Path]] | None = None) -> Iterator[Path]:
     """Yield an empty folder whose files take their places under `folder` when the block ends well; if not, none does.
 
     Each file appears whole. Others that `folder` holds stay.
+
+    Args:
+        stale: of the written folder and `folder`, files of `folder` that what was written makes wrong; they are removed.
 
     Raises:
         OSError: if the folder cannot be made or written; before the block runs.
@@ -41,10 +44,13 @@ def whole_files(folder: Path) -> Iterator[Path]:
     try:
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as space:
             yield Path(space)
+            outdated = list(stale(Path(space), folder)) if stale else []
             for file in sorted(path for path in Path(space).rglob("*") if path.is_file()):
                 place = folder / file.relative_to(space)
                 place.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(file, place)
+            for file in outdated:
+                file.unlink()
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()  # an empty model folder would look like a model

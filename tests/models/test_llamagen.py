@@ -232,6 +232,15 @@ def test_rotation_turns_interleaved_pairs() -> None:
     assert rotate(x.bfloat16(), rotation(table)).dtype == torch.bfloat16
 
 
+@torch.inference_mode()
+def test_angles_keep_float32_through_a_change_of_dtype() -> None:
+    model = _random("class")
+    table = model.rotary.clone()
+    for cast in (model.bfloat16, model.half, model.double, model.float):
+        assert torch.equal(cast().rotary, table) and model.output.weight.dtype == model.norm.weight.dtype
+    assert torch.equal(model.to("meta").to_empty(device="cpu").rotary.new_zeros(1), torch.zeros(1))
+
+
 def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
     grid, width = 5, 24
     table = rotary_table(grid, width).view(grid, grid, width // 2, 2)

@@ -176,6 +176,16 @@ def test_caption_features_are_left_aligned(texts):
     assert embeds[~mask].abs().max() == 0 and embeds[mask].abs().sum(-1).min() > 0
 
 
+@pytest.mark.parametrize("text", ["사과를 먹는", "a red apple on a blue table by the calm sea"])
+def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
+    """Hangul too, of which one character is up to three tokens: these six are 15, and the model has twelve rows."""
+    tokens = len(texts.tokenizer(text)["input_ids"])
+    assert tokens > 12
+    with caplog.at_level(logging.WARNING, logger="vargen"):
+        texts.encode_prompt(text)
+    assert f"the prompt has {tokens} tokens and the model reads 12: the last {tokens - 12} are ignored" in caplog.text
+
+
 def test_stats(classes):
     result = classes(class_labels=[1, 2], generator=seeded(0, 1))
     stats = result.stats
@@ -353,6 +363,18 @@ def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
+def test_a_new_transformer_is_compiled_anew(monkeypatch):
+    pipe, compiled = class_pipeline(), []
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="eager"))
+    pipe.set_progress_bar_config(disable=True)
+    for _ in range(2):
+        pipe(class_labels=3, compile=True)
+    first, pipe.transformer = pipe.transformer, tiny_transformer("class", n_layer=1)
+    pipe(class_labels=3, compile=True)
+    assert compiled == [first, pipe.transformer]
+
+
 def test_compiled_passes_draw_the_same(classes):
     plain = classes(class_labels=[1, 2], temperature=0, output_type="latent").images
     compiled = classes(class_labels=[1, 2], temperature=0, output_type="latent", compile=True).images
@@ -394,6 +416,9 @@ BAD_CALLS = [
     ({"generator": seeded(1, 2)}, "generator is a list of 2, but the call makes 1 images"),
     ({"output_type": "jpeg"}, "output_type must be one of pil, np, pt, latent, got 'jpeg'"),
     ({"guidance_interval": -2}, "guidance_interval.*got -2"),
+    ({"negative_prompt": "red"}, "this model draws classes: it takes class_labels, no negative_prompt"),
+    ({"negative_prompt_embeds": torch.zeros(1, 12, 384)}, "it takes class_labels, no negative_prompt_embeds"),
+    ({"prompt_embeds": torch.zeros(1, 12, 384)}, "it takes class_labels, no prompt_embeds"),
     ({"callback_on_step_end_tensor_inputs": ["noise"]}, "must be among"),
 ]
 
@@ -417,6 +442,8 @@ def test_bad_calls_say_what_is_allowed(classes, change, message):
         ({"prompt_embeds": torch.zeros(1, 5, 384)}, r"prompt_embeds must be \[B, 12, 384\]"),
         ({"prompt": "a cat", "generator": "7"}, "generator must be a torch.Generator"),
         ({"prompt": "a cat", "negative_prompt": ""}, r"negative_prompt\[0\] is empty"),
+        ({"prompt": "a cat", "prompt_mask": torch.ones(1, 12)}, "prompt_mask belongs to prompt_embeds"),
+        ({"prompt_embeds": [[0.0]]}, "prompt_embeds must be a tensor, got list"),
         ({"prompt_embeds": torch.zeros(1, 12, 384), "prompt_mask": torch.ones(1, 5)}, r"prompt_mask must be \[1, 12\]"),
         ({"prompt": "a cat", "prompt_embeds": torch.zeros(1, 12, 384)}, "come without prompt.*and prompt='a cat'"),
         (

@@ -267,5 +267,38 @@ def test_default_dtypes(saved, monkeypatch):
     monkeypatch.setattr(loading, "cpu_multiplies_bfloat16", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32
     assert LlamaGenPipeline.from_pretrained(saved, torch_dtype=torch.bfloat16).transformer.dtype == torch.bfloat16
-    with pytest.raises(ValueError, match="torch_dtype must be a floating-point"):
-        LlamaGenPipeline.from_pretrained(saved, torch_dtype=torch.int8)
+    for wrong in (torch.int8, "half", {"transformer": torch.int8}):
+        with pytest.raises(ValueError, match="dtype must be a floating-point"):
+            LlamaGenPipeline.from_pretrained(saved, torch_dtype=wrong)
+
+
+@pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
+def test_a_dtype_goes_by_its_old_and_its_new_name(saved, name, monkeypatch):
+    monkeypatch.setattr(loading, "fast_dtype", lambda *_: torch.float32)
+    pipe = LlamaGenPipeline.from_pretrained(saved, **{name: torch.float16})
+    assert (pipe.transformer.dtype, pipe.vqvae.dtype) == (torch.float16, torch.float32)
+    pipe = LlamaGenPipeline.from_pretrained(saved, **{name: {"vqvae": torch.float16}})
+    assert (pipe.transformer.dtype, pipe.vqvae.dtype) == (torch.float32, torch.float16)
+    pipe = LlamaGenPipeline.from_pretrained(saved, **{name: {"default": torch.bfloat16}})
+    assert (pipe.transformer.dtype, pipe.vqvae.dtype) == (torch.bfloat16, torch.bfloat16)
+    with pytest.raises(ValueError, match="give dtype or torch_dtype"):
+        LlamaGenPipeline.from_pretrained(saved, dtype=torch.float16, torch_dtype=torch.float16)
+
+
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("sizes", [("20KB", "10GB"), ("10GB", "20KB"), ("10KB", "20KB")])
+def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
+    """One file beside the shards of older weights: libraries differ in which they open."""
+    for number, size in enumerate(sizes):
+        pipe = class_pipeline()
+        torch.nn.init.constant_(pipe.transformer.output.weight, number + 1.0)
+        pipe.save_pretrained(tmp_path, max_shard_size=size, variant=variant)
+        (tmp_path / "transformer" / "notes.txt").write_text("mine")
+        opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32, variant=variant)
+        assert (opened.transformer.output.weight == number + 1).all()
+    sharded = [bool(list((tmp_path / "transformer").glob(kind))) for kind in ("*-of-*.safetensors", "*.index*.json")]
+    assert sharded == [sizes[1] != "10GB"] * 2
+    assert (tmp_path / "transformer" / "notes.txt").read_text() == "mine"
+    pipe.save_pretrained(tmp_path, variant="other")  # another variant stays beside this one
+    opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32, variant=variant)
+    assert (opened.transformer.output.weight == 2).all()

@@ -57,6 +57,26 @@ def test_there_is_one_retry_and_then_an_error_that_says_what_to_do(pipe, monkeyp
         draw(pipe, 1)
 
 
+def test_pixels_are_decoded_in_halves_and_drawn_tokens_are_not_lost(pipe, monkeypatch, caplog):
+    tokens = draw(pipe, 5).images
+    whole, real, tries = pipe.decode_tokens(tokens, output_type="pt"), pipe.vqvae.decode, []
+
+    def decode(tokens):
+        tries.append(len(tokens))
+        if len(tokens) > most:
+            raise torch.OutOfMemoryError("no room")
+        return real(tokens)
+
+    most = 2
+    monkeypatch.setattr(pipe.vqvae, "decode", decode)
+    with caplog.at_level("WARNING", logger="vargen"):
+        assert torch.allclose(pipe.decode_tokens(tokens, output_type="pt"), whole, atol=1e-6)
+    assert tries == [5, 3, 2, 1, 2] and "decoding 5 images" in caplog.text
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError, match="pixels of one image; output_type='latent'"):
+        pipe.decode_tokens(tokens)
+
+
 def test_stopping_in_the_first_half_leaves_the_other_undrawn(pipe, monkeypatch):
     scarce(monkeypatch, 2)
     result = draw(pipe, 4, callback_on_step_end=lambda *_: {"stop": True})

@@ -28,6 +28,10 @@ def test_a_file_and_its_overrides(tmp_path):
         ("batch_size = 'many'\n[model]\ndim = 3", "batch_size must be .*int.*, got 'many'"),
         ("batch_size = true\n[model]\ndim = 3", "batch_size must be .*int.*, got True"),
         ("batch_size = 3", "missing model"),
+        ("batch_size = 0\n[model]\ndim = 3", "mine.toml: batch_size must be at least 1, got 0"),
+        ("evaluate_every = 0\n[model]\ndim = 3", "evaluate_every must be at least 1, got 0"),
+        ("caption_dropout = -0.1\n[model]\ndim = 3", "caption_dropout must be at least 0, got -0.1"),
+        ("[schedule]\nlearning_rate = nan\n[model]\ndim = 3", r"\[schedule\]: learning_rate must be at least 0, got nan"),
         ("batch_size =", "not valid TOML"),
     ],
 )

@@ -190,6 +190,23 @@ def test_the_best_held_out_weights_are_kept(tmp_path, monkeypatch):
     assert not torch.equal(states[0]["output.weight"], states[1]["output.weight"])
 
 
+@pytest.mark.parametrize(
+    ("side", "codes", "message"),
+    [(32, 64, "pictures of 32 pixels have 16 tokens a side.*grid_size is 8: build the data set at 16"),
+     (8, 64, "pictures of 8 pixels have 4 tokens a side"),
+     (16, 32, "vocab_size must be the tokenizer's 32 codes, got 64")],
+)  # fmt: skip
+def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
+    torch.manual_seed(0)
+    vq = {"ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 32}
+    VQModel(codebook_size=codes, **vq).save_pretrained(tmp_path / "vqvae")
+    with pytest.raises(ValueError, match=message):
+        generator.train_generator(
+            generator_recipe(), data(size=side), tmp_path / "vqvae", ENCODER, tmp_path / "run", CPU
+        )
+    assert not (tmp_path / "run").exists()
+
+
 def test_another_recipe_does_not_resume_the_run(tmp_path):
     train_tokenizer(tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run of another recipe"):

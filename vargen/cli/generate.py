@@ -276,5 +276,8 @@ def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[s
     from vargen.evaluation.sheet import contact_sheet
 
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
-    pictures = [Image.open(image["file"]) for image in images]
+    pictures = []
+    for image in images:
+        with Image.open(image["file"]) as opened:  # an open file for each picture would meet the system's limit
+            pictures.append(opened.convert("RGB"))
     save_image(contact_sheet(pictures, captions), place, parameters)

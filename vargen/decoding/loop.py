@@ -132,6 +132,9 @@ def decode(
     return Decoded(tokens[:, :N].contiguous(), length, stats, finished=not stats.stopped)
 
 
+_AHEAD = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
+
+
 class _Watch:
     """Reads two device values late enough not to wait for them: are all images finished, were all logits finite."""
 
@@ -149,12 +152,13 @@ class _Watch:
         host = torch.empty(2, dtype=torch.int64, pin_memory=True)
         host.copy_(report, non_blocking=True)
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(report.device))  # which is not that of the current device, if another one draws
         self.pending.append((event, host, step))
         self.total = N
         finished = False
-        while self.pending and self.pending[0][0].query():
-            _, host, seen = self.pending.pop(0)
+        while self.pending and (len(self.pending) > _AHEAD or self.pending[0][0].query()):
+            event, host, seen = self.pending.pop(0)
+            event.synchronize()
             finished |= self._read(host, seen, N)
         return finished
 
@@ -180,14 +184,14 @@ class _Clock:
     """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to."""
 
     def __init__(self, device: torch.device, profile: bool):
-        self.cuda = device.type == "cuda"
-        self.detailed = profile or not self.cuda
+        self.device = device
+        self.detailed = profile or device.type != "cuda"
         self.parts: dict[str, float] = defaultdict(float)
         self.started = self._now()
 
     def _now(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         return time.perf_counter()
 
     def part(self, name: str) -> _Part:

@@ -122,9 +122,17 @@ def compare(
             if progress:
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
+    shares = runs
+    if model.device.type == "cuda":  # where a part's time shows only when the device is waited for, which the runs do not
+        first = condition.rows(groups[0]), seeds[groups[0]]
+        shares = {name: [decode(model, *first, methods[name], sampling, profile=True).stats] for name in names}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
     curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15)
     results = [_result(name, methods[name], runs, drawn, curve, model, condition.rows(groups[0]), batch) for name in names]
+    for result in results:
+        spent = sum(run.seconds for run in shares[result.name])
+        parts = sum((Counter(run.seconds_by_part) for run in shares[result.name]), Counter())
+        result.share_by_part = {part: value / spent for part, value in parts.items()}
     return Comparison(
         model=type(pipe.transformer).__name__,
         batch=batch,
@@ -176,9 +184,6 @@ def _result(
     result.step_cost = seconds / steps / curve[1]
     result.allowed = sum(sum(run.fed.values()) for run in baseline) * curve[1] / seconds
     result.efficiency = result.ratio / result.allowed
-    spent = sum(run.seconds for run in own)
-    parts = sum((Counter(run.seconds_by_part) for run in own), Counter())
-    result.share_by_part = {part: value / spent for part, value in parts.items()}
     longest = max(len(run.accepted_histogram) for run in own)
     padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
     result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]

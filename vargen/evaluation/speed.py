@@ -120,7 +120,7 @@ class _Case:
     """Something to time, and its times in seconds."""
 
     def __init__(self, run: Callable[[], Any], device: torch.device):
-        self.run, self.cuda = run, device.type == "cuda"
+        self.run, self.device = run, device
         self.seconds: list[float] = []
 
     def visit(self) -> None:
@@ -132,13 +132,15 @@ class _Case:
             spent, passes = spent + self.seconds[-1], passes + 1
 
     def _time(self) -> float:
-        if self.cuda:
-            torch.cuda.synchronize()
+        self._wait()
         start = time.perf_counter()
         self.run()
-        if self.cuda:
-            torch.cuda.synchronize()
+        self._wait()
         return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,8 @@ class Condition:
         if (labels[0] is None) != (labels[1] is None) or (embeds[0] is None) != (embeds[1] is None):
             raise ValueError("cannot join a condition of classes with one of captions")
         if (masks[0] is None) != (masks[1] is None):
-            masks = [torch.ones(e.shape[:2]) if m is None else m for m, e in zip(masks, embeds, strict=True) if e is not None]
+            pairs_of_masks = [(m, e) for m, e in zip(masks, embeds, strict=True) if e is not None]
+            masks = [torch.ones(e.shape[:2], dtype=torch.bool, device=e.device) if m is None else m for m, e in pairs_of_masks]
         pairs = (labels, embeds, masks)
         return Condition(*(None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs))
 
@@ -295,6 +296,13 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        table = self.rotary
+        super()._apply(fn, *args, **options)
+        if self.rotary.dtype != table.dtype:  # a change of dtype is for weights: rounded angles would stay so on the way back
+            self.rotary = table.to(self.rotary.device)
+        return self
 
     @property
     def tokens(self) -> int:

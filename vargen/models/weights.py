@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -13,13 +14,18 @@ from safetensors import SafetensorError, safe_open
 Shapes = dict[str, tuple[int, ...]]
 
 
-def check_weights(folder: Path, stem: str, expected: Shapes) -> None:
-    """Raise ValueError unless `folder/stem.safetensors` (or its shards) holds exactly the `expected` shapes."""
-    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if single.is_file():
-        files = [single]
-    elif index.is_file():
+def check_weights(folder: Path, stem: str, expected: Shapes, variant: str | None = None) -> None:
+    """Raise ValueError unless `folder/stem.safetensors` (or its shards) holds exactly the `expected` shapes.
+
+    Args:
+        variant: part of the files' names, such as "fp16", where diffusers puts it.
+    """
+    named = f".{variant}" if variant else ""
+    single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
+    if index.is_file():  # which diffusers prefers, too
         files = _shards(index)
+    elif single.is_file():
+        files = [single]
     else:
         others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
@@ -28,6 +34,30 @@ def check_weights(folder: Path, stem: str, expected: Shapes) -> None:
     for file in files:
         found.update(header_shapes(file))
     compare_shapes(found, expected, str(folder))
+
+
+_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
+_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
+
+
+def _weights_of(file: Path) -> tuple[str, ...] | None:
+    """Folder, stem and variant that a weight file, shard or index belongs to; None for other files."""
+    match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
+    return match and (match["stem"], match["variant"] or "")
+
+
+def replaced_weights(written: Path, folder: Path) -> list[Path]:
+    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
+
+    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
+    """
+    stale: list[Path] = []
+    for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
+        names = {file.name for file in (written / part).iterdir()}
+        kinds = {_weights_of(Path(name)) for name in names} - {None}
+        there = (folder / part).iterdir() if (folder / part).is_dir() else ()
+        stale += [file for file in there if file.name not in names and _weights_of(file) in kinds]
+    return stale
 
 
 def _shards(index: Path) -> list[Path]:

@@ -58,6 +58,18 @@ def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
                 raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
 
 
+def check_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
+    """Raise ValueError unless the tokens of square pictures of `side` pixels are those that the model draws."""
+    grid, vocabulary = model.config.grid_size, model.config.vocab_size
+    if side != grid * vqvae.downsampling:
+        raise ValueError(
+            f"pictures of {side} pixels have {side // vqvae.downsampling} tokens a side with this tokenizer, and the recipe's "
+            f"grid_size is {grid}: build the data set at {grid * vqvae.downsampling} pixels, or change grid_size"
+        )
+    if vocabulary != vqvae.config.codebook_size:
+        raise ValueError(f"vocab_size must be the tokenizer's {vqvae.config.codebook_size} codes, got {vocabulary}")
+
+
 class TokenStore:
     """Tokens of pictures, computed when first asked for and kept on disk: `[pictures, variants, N]`.
 
@@ -293,7 +305,8 @@ def train_generator(
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
 
     Raises:
-        ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, or captions without a weight.
+        ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, captions without a weight, or
+            pictures, tokenizer and model that do not fit each other.
 
     Returns the held-out figures of the best weights: `held_out_loss` and `entropy`, nats per token.
     """
@@ -306,10 +319,11 @@ def train_generator(
         )
     torch.manual_seed(recipe.seed)
     model = LlamaGenTransformer(**{"condition": "text", "dropout": recipe.dropout, **recipe.model}).to(device)
+    vqvae = VQModel.from_pretrained(tokenizer_folder).to(device)
+    check_fit(model, vqvae, data.images.shape[1])
     run = TrainingRun(
         folder, {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
     )
-    vqvae = VQModel.from_pretrained(tokenizer_folder).to(device)
     store = TokenStore(folder / "tokens.npz", data.images, vqvae, recipe, device)
     prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
     evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved

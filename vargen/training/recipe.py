@@ -26,6 +26,10 @@ class Schedule:
     warmup_steps: int = 50
     decay_fraction: float = 0.3
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "steps")
+        _at_least(self, 0, "warmup_steps", "learning_rate", "decay_fraction")
+
     def factor(self, step: int) -> float:
         """Multiplier of the learning rate at `step` (from 0), in [0, 1]."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
@@ -57,6 +61,9 @@ class TokenizerRecipe:
     evaluate_every: int = 250
     checkpoint_every: int = 100
 
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
+
 
 @dataclass(frozen=True)
 class GeneratorRecipe:
@@ -78,6 +85,17 @@ class GeneratorRecipe:
     weight_decay: float = 0.05
     evaluate_every: int = 250
     checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
+        _at_least(self, 0, "shift_pixels", "shift_variants", "caption_dropout", "dropout")
+
+
+def _at_least(recipe: Any, least: int, *names: str) -> None:
+    """Raise ValueError for a field below `least`, or no number."""
+    for name in names:
+        if not getattr(recipe, name) >= least:
+            raise ValueError(f"{name} must be at least {least}, got {getattr(recipe, name)!r}")
 
 
 R = TypeVar("R")
@@ -140,4 +158,7 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
     ]
     if missing:
         raise ValueError(f"{where}: missing {', '.join(missing)}")
-    return kind(**arguments)
+    try:
+        return kind(**arguments)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from None
