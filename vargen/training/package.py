@@ -17,7 +17,7 @@ from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.generator import check_tokens
 from vargen.training.run import TrainingRun
 
-DEFAULTS = {"guidance_scale": 2.0, "temperature": 0.8, "top_k": 500, "top_p": 1.0}
+DEFAULTS = {"guidance_scale": 2.0, "temperature": 0.6, "top_k": 500, "top_p": 1.0}
 
 
 def package(
