@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from pathlib import Path
@@ -25,10 +26,15 @@ def cpu_model() -> str:
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may run on: all of its threads together, of which OMP_PROC_BIND gives each its own."""
+    if not hasattr(os, "sched_getaffinity"):
+        return os.cpu_count() or 1
+    threads = [int(thread) for thread in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
+    cores: set[int] = set()
+    for thread in threads:
+        with contextlib.suppress(ProcessLookupError):  # one that has just ended
+            cores |= os.sched_getaffinity(thread)
+    return len(cores)
 
 
 def load_average() -> float | None:
