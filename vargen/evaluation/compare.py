@@ -129,10 +129,10 @@ def compare(
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
     curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15)
     results = [_result(name, methods[name], runs, drawn, curve, model, condition.rows(groups[0]), batch) for name in names]
-    for result in results:
-        spent = sum(run.seconds for run in shares[result.name])
-        parts = sum((Counter(run.seconds_by_part) for run in shares[result.name]), Counter())
-        result.share_by_part = {part: value / spent for part, value in parts.items()}
+    for measured in results:
+        spent = sum(run.seconds for run in shares[measured.name])
+        parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
+        measured.share_by_part = {part: value / spent for part, value in parts.items()}
     return Comparison(
         model=type(pipe.transformer).__name__,
         batch=batch,

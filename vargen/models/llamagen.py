@@ -255,6 +255,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 
+    rotary: Tensor
+
     @register_to_config
     def __init__(
         self,
