@@ -32,15 +32,11 @@ def main() -> None:
             from vargen.demo.engine import Engine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
-        import torch
-
         from vargen import LlamaGenPipeline
-        from vargen.pipelines.loading import fast_dtype
+        from vargen.pipelines.loading import fast_dtype, pick_device
 
-        device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-        if device == "cuda" and not torch.cuda.is_available():
-            sys.exit("error: --device cuda was asked for, but torch sees no GPU; give cpu or auto")
         try:
+            device = pick_device(options.device)
             pipe = LlamaGenPipeline.from_pretrained(options.model, torch_dtype=fast_dtype(device)).to(device)
         except (ValueError, OSError, RuntimeError) as error:
             sys.exit(f"error: {error}")

@@ -20,7 +20,6 @@ from vargen.models.llamagen import Condition, LlamaGenTransformer
 # from_pretrained finds these classes by module path, so the modules must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.models.vq import VQModel
-from vargen.models.weights import replaced_weights
 from vargen.pipelines import checks
 from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -142,7 +141,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         folder = Path(save_directory).expanduser()
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        with whole_files(folder, replaced_weights) as staged:
+        with whole_files(folder) as staged:
             super().save_pretrained(str(staged), **kwargs)
 
     # -- inputs -------------------------------------------------------------------------------------------------------
@@ -245,7 +244,6 @@ class LlamaGenPipeline(DiffusionPipeline):
             return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a red apple')")
-        checks.check_prompts(prompt, name)
         embeds, mask = self.encode_prompt(prompt, clean)
         return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 

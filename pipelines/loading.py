@@ -34,6 +34,19 @@ def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
 
 
+def pick_device(name: str) -> torch.device:
+    """The device to run on; `"auto"` takes a GPU where there is one.
+
+    Raises:
+        ValueError: for `"cuda"` where torch sees none.
+    """
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
 def cpu_multiplies_bfloat16() -> bool:
     """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,13 +30,10 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_files(folder: Path, stale: Callable[[Path, Path], Iterable[Path]] | None = None) -> Iterator[Path]:
+def whole_files(folder: Path) -> Iterator[Path]:
     """Yield an empty folder whose files take their places under `folder` when the block ends well; if not, none does.
 
-    Each file appears whole. Others that `folder` holds stay.
-
-    Args:
-        stale: of the written folder and `folder`, files of `folder` that what was written makes wrong; they are removed.
+    Each file appears whole. Others that `folder` holds stay, but for shards of weights that were written anew.
 
     Raises:
         OSError: if the folder cannot be made or written; before the block runs.
@@ -44,7 +42,7 @@ def whole_files(folder: Path, stale: Callable[[Path, Path], Iterable[Path]] | No
     try:
         with tempfile.TemporaryDirectory(prefix=".writing-", dir=folder) as space:
             yield Path(space)
-            outdated = list(stale(Path(space), folder)) if stale else []
+            outdated = _replaced_weights(Path(space), folder)
             for file in sorted(path for path in Path(space).rglob("*") if path.is_file()):
                 place = folder / file.relative_to(space)
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -54,6 +52,30 @@ def whole_files(folder: Path, stale: Callable[[Path, Path], Iterable[Path]] | No
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()  # an empty model folder would look like a model
+
+
+_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
+_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
+
+
+def _weights_of(file: Path) -> tuple[str, ...] | None:
+    """Stem and variant that a weight file, shard or index belongs to; None for other files."""
+    match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
+    return match and (match["stem"], match["variant"] or "")
+
+
+def _replaced_weights(written: Path, folder: Path) -> list[Path]:
+    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
+
+    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
+    """
+    stale: list[Path] = []
+    for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
+        names = {file.name for file in (written / part).iterdir()}
+        kinds = {_weights_of(Path(name)) for name in names} - {None}
+        there = (folder / part).iterdir() if (folder / part).is_dir() else ()
+        stale += [file for file in there if file.name not in names and _weights_of(file) in kinds]
+    return stale
 
 
 @contextmanager

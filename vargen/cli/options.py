@@ -28,13 +28,9 @@ def pick_device(name: Device) -> torch.device:
     Raises:
         ValueError: for cuda where torch sees none.
     """
-    import torch
+    from vargen.pipelines import loading
 
-    if name is Device.cuda and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
-    if name is Device.auto:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return torch.device(name.value)
+    return loading.pick_device(name.value)
 
 
 def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:

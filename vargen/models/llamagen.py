@@ -162,11 +162,12 @@ class Attention(nn.Module):
         return q, k, v
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, T, H, K]` alone: all that a conditioning row contributes.
-
-        Through the whole layer, once for a picture: weights that are offloaded come only with their module's `forward`.
-        """
-        return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, self.n_head + self.n_kv_head :]
+        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
+        weight, first = self.wqkv.weight, self.n_head + self.n_kv_head
+        if (weight.device, weight.dtype) == (x_BTD.device, x_BTD.dtype):
+            return F.linear(x_BTD, weight[first * self.head_dim :]).unflatten(-1, (-1, self.head_dim))
+        # Offloaded, or stored in another dtype: weights come only with their module's `forward`.
+        return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
         return self.wo(attention(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))

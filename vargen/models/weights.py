@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -34,30 +33,6 @@ def check_weights(folder: Path, stem: str, expected: Shapes, variant: str | None
     for file in files:
         found.update(header_shapes(file))
     compare_shapes(found, expected, str(folder))
-
-
-_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
-_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
-
-
-def _weights_of(file: Path) -> tuple[str, ...] | None:
-    """Folder, stem and variant that a weight file, shard or index belongs to; None for other files."""
-    match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
-    return match and (match["stem"], match["variant"] or "")
-
-
-def replaced_weights(written: Path, folder: Path) -> list[Path]:
-    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
-
-    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
-    """
-    stale: list[Path] = []
-    for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
-        names = {file.name for file in (written / part).iterdir()}
-        kinds = {_weights_of(Path(name)) for name in names} - {None}
-        there = (folder / part).iterdir() if (folder / part).is_dir() else ()
-        stale += [file for file in there if file.name not in names and _weights_of(file) in kinds]
-    return stale
 
 
 def _shards(index: Path) -> list[Path]:
