@@ -227,6 +227,18 @@ def test_interrupt_stops_as_in_diffusers(classes):
     assert not classes(class_labels=3).stats.stopped and not classes.interrupt  # of one call only
 
 
+def test_interrupt_from_outside_needs_no_callback(classes, monkeypatch):
+    bar = classes.progress_bar(total=1)
+
+    def update(count):  # as another thread might, while the call runs
+        classes._interrupt = True
+
+    monkeypatch.setattr(bar, "update", update)
+    monkeypatch.setattr(classes, "progress_bar", lambda **options: bar)
+    result = classes(class_labels=3)
+    assert result.stats.stopped and result.stats.passes == 1
+
+
 def test_properties_tell_of_the_call(classes):
     seen = []
 
