@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -213,6 +215,21 @@ def test_another_recipe_does_not_resume_the_run(tmp_path):
     train_tokenizer(tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run of another recipe"):
         train_tokenizer(tmp_path / "run", tokenizer_recipe(seed=1))
+
+
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+    hold = (
+        "import sys; from pathlib import Path; from vargen.training.run import TrainingRun\n"
+        "run = TrainingRun(Path(sys.argv[1]), {}, 1); run.resume(); print('held', flush=True); sys.stdin.read()"
+    )
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", hold, str(tmp_path)], stdin=pipe, stdout=pipe, text=True) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"another process trains in .*: stop it first"):
+            TrainingRun(tmp_path, {}, 1).resume()
+        other.kill()
+    first = TrainingRun(tmp_path, {}, 1)  # a killed process holds nothing
+    assert first.resume() is None and TrainingRun(tmp_path, {}, 1).resume() is None  # nor does this one shut itself out
 
 
 def test_the_code_prior_folds_into_an_ordinary_model():

@@ -5,12 +5,14 @@ Batches are functions of (seed, step), so no random state needs saving and a res
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -40,14 +42,15 @@ class TrainingRun:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self, map_location: torch.device | str = "cpu") -> dict[str, Any] | None:
-        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run, whose folder is made.
+        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run, whose folder is made. It is this process's then.
 
         Raises:
             ImportError: without matplotlib, which the curves will need.
-            ValueError: if the folder holds a run with another fingerprint.
+            ValueError: if another process trains in the folder, or it holds a run with another fingerprint.
         """
         check_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
+        self._lock()
         path = self.folder / "state.pt"
         if not path.is_file():
             return None
@@ -59,6 +62,16 @@ class TrainingRun:
         self.seconds_before = state["seconds"]
         self._trim_log(state["step"])
         return state
+
+    def _lock(self) -> None:
+        """Two runs in one folder would overwrite each other's checkpoints. The system frees the lock of a killed process."""
+        lock = FileLock(self.folder / "run.lock", is_singleton=True)  # which this process may take again
+        try:
+            with contextlib.suppress(NotImplementedError):  # a file system without locks
+                lock.acquire(timeout=0)
+        except Timeout:
+            raise ValueError(f"another process trains in {self.folder}: stop it first, or give another --output") from None
+        self._held = lock  # until this run is done with
 
     def checkpoint(self, step: int, **state: Any) -> None:
         """Save `state` as of the completed `step`, whole or not at all."""
