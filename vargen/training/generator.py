@@ -1,4 +1,4 @@
-"""Train a `LlamaGenTransformer` on the tokens of captioned pictures; keep the weights of the best held-out loss.
+"""Train a `LlamaGenTransformer` on the tokens of captioned pictures; stop at the best held-out loss.
 
 An over-fitted model has peaked laws, which would flatter every speculative method measured on it, hence the stop at the best
 held-out loss, and the entropy that is reported beside it.
@@ -32,6 +32,8 @@ from vargen.training.run import TrainingRun
 from vargen.training.tokenizer import to_pixels
 
 logger = logging.getLogger("vargen")
+
+_SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1)  # of the last weights in a mix with the best
 
 
 def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
@@ -299,7 +301,9 @@ def train_generator(
     folder: Path,
     device: torch.device,
 ) -> dict[str, float]:
-    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the best weights land in `folder/transformer`.
+    """Train until `recipe.schedule.steps`, resuming what is in `folder`; weights land in `folder/transformer`.
+
+    These are the best by held-out loss, mixed with as much of the last as does not make them worse.
 
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
@@ -308,7 +312,7 @@ def train_generator(
         ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, captions without a weight, or
             pictures, tokenizer and model that do not fit each other.
 
-    Returns the held-out figures of the best weights: `held_out_loss` and `entropy`, nats per token.
+    Returns the held-out figures of these weights: `held_out_loss` and `entropy`, nats per token.
     """
     if not 0 <= recipe.token_noise <= 1:
         raise ValueError(f"token_noise must be a share from 0 to 1, got {recipe.token_noise}")
@@ -402,14 +406,17 @@ def train_generator(
             save(done)
     last = prior.folded(model)
     if best_weights and not torch.equal(best_weights["output.weight"], last["output.weight"]):
-        # Weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407): the mean of best and last has learned nearly
-        # what the last has, and lost less of what holds for all pictures.
-        mean = {key: best_weights[key].lerp(value, 0.5) for key, value in last.items()}
-        evaluated.load_state_dict(mean)
-        averaged = evaluate_generator(evaluated, store, sample, data, features)["held_out_loss"]
-        run.log(recipe.schedule.steps, averaged_held_out_loss=averaged)
-        if averaged < best:
-            best_weights = mean
+        # Weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407). Between the best and the last the held-out
+        # loss first falls, then rises to the last's, while training pictures are learned ever better: so the last weights, but
+        # with as much of the best in them as it takes to lose nothing on held-out pictures.
+        for share in _SHARES:
+            mixed = {key: best_weights[key].lerp(value, share) for key, value in last.items()}
+            evaluated.load_state_dict(mixed)
+            loss = evaluate_generator(evaluated, store, sample, data, features)["held_out_loss"]
+            run.log(recipe.schedule.steps, share_of_last=share, mixed_held_out_loss=loss)
+            if loss <= best:
+                best_weights = mixed
+                break
     evaluated.load_state_dict(best_weights or last)  # none yet: a finished run, opened with another tokenizer
     figures = evaluate_generator(evaluated, store, held_out, data, features)
     if not math.isfinite(figures["held_out_loss"]):
