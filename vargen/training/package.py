@@ -149,7 +149,8 @@ Default sampling: {defaults}.
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
 {draft_row}
-Held out are 86 of 1,959 concepts, with all their styles. The generator's weights are those of the best held-out loss.
+Held out are 86 of 1,959 concepts, with all their styles. The generator's weights are the best by
+held-out loss, mixed with as much of the last as does not make them worse.
 {_verdict(tokenizer)}{" " + note if note else ""}
 
 ## Train it further
