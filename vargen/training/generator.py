@@ -412,9 +412,9 @@ def train_generator(
         for share in _SHARES:
             mixed = {key: best_weights[key].lerp(value, share) for key, value in last.items()}
             evaluated.load_state_dict(mixed)
-            loss = evaluate_generator(evaluated, store, sample, data, features)["held_out_loss"]
-            run.log(recipe.schedule.steps, share_of_last=share, mixed_held_out_loss=loss)
-            if loss <= best:
+            held = evaluate_generator(evaluated, store, sample, data, features)["held_out_loss"]
+            run.log(recipe.schedule.steps, share_of_last=share, mixed_held_out_loss=held)
+            if held <= best:
                 best_weights = mixed
                 break
     evaluated.load_state_dict(best_weights or last)  # none yet: a finished run, opened with another tokenizer
