@@ -26,6 +26,6 @@ def test_cores_are_counted_before_torch_has_worked():
     """A warning about a busy machine comes first of all."""
     cores = len(os.sched_getaffinity(0))
     code = "from vargen.evaluation.machine import usable_cores; print(usable_cores())"
-    environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": str(cores)}
+    environment = {**os.environ, "OMP_PROC_BIND": "true", "OMP_NUM_THREADS": str(cores), "MKL_NUM_THREADS": str(cores)}
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     assert int(found.stdout) == cores
