@@ -22,8 +22,9 @@ TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private
 # Of events that only change the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 _EXAMPLES = (
-    "a red apple", "grinning face", "a cat face", "a slice of pizza",
-    "a yellow star", "flag of japan", "a pumpkin", "a blue heart",
+    "a red apple", "angry face, flat style", "a cat face, 3d style", "a red heart, flat style",
+    "a firefighter, twemoji style", "a police officer, flat style", "a couple with heart, twemoji style",
+    "flag of ukraine, 3d style",
 )  # fmt: skip
 
 
