@@ -240,6 +240,8 @@ def test_angles_keep_float32_through_a_change_of_dtype() -> None:
         assert torch.equal(cast().rotary, table) and model.output.weight.dtype == model.norm.weight.dtype
     moved = model.to("meta").to_empty(device="cpu").rotary
     assert (moved.device.type, moved.dtype) == ("cpu", torch.float32)
+    moved = model.to("meta", torch.bfloat16).rotary  # device and dtype at once
+    assert (moved.device.type, moved.dtype) == ("meta", torch.float32)
 
 
 def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
