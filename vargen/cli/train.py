@@ -90,6 +90,33 @@ def generator(
     print_json({"model": str(output / "transformer"), **figures})
 
 
+@app.command()
+def scorer(
+    config: Annotated[str, _CONFIG] = "emoji-scorer",
+    data: Annotated[Path | None, _DATA] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/, tokenizer/ and vqvae/.")] = None,
+    output: Annotated[Path, _RUN] = Path("runs/scorer"),
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train the scorer that tells how well a picture fits a caption; print its held-out figures."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.training.recipe import ScorerRecipe
+    from vargen.training.scorer import train_scorer
+
+    recipe = _recipe(config, ScorerRecipe, steps)
+    parts = model or Path(vargen.assets.__file__).parent / "emoji"
+    for part in (parts / "text_encoder", parts / "tokenizer", parts / "vqvae"):
+        if not part.is_dir():
+            raise FileNotFoundError(f"model folder {str(parts)!r} must hold text_encoder/, tokenizer/ and vqvae/")
+    pictures, place = _open_data(data), pick_device(device)
+    use_threads(threads)
+    figures = train_scorer(recipe, pictures, parts, parts / "vqvae", output, place)
+    print_json({"model": str(output / "scorer"), **figures})
+
+
 def _recipe(config: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.recipe import load_recipe
 

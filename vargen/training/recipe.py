@@ -91,6 +91,32 @@ class GeneratorRecipe:
         _at_least(self, 0, "shift_pixels", "shift_variants", "caption_dropout", "dropout")
 
 
+@dataclass(frozen=True)
+class ScorerRecipe:
+    """How to train an `ImageTextModel` on pictures and captions. `model` holds the keyword arguments of its constructor."""
+
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    seed: int = 0
+    batch_size: int = 64
+    sizes: list[int] = field(default_factory=lambda: [64, 64, 96])  # pixels of a side, one of them for each step
+    tokenized: float = 0.5  # share of pictures that passed through the image tokenizer, where such a copy is at hand
+    tokenized_per_step: int = 4  # such copies made anew in each step
+    wrong_codes: float = 0.15  # most of the tokens that are wrong in such a copy
+    recoloured: float = 0.3  # share of pictures with a colour in their name that change both
+    label_smoothing: float = 0.05
+    pair_weight: float = 1.0  # of the loss over (picture, caption with style) pairs beside that over concepts
+    weight_decay: float = 0.1
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
+        _at_least(self, 0, "tokenized_per_step", "pair_weight", "weight_decay")
+        if not self.sizes or any(size < 16 or size % 16 for size in self.sizes):
+            raise ValueError(f"sizes must be multiples of 16, at least one, got {self.sizes}")
+
+
 def _at_least(recipe: Any, least: int, *names: str) -> None:
     """Raise ValueError for a field below `least`, or no number."""
     for name in names:

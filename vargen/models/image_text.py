@@ -1,0 +1,89 @@
+"""A small image tower beside a frozen text encoder: how well does a picture fit a caption.
+
+Contrastive image-text training as in CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023), with a convolutional tower: it
+learns more than a transformer from few pictures. The text side is one linear map of mean-pooled features of a sentence encoder
+that is not part of the model, so that features of captions can be computed once.
+
+Shape suffixes: B pictures, C channels, Y/X pixel rows and columns, D pooled width, E embedding width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+
+PATCH = 4  # pixels of a side that the first layer folds into channels
+
+
+class Block(nn.Module):
+    """norm, GELU, 3x3 convolution, twice, plus the input."""
+
+    def __init__(self, channels: int, groups: int):
+        super().__init__()
+        self.norm1, self.norm2 = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)  # a block begins as the identity
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv1(F.gelu(self.norm1(x_BCYX)))
+        return x_BCYX + self.conv2(F.gelu(self.norm2(h)))
+
+
+class ImageTextModel(ModelMixin, ConfigMixin):
+    """Pictures and captions to unit vectors of one space.
+
+    Args:
+        widths: channels of each stage; a stage halves the resolution of the one before.
+        blocks: residual blocks of each stage.
+        text_dim: width of the pooled text features.
+        embed_dim: E, of the common space.
+        image_size: side in pixels at which pictures are scored; any multiple of 16 works.
+        groups: of the group norms; divides every width.
+    """
+
+    @register_to_config
+    def __init__(
+        self,
+        widths: Sequence[int] = (96, 160, 288),
+        blocks: Sequence[int] = (2, 2, 1),
+        text_dim: int = 384,
+        embed_dim: int = 384,
+        image_size: int = 96,
+        groups: int = 16,
+    ):
+        super().__init__()
+        stages: list[nn.Module] = [nn.PixelUnshuffle(PATCH), nn.Conv2d(3 * PATCH**2, widths[0], 3, padding=1)]
+        for stage, (width, count) in enumerate(zip(widths, blocks, strict=True)):
+            if stage:
+                stages.append(nn.Conv2d(widths[stage - 1], width, 3, stride=2, padding=1))
+            stages.append(nn.Sequential(*(Block(width, groups) for _ in range(count))))
+        self.stages = nn.Sequential(*stages)
+        self.norm_out = nn.GroupNorm(groups, widths[-1])
+        self.image_projection = nn.Linear(widths[-1], embed_dim)
+        self.text_projection = nn.Linear(text_dim, embed_dim)
+        self.concept_scale = nn.Parameter(torch.tensor(14.0).log())  # of the softmax over concepts
+        self.pair_scale = nn.Parameter(torch.tensor(10.0).log())  # of the sigmoid over pairs, as SigLIP begins
+        self.pair_bias = nn.Parameter(torch.tensor(-10.0))
+
+    def pooled(self, pixels_BCYX: Tensor) -> Tensor:
+        """Features `[B, D]` of float pictures `[B, 3, Y, X]` in [-1, 1], Y and X multiples of 16."""
+        return F.gelu(self.norm_out(self.stages(pixels_BCYX))).mean((2, 3))
+
+    def encode_image(self, pixels_BCYX: Tensor) -> Tensor:
+        """Unit vectors, float32 `[B, E]`."""
+        return F.normalize(self.image_projection(self.pooled(pixels_BCYX)).float(), dim=-1)
+
+    def encode_text(self, features_BD: Tensor) -> Tensor:
+        """Unit vectors, float32 `[B, E]`, of mean-pooled unit text features `[B, text_dim]`."""
+        return F.normalize(self.text_projection(features_BD).float(), dim=-1)
