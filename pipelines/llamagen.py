@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
-from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
+from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
 from vargen.files import whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 
@@ -262,7 +262,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         negative_prompt: str | list[str] | None = None,
-        accelerator: str | Accelerator = "ar",
+        accelerator: str | Accelerator = DEFAULT,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_mask: Tensor | None = None,
@@ -308,6 +308,8 @@ class LlamaGenPipeline(DiffusionPipeline):
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
         preset = resolve_accelerator(accelerator)
+        if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
+            preset = resolve_accelerator("gumbel")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
         scale, sampling = checks.check_sampling(chosen)

@@ -5,6 +5,8 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 
 import torch
@@ -57,6 +59,16 @@ class LlamaGenTokens:
     def network(self) -> LlamaGenTransformer:
         """What the cost of a pass depends on."""
         return self.transformer
+
+    @property
+    def cost_key(self) -> str:
+        """What the seconds of a pass depend on, beside batch and machine: sizes and dtype, not the values of weights."""
+        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
+        sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        compiled = ", compiled" if self.step is not self.transformer else ""
+        prefix = "" if self.compress_prefix else ", whole prefix"
+        dtype = str(self.transformer.dtype).removeprefix("torch.")
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}{prefix}"
 
     @property
     def vocab(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from vargen.models.weights import check_weights, header_shapes
 
 # Folders may name classes of these libraries only: anything else would be code from a stranger.
 _TRUSTED = ("diffusers", "transformers", "vargen.")
+_SMALL = 50_000_000  # parameters
 _CHECKED: dict[str, type] = {
     "transformer": LlamaGenTransformer,
     "draft_transformer": LlamaGenTransformer,
@@ -32,6 +34,19 @@ def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     if torch.device(device).type != "cpu":
         return torch.bfloat16
     return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+
+
+def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
+    """The fastest dtype of a device for the transformer in a pipeline folder; float32 for a small one on a CPU.
+
+    Passes of a small network are bound by the number of operations, so bfloat16 brings it little, and costs it the promise that
+    a seed is a picture: a pass over more tokens rounds differently, and then `auto` and `ar` draw different pictures.
+    """
+    if torch.device(device).type == "cpu":
+        shapes = [shape for file in (folder / "transformer").glob("*.safetensors") for shape in header_shapes(file).values()]
+        if sum(math.prod(shape) for shape in shapes) < _SMALL:
+            return torch.float32
+    return fast_dtype(device)
 
 
 def pick_device(name: str) -> torch.device:
@@ -66,7 +81,7 @@ def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] |
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    fast = fast_dtype("cuda" if torch.cuda.is_available() else "cpu")
+    fast = default_dtype(folder, "cuda" if torch.cuda.is_available() else "cpu")
     dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
     index = json.loads((folder / "model_index.json").read_text())
     large = (index.get("text_encoder") or [None])[0] == "transformers"

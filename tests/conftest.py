@@ -18,6 +18,7 @@ os.environ.update(
     HF_HUB_OFFLINE="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     GRADIO_ANALYTICS_ENABLED="False",
+    VARGEN_CACHE=f"{_caches.name}/vargen",
     HF_HOME=f"{_caches.name}/hf",
     TRITON_CACHE_DIR=f"{_caches.name}/triton",
     TORCHINDUCTOR_CACHE_DIR=f"{_caches.name}/inductor",

@@ -11,6 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
+def cache_folder() -> Path:
+    """Where downloads, data sets and measurements are kept: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
+    return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
+
+
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary sibling of `path` that takes its place only if the block succeeds.

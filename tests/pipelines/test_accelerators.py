@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vargen import Accelerator, LlamaGenPipeline
-from vargen.decoding import PRESETS, Grouped, Jacobi
+from vargen.decoding import DEFAULT, PRESETS, Grouped, Jacobi, cost
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
 
@@ -34,7 +34,25 @@ def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, co
     assert fast.stats.passes < 256
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name != "ar"])
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("dear", [0.0, 0.02, 0.3, 10.0])
+def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
+    """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
+    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1))
+    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    result = draw(emoji, PROMPTS[:count], DEFAULT)
+    assert torch.equal(result.images, sequential[count])
+    if dear == 0.0:
+        assert result.stats.tokens_per_pass > 2
+    if dear == 10.0:
+        assert result.stats.tokens_per_pass == 1.0 and set(result.stats.fed) == {1}
+
+
+def test_pictures_are_drawn_by_the_default(emoji):
+    assert emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT
+
+
+@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("ar", DEFAULT)])
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if name == "speculative" and emoji.draft_transformer is None:
         pytest.skip("the packaged model has no draft_transformer")

@@ -187,7 +187,7 @@ def test_every_prompt_that_is_cut_is_told(texts, text, caplog):
 
 
 def test_stats(classes):
-    result = classes(class_labels=[1, 2], generator=seeded(0, 1))
+    result = classes(class_labels=[1, 2], generator=seeded(0, 1), accelerator="ar")
     stats = result.stats
     assert (stats.accelerator, stats.images, stats.tokens, stats.passes) == ("ar", 2, 32, 16)
     assert stats.tokens_per_pass == 1.0 and stats.tokens_per_second > 0
@@ -204,14 +204,16 @@ def test_callback_has_diffusers_form_and_may_change_tokens(classes):
         return kwargs
 
     tokens = classes(
-        class_labels=3, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["latents"], output_type="latent"
-    ).images
+        class_labels=3, callback_on_step_end=callback, callback_on_step_end_tensor_inputs=["latents"], output_type="latent",
+        accelerator="ar",
+    ).images  # fmt: skip
     assert seen == [(True, step, step + 1, (1, 16)) for step in range(16)]
     assert tokens.abs().sum() == 0
 
 
 def test_callback_can_stop_and_the_rest_stays_white(classes):
-    result = classes(class_labels=3, callback_on_step_end=lambda *a: {"stop": a[1] == 7}, output_type="np")
+    stop = lambda *a: {"stop": a[1] == 7}  # noqa: E731
+    result = classes(class_labels=3, callback_on_step_end=stop, output_type="np", accelerator="ar")
     assert result.stats.stopped and result.stats.passes == 8
     assert (result.images[:, 4:] == 1).all() and not (result.images[:, :4] == 1).all()
     assert not classes(class_labels=3).stats.stopped
@@ -222,7 +224,7 @@ def test_interrupt_stops_as_in_diffusers(classes):
         pipe._interrupt = step == 7
         return kwargs
 
-    result = classes(class_labels=3, callback_on_step_end=callback)
+    result = classes(class_labels=3, callback_on_step_end=callback, accelerator="ar")
     assert classes.interrupt and result.stats.stopped and result.stats.passes == 8
     assert not classes(class_labels=3).stats.stopped and not classes.interrupt  # of one call only
 
@@ -245,7 +247,7 @@ def test_properties_tell_of_the_call(classes):
     def callback(pipe, step, timestep, kwargs):
         seen.append((pipe.guidance_scale, pipe.do_classifier_free_guidance, pipe.num_timesteps, pipe.interrupt))
 
-    classes(class_labels=3, guidance_scale=2.5, callback_on_step_end=callback)
+    classes(class_labels=3, guidance_scale=2.5, callback_on_step_end=callback, accelerator="ar")
     assert set(seen) == {(2.5, True, 16, False)} and len(seen) == 16
     classes(class_labels=3, guidance_scale=1)
     assert (classes.guidance_scale, classes.do_classifier_free_guidance) == (1.0, False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -10,9 +11,10 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.console import print_json, quiet_libraries, say, table
-from vargen.cli.options import Device, Dtype, pick_device, pick_dtype, use_threads
+from vargen.cli.options import Device, Dtype, pick_device, pick_dtype
 from vargen.cli.outputs import check_writable
 from vargen.compat import check_matplotlib
+from vargen.device import fix_threads
 
 if TYPE_CHECKING:
     from vargen.evaluation.speed import BaselineReport, StepReport
@@ -43,13 +45,13 @@ def step(
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch")
     check_result_file(as_json, ".json", "json")
     check_result_file(plot, ".png", "plot")
-    chosen, kind, machine = prepare(device, dtype, threads)
+    names = model or ["emoji", "llamagen-b"]
+    chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
     from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_steps
 
-    names = model or ["emoji", "llamagen-b"]
     for name in names:  # before minutes are spent on the first
         check_network(name)
     reports = []
@@ -82,7 +84,7 @@ def ar(
     batch: Annotated[str, _BATCH] = "1,8",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
     seconds: Annotated[float, typer.Option(metavar="X", help="Draw whole batches of each size for at least so long.")] = 10.0,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
     as_json: Annotated[str | None, _JSON] = None,
@@ -90,13 +92,13 @@ def ar(
     """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
     batches = whole_numbers(batch, "batch")
     check_result_file(as_json, ".json", "json")
-    chosen, kind, machine = prepare(device, dtype, threads)
+    names = model or ["emoji"]
+    chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
     from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_baseline
 
-    names = model or ["emoji"]
     for name in names:
         check_network(name)
     reports = []
@@ -135,19 +137,23 @@ def check_result_file(path: str | Path | None, suffix: str, name: str) -> None:
         check_matplotlib("--plot needs")
 
 
-def prepare(device: Device, dtype: Dtype, threads: int | None) -> tuple[Any, Any, dict[str, Any]]:
-    """The torch device and dtype, and the machine."""
+def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+    """The torch device, the dtype (by default that of the first model that is no random one), and the machine."""
+    fix_threads(threads)
     quiet_libraries()
 
     from vargen.evaluation.machine import describe_machine
+    from vargen.evaluation.network import RANDOM_MODELS
+    from vargen.pipelines.loading import checked_folder
 
-    use_threads(threads)
+    saved = next((name for name in models if name not in RANDOM_MODELS), None)
+    folder = None if saved is None else checked_folder(saved, "LlamaGenPipeline", {})
     chosen = pick_device(device)
     machine = describe_machine()
     busy = machine["load"]
     if busy is not None and busy > 0.5 * machine["cores"]:
         say(f"warning: the load average is {busy:.1f} on {machine['cores']} cores, so these figures will be unsteady")
-    return chosen, pick_dtype(dtype, chosen), machine
+    return chosen, pick_dtype(dtype, chosen, folder), machine
 
 
 def write_json(where: str | None, document: dict[str, Any]) -> None:

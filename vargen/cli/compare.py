@@ -43,7 +43,7 @@ def compare(
     top_p: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
 ) -> None:
     """Seconds, passes, relaxation and pictures of several methods, in one run.
 
@@ -59,7 +59,7 @@ def compare(
     given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     settings = {name: value for name, value in given.items() if value is not None}
     chosen_methods = chosen(methods, window)
-    chosen_device, kind, machine = prepare(device, dtype, threads)
+    chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.evaluation.compare import compare as run
     from vargen.evaluation.compare_plot import picture_grid, plot_comparison
@@ -132,6 +132,6 @@ def comparison_table(comparison: Comparison) -> str:
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     settings = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
     return (
-        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, {settings}\n"
+        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, CPU threads {comparison.threads}, {settings}\n"
         f"milliseconds of a pass by tokens fed: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>")
     )

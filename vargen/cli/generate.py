@@ -13,8 +13,9 @@ from typing import Annotated, Any
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries, say
-from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype, use_threads
+from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
 from vargen.cli.outputs import Target, save_image, slug, targets
+from vargen.device import fix_threads
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -63,7 +64,7 @@ def generate(
         int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
     ] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
-    accelerator: Annotated[str, typer.Option(metavar="PRESET", help="`vargen info presets` lists them.")] = "ar",
+    accelerator: Annotated[str, typer.Option(metavar="PRESET", help="`vargen info presets` lists them.")] = "auto",
     guidance_scale: Annotated[float | None, typer.Option(metavar="X", help="From 0; 1 is off. Default: the model's.")] = None,
     temperature: Annotated[float | None, typer.Option(metavar="X", help="From 0; 0 is greedy. Default: the model's.")] = None,
     top_k: Annotated[int | None, typer.Option(metavar="N", help="1 to the vocabulary. Default: the model's.")] = None,
@@ -73,7 +74,7 @@ def generate(
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:  # fmt: skip
@@ -87,7 +88,7 @@ def generate(
     _check_settings(given, accelerator, negative_prompt, num_images)
     check_range(seed, "seed", 0, _LARGEST_SEED)
     check_range(batch_size, "batch_size", 1)
-    use_threads(threads)
+    fix_threads(threads)
     chosen_device = pick_device(device)
     first = secrets.randbelow(2**32) if seed is None else seed
     total = len(subjects) * num_images
@@ -107,7 +108,7 @@ def generate(
     from vargen.compat import installed_version
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    chosen_dtype = pick_dtype(dtype, chosen_device)
+    chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
     pipe = LlamaGenPipeline.from_pretrained(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started

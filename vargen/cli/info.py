@@ -33,7 +33,8 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
         ["cpu", f"{machine['cpu']}; {machine['threads']} threads on {machine['cores']} cores; bfloat16 {bfloat16}"],
         *([f"gpu {number}", gpu] for number, gpu in enumerate(gpus)),
         *([["gpu", "none"]] if not gpus else []),
-        ["default dtype", facts["default_dtype"]],
+        ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
+        ["passes run on", facts["threads"]],
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
     print("\nPackaged models:")
@@ -98,11 +99,26 @@ def gather() -> dict[str, Any]:
     return {
         "versions": {**versions, "vargen": __version__, "python": machine["python"]},
         "machine": machine,
+        "threads": thread_choice(),
         "default_device": device,
         "default_dtype": str(fast_dtype(device)).removeprefix("torch."),
         "models": models,
         "presets": presets(),
     }
+
+
+def thread_choice() -> str:
+    """How many CPU threads passes run on, and why."""
+    import torch
+
+    from vargen.decoding.cost import machine, stored_costs
+    from vargen.device import chosen_threads, cores
+
+    if (chosen := chosen_threads()) is not None:
+        return f"{chosen[0]} CPU threads, set by {chosen[1]}"
+    here = [name for name in stored_costs() if name.endswith(machine(torch.device("cpu")))]
+    measured = f"{len(here)} measurements of this machine are kept" if here else "none is measured yet: the first picture does"
+    return f"as many of {cores()} CPU threads as pay: each doubling must make a pass 1.25 times as fast ({measured})"
 
 
 def card_summary(folder: Path) -> str:

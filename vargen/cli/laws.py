@@ -34,7 +34,7 @@ def laws(
     ] = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
 ) -> None:
     """Two-sample tests of each method's pictures against sequential ones of the same prompts and other seeds.
 
@@ -46,7 +46,7 @@ def laws(
     check_result_file(as_json, ".json", "json")
     prompts = read_prompts(prompt_file)
     asked = chosen(methods, window)
-    chosen_device, kind, machine = prepare(device, dtype, threads)
+    chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.decoding import Accelerator, Grouped
     from vargen.evaluation.laws import laws_report

@@ -10,6 +10,7 @@ import typer
 from vargen import __version__
 from vargen.cli import bench, compare, convert, generate, info, laws, train
 from vargen.cli.console import Commands, configure_logging
+from vargen.device import wait_passively
 
 app = typer.Typer(
     name="vargen",
@@ -50,6 +51,7 @@ app.add_typer(convert.app, name="convert")
 
 def main() -> None:
     """Run the command line of this process."""
+    wait_passively()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text

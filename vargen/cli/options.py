@@ -1,8 +1,9 @@
-"""Options that several verbs take: the device, the dtype, threads."""
+"""Options that several verbs take: the device, the dtype."""
 
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -33,26 +34,15 @@ def pick_device(name: Device) -> torch.device:
     return loading.pick_device(name.value)
 
 
-def pick_dtype(name: Dtype, device: torch.device) -> torch.dtype:
-    """The dtype of the large networks; `auto` takes the fastest of the device."""
+def pick_dtype(name: Dtype, device: torch.device, folder: Path | None = None) -> torch.dtype:
+    """The dtype of the large networks; `auto` takes the default of the device and of the model in `folder`."""
     import torch
 
-    from vargen.pipelines.loading import fast_dtype
+    from vargen.pipelines.loading import default_dtype, fast_dtype
 
-    return fast_dtype(device) if name is Dtype.auto else getattr(torch, name.value)
-
-
-def use_threads(count: int | None) -> None:
-    """Let torch use `count` CPU threads; None leaves its default.
-
-    Raises:
-        ValueError: for a count below 1.
-    """
-    import torch
-
-    check_range(count, "threads", 1)
-    if count is not None:
-        torch.set_num_threads(count)
+    if name is not Dtype.auto:
+        return getattr(torch, name.value)
+    return fast_dtype(device) if folder is None else default_dtype(folder, device)
 
 
 def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, check_range, pick_device, use_threads
+from vargen.cli.options import Device, check_range, pick_device
+from vargen.device import fix_threads
 
 if TYPE_CHECKING:
     from vargen.training.emoji import EmojiDataset
@@ -31,10 +32,11 @@ def data(
     size: Annotated[int, typer.Option(metavar="N", help="Side of the pictures in pixels.")] = 128,
 ) -> None:
     """Build the emoji data set: fetch the pinned packages, check their sums, draw every emoji."""
-    from vargen.training.emoji import build_emoji_dataset, default_cache
+    from vargen.files import cache_folder
+    from vargen.training.emoji import build_emoji_dataset
 
     built = build_emoji_dataset(output, size=size)
-    folder = output or default_cache() / f"emoji-{size}"
+    folder = output or cache_folder() / f"emoji-{size}"
     splits = {split: len(built.indices(split)) for split in ("train", "validation")}
     print_json({"folder": str(folder), "pictures": len(built.records), **splits, "report": built.report})
 
@@ -55,7 +57,7 @@ def tokenizer(
 
     recipe = _recipe(config, TokenizerRecipe, steps)
     pictures, place = _open_data(data), pick_device(device)
-    use_threads(threads)
+    fix_threads(threads)
     print_json({"model": str(output / "vqvae"), **train_tokenizer(recipe, pictures, output, place)})
 
 
@@ -85,7 +87,7 @@ def generator(
             raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
     codes = _saved(tokenizer, "vqvae", "tokenizer")
     pictures, place = _open_data(data), pick_device(device)
-    use_threads(threads)
+    fix_threads(threads)
     figures = train_generator(recipe, pictures, codes, encoder, output, place)
     print_json({"model": str(output / "transformer"), **figures})
 
@@ -112,7 +114,7 @@ def scorer(
         if not part.is_dir():
             raise FileNotFoundError(f"model folder {str(parts)!r} must hold text_encoder/, tokenizer/ and vqvae/")
     pictures, place = _open_data(data), pick_device(device)
-    use_threads(threads)
+    fix_threads(threads)
     figures = train_scorer(recipe, pictures, parts, parts / "vqvae", output, place)
     print_json({"model": str(output / "scorer"), **figures})
 
@@ -126,9 +128,10 @@ def _recipe(config: str, kind: type[R], steps: int | None) -> R:
 
 
 def _open_data(folder: Path | None) -> EmojiDataset:
-    from vargen.training.emoji import default_cache, load_emoji_dataset
+    from vargen.files import cache_folder
+    from vargen.training.emoji import load_emoji_dataset
 
-    return load_emoji_dataset(folder or default_cache() / "emoji-128")
+    return load_emoji_dataset(folder or cache_folder() / "emoji-128")
 
 
 def _saved(folder: Path, part: str, name: str) -> Path:

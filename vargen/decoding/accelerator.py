@@ -79,9 +79,17 @@ class Accelerator:
         }
 
 
+DEFAULT = "auto"  # what pipelines, page and command draw with
 PRESETS: dict[str, Accelerator] = {
     preset.name: preset
     for preset in (
+        Accelerator(
+            name=DEFAULT,
+            drafter=Jacobi(window="auto", tail="gumbel"),
+            acceptance=same_noise,
+            summary="the picture of ar, by gumbel where measured costs say that drafting pays, else token by token",
+            source="as gumbel",
+        ),
         Accelerator(
             name="ar",
             summary="one token a pass, in raster order: the sequential baseline",

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.accelerator import Accelerator, resolve_accelerator
 from vargen.decoding.acceptance import same_noise
+from vargen.decoding.cost import suitable_threads
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import law
 from vargen.decoding.stats import DecodeStats
@@ -60,6 +61,22 @@ def decode(
     accelerator = resolve_accelerator(accelerator)
     sampling = sampling or Sampling()
     sampling.check_vocabulary(model.vocab)
+    fed = 1 if accelerator.drafter is None else accelerator.drafter.widest
+    with suitable_threads(model, condition, len(seeds), fed) as threads:
+        result = _decode(model, condition, seeds, accelerator, sampling, callback, profile)
+    result.stats.threads = threads
+    return result
+
+
+def _decode(
+    model: TokenModel,
+    condition: Any,
+    seeds: Tensor,
+    accelerator: Accelerator,
+    sampling: Sampling,
+    callback: Callable[[Progress], bool | None] | None,
+    profile: bool,
+) -> Decoded:
     device = model.device
     seeds = seeds.to(device)
     clock = _Clock(device, profile)

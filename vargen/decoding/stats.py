@@ -25,6 +25,7 @@ class DecodeStats:
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
         seeds: per image, what its noise was made from.
         stopped: whether a callback ended it early.
+        threads: of the CPU, that passes ran on.
     """
 
     accelerator: str
@@ -38,6 +39,7 @@ class DecodeStats:
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
+    threads: int = 1
 
     @staticmethod
     def joined(runs: Sequence[DecodeStats]) -> DecodeStats:
@@ -56,6 +58,7 @@ class DecodeStats:
             seconds_by_part=dict(parts),
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
+            threads=max(run.threads for run in runs),
         )
 
     @property

@@ -6,6 +6,7 @@ from typing import Any
 
 import gradio as gr
 
+from vargen.decoding import DEFAULT
 from vargen.demo.engine import Drawn, Engine
 from vargen.demo.inputs import new_seed
 from vargen.demo.race_tab import BASELINE, identical
@@ -24,7 +25,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
 
     def generate(
         prompt: str,
-        method: str = "ar",
+        method: str = DEFAULT,
         seed: int | None = None,
         guidance_scale: float | None = None,
         temperature: float | None = None,

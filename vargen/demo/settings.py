@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
+from vargen.decoding import DEFAULT
+
 LONGEST_PROMPT = 300  # characters
 MOST_PICTURES = 4
 MOST_LANES = 4  # methods of a race
@@ -41,7 +43,7 @@ class Settings:
     """
 
     prompt: str
-    method: str = "ar"
+    method: str = DEFAULT
     seed: int = 0
     guidance_scale: float = 4.0
     temperature: float = 1.0

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress, Speculative, decode
-from vargen.decoding.cost import pass_costs
+from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, Speculative, decode
+from vargen.decoding.cost import pass_costs, suitable_threads
 from vargen.models.llamagen import Condition
 from vargen.pipelines.checks import check_sampling
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -65,6 +65,7 @@ class Comparison:
 
     model: str
     batch: int
+    threads: int
     sampling: dict[str, Any]
     prompts: list[str]
     seeds: list[int]
@@ -108,7 +109,32 @@ def compare(
     condition, _ = pipe.condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    names = list(methods)
+    with suitable_threads(model, condition.rows(groups[0]), batch, 1) as threads:  # one number for all, and the cost curve
+        results, drawn, curve = _take_turns(model, condition, seeds, groups, methods, sampling, progress)
+    return Comparison(
+        model=type(pipe.transformer).__name__,
+        batch=batch,
+        threads=threads,
+        sampling=chosen,
+        prompts=filled,
+        seeds=seeds.tolist(),
+        methods=results,
+        cost_curve=curve,
+        tokens=drawn,
+    )
+
+
+def _take_turns(
+    model: LlamaGenTokens,
+    condition: Condition,
+    seeds: Tensor,
+    groups: list[slice],
+    methods: dict[str, Accelerator],
+    sampling: Sampling,
+    progress: Callable[[int, int], None] | None,
+) -> tuple[list[MethodResult], dict[str, Tensor], dict[int, float]]:
+    """Results, tokens by method, and the cost curve."""
+    names, batch = list(methods), groups[0].stop
     for name in names:  # warm-up, and a method that cannot run says so before minutes are spent
         decode(model, condition.rows(groups[0]), seeds[groups[0]], methods[name], sampling, callback=_few_passes)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
@@ -127,22 +153,13 @@ def compare(
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decode(model, *first, methods[name], sampling, profile=True).stats] for name in names}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
-    curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15)
+    curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15, anew=True)
     results = [_result(name, methods[name], runs, drawn, curve, model, condition.rows(groups[0]), batch) for name in names]
     for measured in results:
         spent = sum(run.seconds for run in shares[measured.name])
         parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
         measured.share_by_part = {part: value / spent for part, value in parts.items()}
-    return Comparison(
-        model=type(pipe.transformer).__name__,
-        batch=batch,
-        sampling=chosen,
-        prompts=filled,
-        seeds=seeds.tolist(),
-        methods=results,
-        cost_curve=curve,
-        tokens=drawn,
-    )
+    return results, drawn, curve
 
 
 def _few_passes(progress: Progress) -> bool:

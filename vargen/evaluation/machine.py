@@ -5,24 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from vargen.device import cpu_model
 from vargen.pipelines.loading import cpu_multiplies_bfloat16
-
-
-def cpu_model() -> str:
-    """Name of the processor, as its system gives it."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key.strip() in ("model name", "Model") and value.strip():
-                return value.strip()
-    except OSError:  # no Linux
-        pass
-    return platform.processor() or platform.machine()
 
 
 def usable_cores() -> int:

@@ -22,8 +22,9 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from vargen.files import cache_folder
 from vargen.training.emoji_captions import STYLES, captions, sample_caption, style_phrase
-from vargen.training.emoji_sources import SOURCES, Source, default_cache, fetch_sources, read_tarball
+from vargen.training.emoji_sources import SOURCES, Source, fetch_sources, read_tarball
 
 __all__ = [
     "SOURCES",
@@ -32,7 +33,6 @@ __all__ = [
     "Source",
     "build_emoji_dataset",
     "captions",
-    "default_cache",
     "fetch_sources",
     "is_held_out_cell",
     "load_emoji_dataset",
@@ -235,7 +235,7 @@ def build_emoji_dataset(
 
     Args:
         output: folder to write; default ``<cache>/emoji-<size>``.
-        cache: folder that keeps the downloads; default `default_cache`.
+        cache: folder that keeps the downloads; default `cache_folder`.
         size: picture side in pixels, at least 8.
         progress: show a progress bar on standard error.
         sources: the packages to read.
@@ -246,7 +246,7 @@ def build_emoji_dataset(
     """
     if size < 8:
         raise ValueError(f"size must be at least 8, got {size}")
-    cache = cache or default_cache()
+    cache = cache or cache_folder()
     output = output or cache / f"emoji-{size}"
     tarballs = fetch_sources(cache, sources)
     records, blobs, report = plan_records({style: read_tarball(path) for style, path in tarballs.items()})

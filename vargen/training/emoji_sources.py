@@ -58,11 +58,6 @@ SOURCES: tuple[Source, ...] = (
 )
 
 
-def default_cache() -> Path:
-    """The folder for downloads and built data sets: ``$VARGEN_CACHE`` or ``~/.cache/vargen``."""
-    return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
-
-
 def _verify(path: Path, source: Source) -> None:
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     if digest != source.sha256:

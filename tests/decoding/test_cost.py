@@ -1,0 +1,167 @@
+"""Measured costs: what they are kept for, when they are measured anew, and how many threads they choose."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import text_pipeline
+
+from vargen import device
+from vargen.decoding import cost
+
+
+@pytest.fixture(autouse=True)
+def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
+    return tmp_path / "pass-costs.json"
+
+
+@pytest.fixture
+def drawing() -> tuple[Any, Any, Any]:
+    """A pipeline, its model as decoding sees it, and a condition."""
+    pipe = text_pipeline(grid_size=4)
+    return pipe, pipe.token_model(2.0), pipe.condition("a cat")[0]
+
+
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens fed by each pass that is timed from now on."""
+    timed: list[int] = []
+    measure = cost._time
+
+    def count(model: Any, state: Any, images: int, width: int) -> float:
+        timed.append(width)
+        return measure(model, state, images, width)
+
+    monkeypatch.setattr(cost, "_time", count)
+    return timed
+
+
+def forget() -> None:
+    """As another process: what is remembered in this one goes."""
+    cost._measured.clear()
+
+
+def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = drawing
+    timed = passes(monkeypatch)
+    first = cost.pass_costs(model, condition, 1, (1, 4))
+    assert set(timed) == {1, 4}
+    timed.clear()
+    assert cost.pass_costs(model, condition, 1, (1, 4)) == first
+    forget()
+    assert cost.pass_costs(model, condition, 1, (1, 4)) == first
+    assert not timed
+    cost.pass_costs(model, condition, 1, (1, 2))
+    assert set(timed) == {2}
+    timed.clear()
+    cost.pass_costs(model, condition, 1, (1, 2), anew=True)
+    assert set(timed) == {1, 2}
+
+
+@pytest.mark.parametrize("change", ["dtype", "guidance", "batch", "threads", "size"])
+def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    pipe, model, condition = drawing
+    cost.pass_costs(model, condition, 1, (1,))
+    timed, images, before = passes(monkeypatch), 1, torch.get_num_threads()
+    if change == "dtype":
+        pipe.to(torch.float64)
+    elif change == "guidance":
+        model = pipe.token_model(1.0)
+    elif change == "batch":
+        images, condition = 2, pipe.condition(["a cat", "a dog"])[0]
+    elif change == "threads":
+        torch.set_num_threads(before + 1)
+    else:
+        other = text_pipeline(grid_size=8)
+        model, condition = other.token_model(2.0), other.condition("a cat")[0]
+    try:
+        cost.pass_costs(model, condition, images, (1,))
+    finally:
+        torch.set_num_threads(before)
+    assert timed
+
+
+def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
+    _, model, condition = drawing
+    cost.pass_costs(model, condition, 1, (1,))
+    (name, entry), = json.loads(kept_here.read_text()).items()
+    kept_here.write_text(json.dumps({name: {**entry, "measured": time.time() - 40 * 86400}}))
+    forget()
+    timed = passes(monkeypatch)
+    cost.pass_costs(model, condition, 1, (1,))
+    assert timed
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"x": 1}', "\x00\xff", "FITTING"])
+def test_a_damaged_file_costs_a_measurement_and_nothing_else(drawing: Any, kept_here: Path, content: str) -> None:
+    _, model, condition = drawing
+    cost.pass_costs(model, condition, 1, (1,))
+    if content == "FITTING":  # the right name, and nothing of use behind it
+        (name,) = json.loads(kept_here.read_text())
+        content = json.dumps({name: {"measured": time.time(), "seconds": {"one": "fast", "1": -3}}})
+    kept_here.write_text(content, encoding="latin-1")
+    forget()
+    assert cost.pass_costs(model, condition, 1, (1,))[1] > 0
+
+
+def test_a_home_that_cannot_be_written_is_no_error(drawing: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("VARGEN_CACHE", str(tmp_path / "file" / "below"))
+    _, model, condition = drawing
+    assert cost.pass_costs(model, condition, 1, (1,))[1] > 0
+
+
+def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], width: int = 1) -> int:
+    """Threads chosen on four cores where a pass takes so long by threads."""
+    _, model, condition = drawing
+    monkeypatch.setattr(cost, "cores", lambda: 4)
+    monkeypatch.setattr(cost, "_time", lambda *_: seconds[torch.get_num_threads()])
+    monkeypatch.setattr(cost, "chosen_threads", lambda: None)
+    with cost.suitable_threads(model, condition, 1, width) as count:
+        assert torch.get_num_threads() == count
+    return count
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ({1: 1.0, 2: 0.9, 4: 0.1}, 1),  # the second thread brings a tenth: other programs have more of it
+        ({1: 1.0, 2: 0.6, 4: 0.5}, 2),
+        ({1: 1.0, 2: 0.6, 4: 0.3}, 4),
+        ({1: 1.0, 2: 40.0, 4: 90.0}, 1),  # beside other programs
+    ],
+)
+def test_threads_have_to_pay(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], chosen: int) -> None:
+    before = torch.get_num_threads()
+    assert choice(drawing, monkeypatch, seconds) == chosen
+    assert torch.get_num_threads() == before
+
+
+def test_a_number_that_a_person_chose_stays(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = drawing
+    timed = passes(monkeypatch)
+    with device.threads(2), cost.suitable_threads(model, condition, 1, 1) as count:
+        assert count == 2
+    assert not timed
+
+
+def test_one_thread_is_timed_by_its_processor_time(drawing: Any) -> None:
+    """What other programs take from the clock is no cost of a pass."""
+    _, model, condition = drawing
+    state, _ = model.prefill(condition, 1)
+    forward = model.forward
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.3)
+        return forward(*arguments)
+
+    model.forward = slow
+    with device.threads(1):
+        assert cost._time(model, state, 1, 1) < 0.25
+    with device.threads(2):
+        assert cost._time(model, state, 1, 1) > 0.25

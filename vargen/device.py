@@ -1,0 +1,121 @@
+"""The processor, and how many of its threads torch uses: a person's choice, or a number for as long as some work takes."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people choose; torch reads them
+
+
+def wait_passively() -> None:
+    """Let OpenMP threads sleep while they wait for work. Programs call this before torch is imported, which reads it once.
+
+    By default they spin, and beside other programs that is ruinous: two threads on two busy cores took 33 to 97 ms for a pass
+    of one token that takes 12 ms with one, and 14 to 26 ms with two that sleep. A user's own setting stays.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")):
+        os.environ["OMP_WAIT_POLICY"] = "passive"
+
+
+def cpu_model() -> str:
+    """Name of the processor, as its system gives it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() in ("model name", "Model") and value.strip():
+                return value.strip()
+    except OSError:  # no Linux
+        pass
+    return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def physical_cores() -> int:
+    """Of the cores, how many are not two threads of one; all of them where the system does not tell."""
+    siblings = set()
+    for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        try:
+            siblings.add(Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text())
+        except OSError:
+            return cores()
+    return len(siblings) or cores()
+
+
+class _Threads:
+    """What is in force. `before` is torch's number while some work has another one, nested or beside other work."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.fixed: int | None = None  # by `fix_threads`
+        self.before = 0
+        self.depth = 0  # blocks of `threads` that run
+        self.own = threading.local()  # `count`: what a block around this thread's work has set
+
+
+_state = _Threads()
+
+
+def fix_threads(count: int | None) -> None:
+    """Let torch use `count` CPU threads from now on, whatever is measured; None leaves the choice to measurement.
+
+    Raises:
+        ValueError: for a count below 1 or above the machine's cores. More never pay, and very many end the process.
+    """
+    most = os.cpu_count() or 1
+    if count is None:
+        return
+    if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= most:
+        raise ValueError(f"threads must be a whole number from 1 to {most}, the cores of this machine, got {count!r}")
+    import torch
+
+    with _state.lock:
+        _state.fixed = count
+    torch.set_num_threads(count)
+
+
+def chosen_threads() -> tuple[int, str] | None:
+    """The number of threads that a person or a block around this one chose, and where; None where measurement may choose."""
+    import torch
+
+    if (count := getattr(_state.own, "count", None)) is not None:
+        return count, "a block of vargen.device.threads"
+    with _state.lock:
+        if _state.fixed is not None:
+            return _state.fixed, "--threads"
+        for name in CHOSEN_BY:
+            if os.environ.get(name, "").strip():
+                return torch.get_num_threads(), name
+        current = _state.before if _state.depth else torch.get_num_threads()
+    # Torch begins with a thread for each core, or for each physical one; any other number was set by a call.
+    return None if current in (cores(), max(physical_cores(), 2)) else (current, "torch.set_num_threads")
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    """`count` threads for the block, then torch's number from before. Threads of Python may do this beside each other."""
+    import torch
+
+    with _state.lock:
+        if not _state.depth:
+            _state.before = torch.get_num_threads()
+        _state.depth += 1
+    outer = getattr(_state.own, "count", None)
+    _state.own.count = count
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        _state.own.count = outer
+        with _state.lock:
+            _state.depth -= 1
+            torch.set_num_threads(_state.before if outer is None else outer)
