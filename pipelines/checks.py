@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,11 +113,24 @@ def check_output_type(output_type: Any) -> str:
     return output_type
 
 
-def image_seeds(generator: Any, images: int) -> Tensor:
-    """One int64 seed per image, `[images]`, drawn from its generator.
+class ImageSeeds(NamedTuple):
+    """What the images of a call are drawn from.
 
-    A list gives image i the generator i, so it comes out as it would alone; one generator is drawn from once per image; None
-    draws from torch's global one.
+    Attributes:
+        asked: per image, the seed of a generator that draws this image alone.
+        noise: int64 `[images]`, what its noise is made from: the first number that such a generator draws.
+    """
+
+    asked: list[int]
+    noise: Tensor
+
+
+def image_seeds(generator: Any, images: int) -> ImageSeeds:
+    """The seeds of a call's images; image i is the one that `torch.Generator(device).manual_seed(asked[i])` draws alone.
+
+    A list gives image i the generator i, one generator serves all images in turn, and None stands for torch's global one. A
+    generator that nothing was drawn from yet passes its own seed on. From one that has moved on, as for the second image of
+    a single generator, no seed would give the same numbers: there a new seed below 2**32 is drawn from it.
 
     Raises:
         TypeError: for anything but None, a `torch.Generator` or a list of them.
@@ -135,8 +148,18 @@ def image_seeds(generator: Any, images: int) -> Tensor:
     for source in sources:
         if source is not None and not isinstance(source, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
-    limit = 2**63 - 1
-    draws = [
-        torch.randint(limit, (), generator=g, device="cpu" if g is None else g.device, dtype=torch.int64) for g in sources
-    ]
-    return torch.stack([draw.cpu() for draw in draws])
+    pairs = [_seed_and_noise(torch.default_generator if g is None else g) for g in sources]
+    return ImageSeeds([seed for seed, _ in pairs], torch.tensor([noise for _, noise in pairs], dtype=torch.int64))
+
+
+def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:
+    """A seed, and the first number that a generator of it draws; draws one number from `source`."""
+    drawn, seed = _draw(source), source.initial_seed()
+    if drawn == _draw(torch.Generator(source.device).manual_seed(seed)):
+        return seed, drawn
+    seed = drawn % 2**32  # all that generators of the CPU tell apart
+    return seed, _draw(torch.Generator(source.device).manual_seed(seed))
+
+
+def _draw(source: torch.Generator) -> int:
+    return int(torch.randint(2**63 - 1, (), generator=source, device=source.device, dtype=torch.int64))

@@ -288,7 +288,10 @@ class LlamaGenPipeline(DiffusionPipeline):
             guidance_interval: guide only up to this decoding step; None guides all.
             negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
             accelerator: name of a preset (`vargen info` lists them), or an `Accelerator`.
-            generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone.
+            generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone. A single
+                generator, or torch's global one for None, serves all pictures in turn. Whichever it was, a new generator with
+                the seed `stats.seeds[i]`, on the same device, draws picture i again alone: the seed that was asked for, or a
+                new one where the generator had moved on.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
             negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
@@ -340,9 +343,10 @@ class LlamaGenPipeline(DiffusionPipeline):
             def run(chosen: slice) -> Decoded:
                 rows = negative and negative.rows(chosen)
                 model = self.token_model(scale, guidance_interval, rows, compress_prefix, compile)
-                return decode(model, condition.rows(chosen), seeds[chosen], preset, sampling, callback=callback)
+                return decode(model, condition.rows(chosen), seeds.noise[chosen], preset, sampling, callback=callback)
 
             result = within_memory(run, images)
+        result.stats.seeds = seeds.asked
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)

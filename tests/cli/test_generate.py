@@ -50,7 +50,7 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
     assert [image["file"] for image in document["images"]] == ["new/folder/a-cat-5.png", "new/folder/a-cat-6.png"]
-    assert [image["seed"] for image in document["images"]] == [5, 6]
+    assert [image["seed"] for image in document["images"]] == document["stats"]["seeds"] == [5, 6]
     assert {image["prompt"] for image in document["images"]} == {"a cat"}
     assert document["seconds_load"] > 0 and document["seconds_generate"] > 0 and document["tokens_per_second"] > 0
     assert document["stats"]["tokens"] == 32 and document["stats"]["accepted_histogram"] == [0, 32]

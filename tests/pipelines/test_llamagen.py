@@ -95,6 +95,43 @@ def test_one_generator_gives_different_images_and_repeats(classes):
     assert not torch.equal(a, b), "a generator advances from call to call"
 
 
+def used() -> torch.Generator:
+    """A generator that something was drawn from."""
+    generator = seeded(5)[0]
+    torch.rand(3, generator=generator)
+    return generator
+
+
+@pytest.mark.parametrize(
+    "generator",
+    [
+        lambda: seeded(7, 2**40, 0),
+        lambda: seeded(7)[0],
+        used,
+        lambda: [used(), torch.Generator(), seeded(2**64 - 1)[0]],
+        lambda: seeded(7) * 3,
+        lambda: None,
+    ],
+    ids=["a list", "one for all", "a used one", "of any kind", "the same three times", "none"],
+)
+@pytest.mark.parametrize("accelerator", ["ar", "gumbel"])
+def test_the_seeds_in_the_statistics_draw_the_pictures_again(classes, generator, accelerator):
+    options = {"output_type": "latent", "accelerator": accelerator}
+    drawn = classes(class_labels=[1, 2, 3], generator=generator(), **options)
+    assert len(set(drawn.stats.seeds)) == 3
+    for label, seed, tokens in zip([1, 2, 3], drawn.stats.seeds, drawn.images, strict=True):
+        again = classes(class_labels=label, generator=seeded(seed)[0], **options)
+        assert torch.equal(again.images[0], tokens) and again.stats.seeds == [seed]
+
+
+def test_the_seeds_in_the_statistics_are_those_that_were_asked_for(classes):
+    assert classes(class_labels=[1, 2], generator=seeded(7, 2**40)).stats.seeds == [7, 2**40]
+    assert classes(class_labels=1, num_images_per_prompt=2, generator=seeded(7)[0]).stats.seeds[0] == 7
+    torch.manual_seed(9)
+    first, second = (classes(class_labels=1).stats.seeds[0] for _ in range(2))
+    assert first == 9 and second != 9, "the second call draws from a generator that has moved on"
+
+
 def test_the_global_generator_is_not_reseeded(classes):
     torch.manual_seed(3)
     expected = torch.rand(1)

@@ -23,7 +23,7 @@ class DecodeStats:
         fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
         relaxation_spent: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
-        seeds: per image, what its noise was made from.
+        seeds: per image, the one that draws it again: as passed to `decode`; of a pipeline's call, that of a generator.
         stopped: whether a callback ended it early.
         threads: of the CPU, that passes ran on.
     """
