@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import subprocess
+import sys
 import threading
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from vargen.demo.engine import Engine
+from vargen.demo.engine import Engine, Run
 
 gradio_client = pytest.importorskip("gradio_client")
 
@@ -82,6 +86,99 @@ def test_files_of_the_machine_are_not_served(address: str, repo_root: Path, path
     with pytest.raises(urllib.error.HTTPError) as caught:
         urllib.request.urlopen(f"{address}gradio_api/file={urllib.parse.quote(wanted)}")
     assert caught.value.code in (403, 404)
+
+
+@pytest.fixture
+def runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+    """The drawings that the endpoints started, in order."""
+    started: list[Run] = []
+    start = engine.start
+
+    def start_and_tell(*given: Any, **options: Any) -> Run:
+        started.append(start(*given, **options))
+        return started[-1]
+
+    monkeypatch.setattr(engine, "start", start_and_tell)
+    return started
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 60) -> None:
+    waiting = threading.Event()
+    for _ in range(int(seconds / 0.05)):
+        if condition():
+            return
+        waiting.wait(0.05)
+    raise AssertionError(f"not within {seconds} s")
+
+
+CALLS = {"generate": ["a red apple"], "compare": ["a red apple", ["ar", "gumbel"]]}
+PROGRAM = """
+import json, sys, gradio_client
+gradio_client.Client(sys.argv[1], verbose=False).predict(*json.loads(sys.argv[2]), api_name=sys.argv[3])
+"""
+
+
+def stopped(runs: list[Run], give_up: Callable[[], Any]) -> None:
+    """A drawing is under way, its caller gives up, and it ends there; no other one is begun."""
+    wait_until(lambda: runs and runs[0].counts)
+    give_up()
+    wait_until(runs[0].done.is_set)
+    drawn = runs[0].result()
+    assert drawn.stopped and runs[0].tokens < runs[0].total
+    assert len(runs) == 1
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_cancelled_job_ends_its_drawing(
+    client: gradio_client.Client, runs: list[Run], slow: Callable[[float], None], name: str
+) -> None:
+    slow(0.5)  # half a minute a picture
+    job = client.submit(*CALLS[name], api_name=f"/{name}")
+    stopped(runs, job.cancel)
+    slow(0.0)
+    assert client.predict("a blue ball", seed=1, api_name="/generate")[1]["seed"] == 1, "the place in the queue is free again"
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_killed_client_ends_its_drawing(address: str, runs: list[Run], slow: Callable[[float], None], name: str) -> None:
+    slow(0.5)
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS[name]), f"/{name}"]) as program:
+        try:
+            stopped(runs, program.kill)
+        finally:
+            program.kill()
+
+
+def test_a_plain_http_caller_that_hangs_up_ends_its_drawing(
+    address: str, runs: list[Run], slow: Callable[[float], None]
+) -> None:
+    slow(0.5)
+    place = urllib.parse.urlsplit(address)
+    ask = http.client.HTTPConnection(place.hostname, place.port)
+    given = json.dumps({"data": ["a red apple", "ar", *[None] * 6, 1]})
+    ask.request("POST", "/gradio_api/call/generate", given, {"Content-Type": "application/json"})
+    number = json.load(ask.getresponse())["event_id"]
+    listen = http.client.HTTPConnection(place.hostname, place.port)
+    listen.request("GET", f"/gradio_api/call/generate/{number}")
+    answer = listen.getresponse()
+
+    def hang_up() -> None:
+        answer.close()
+        listen.close()
+
+    stopped(runs, hang_up)
+    ask.close()
+
+
+def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, slow: Callable[[float], None]) -> None:
+    slow(0.03)
+    job = client.submit("a red apple", seed=7, api_name="/generate")
+    files, report = job.result()
+    *before, last = job.outputs()
+    assert len(files) == 1 and report["seed"] == 7 and last[1] == report
+    assert before and all(each[0] == [] for each in before)
+    drawn = [each[1]["tokens_drawn"] for each in before]
+    assert drawn == sorted(drawn) and drawn[-1] < 64 and before[0][1]["tokens"] == 64
 
 
 def resident() -> float:
