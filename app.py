@@ -9,20 +9,29 @@ import sys
 import tempfile
 from pathlib import Path
 
+from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
+
 
 def main() -> None:
     """Load the model and serve the page."""
     parser = argparse.ArgumentParser(description="Draw in the browser, and watch methods race.")
     parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to serve at; 0.0.0.0 lets other machines in")
-    parser.add_argument("--port", type=int, default=None, help="default: the first free one from 7860")
+    parser.add_argument(
+        "--host", help="address to serve at; 0.0.0.0 lets other machines in (default: GRADIO_SERVER_NAME, else 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, help="default: GRADIO_SERVER_PORT, else the first free one from 7860")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU where there is one")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
     options = parser.parse_args()
-    if options.port is not None and not 1 <= options.port <= 65535:
-        parser.error(f"--port must be from 1 to 65535, got {options.port}")
     if not 1 <= options.concurrency <= 16:
         parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
+    try:
+        address = chosen(options.host, options.port, os.environ)
+        address.check()
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, and stop at one that an option overrides
+        os.environ.pop(variable, None)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folders below are removed then, too
     with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
         # Read when gradio is imported: no statistics to anyone, and one folder that vanishes with the app.
@@ -42,12 +51,11 @@ def main() -> None:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.
         engine = Engine(pipe, Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
-        if options.host not in ("127.0.0.1", "localhost", "::1"):
+        if not address.local:
             print("Everyone who reaches this machine can draw here; nothing asks for a password.", flush=True)
         served = page.build(engine, options.concurrency)
         try:
-            address = page.serve(served, options.host, options.port)
-            print(f"vargen draws at {address}  (Ctrl-C ends it)", flush=True)
+            print(f"vargen draws at {page.serve(served, address)}  (Ctrl-C ends it)", flush=True)
             served.block_thread()
         except OSError as error:
             sys.exit(f"error: {error}")

@@ -17,6 +17,7 @@ gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip instal
 from tiny_models import text_pipeline  # noqa: E402
 
 from vargen.demo import page  # noqa: E402
+from vargen.demo.address import Address  # noqa: E402
 from vargen.demo.engine import Engine  # noqa: E402
 
 _FLAGS = (
@@ -49,7 +50,7 @@ def address(engine: Engine) -> Iterator[str]:
     with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    yield page.serve(served, port=port)
+    yield page.serve(served, Address("127.0.0.1", port))
     served.close(verbose=False)
 
 

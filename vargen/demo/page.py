@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import api, explore_tab, generate_tab, inputs, race_tab, theme
+from vargen.demo.address import Address
 from vargen.demo.engine import Engine
 from vargen.demo.figures import text
 from vargen.demo.runs import Runs
@@ -51,15 +52,25 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
     return page
 
 
-def serve(page: gr.Blocks, host: str = "127.0.0.1", port: int | None = None) -> str:
+def serve(page: gr.Blocks, address: Address) -> str:
     """Serve the page from threads of its own; returns its address.
 
     Raises:
         OSError: if the port is taken.
     """
+    try:
+        _launch(page, address)
+    except OSError as error:
+        if "empty port" not in str(error):
+            raise
+        raise OSError(address.taken) from error  # gradio names an argument that nobody gave
+    return page.local_url
+
+
+def _launch(page: gr.Blocks, address: Address) -> None:
     page.launch(
-        server_name=host,
-        server_port=port,
+        server_name=address.host,
+        server_port=address.port,
         share=False,
         show_error=True,
         ssr_mode=False,
@@ -74,4 +85,3 @@ def serve(page: gr.Blocks, host: str = "127.0.0.1", port: int | None = None) -> 
         quiet=True,
         prevent_thread_lock=True,
     )
-    return page.local_url
