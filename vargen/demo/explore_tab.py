@@ -67,7 +67,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
         )
         count = gr.Slider(2, MOST_STEPS, 4, step=1, label="Pictures", scale=1, elem_id="steps")
     with gr.Row():
-        go = gr.Button("Explore", variant="primary", elem_id="explore")
+        go = gr.Button("Explore", variant="primary", elem_id="explore", elem_classes=inputs.START)
         stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="explore-stop")
     note = gr.HTML(figures.note("One prompt and seed, from exact to relaxed.", "off"), elem_id="explore-note")
     strip = gr.HTML(elem_id="strip")

@@ -29,7 +29,9 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
             value=1, show_label=False, label="Pictures", container=False, min_width=110, scale=1, elem_id="count",
         )  # fmt: skip
-        go = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate")
+        go = gr.Button(
+            "Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=inputs.START
+        )
         stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80, scale=1, elem_id="stop")
     note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
     stage = gr.HTML(_stage([None], [], engine, 0, 0.0, "an empty frame"), elem_id="stage")
@@ -91,8 +93,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     def pick(files: list[str], chosen: gr.SelectData) -> Any:
         return gr.DownloadButton(value=files[chosen.index]) if chosen.index < len(files) else gr.skip()
 
-    pressed = gr.on(
-        [go.click, shared.prompt.submit],
+    pressed = go.click(
         press,
         [*shared.values, method, count, shared.lock],
         [ticket, shared.seed, go, stop, note],

@@ -17,6 +17,7 @@ from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
 
 ANY_STYLE = "any"
+START = "vg-start"  # class of the button of a tab that Enter in the prompt presses
 # Of events that answer at once, and with a message where something is wrong: only the queue carries messages to the page.
 TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 # Of events that only change the page.

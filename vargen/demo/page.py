@@ -13,6 +13,8 @@ from vargen.demo.figures import text
 from vargen.demo.runs import Runs
 
 _LONGEST_QUEUE = 32
+# Enter in the prompt does what the open tab's button does: those of the other tabs are not laid out.
+_PRESS_OPEN = f"() => {{ [...document.querySelectorAll('.{inputs.START}')].find(each => each.offsetParent)?.click(); }}"
 
 
 def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
@@ -41,6 +43,7 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
                     race_tab.build(engine, runs, shared, private)
                 with gr.Tab("Explore"):
                     explore_tab.build(engine, runs, shared, private)
+        shared.prompt.submit(None, js=_PRESS_OPEN, api_visibility="private")
         inputs.reload_on_drop(engine, shared, method, note)
         api.build(engine, draw_options)
 

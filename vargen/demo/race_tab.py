@@ -36,7 +36,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
         elem_id="order",
     )
     with gr.Row():
-        go = gr.Button("Race", variant="primary", elem_id="race")
+        go = gr.Button("Race", variant="primary", elem_id="race", elem_classes=inputs.START)
         stop = gr.Button("Stop", variant="stop", interactive=False, elem_id="race-stop")
     note = gr.HTML(figures.note("The same prompt and seed, drawn by each method.", "off"), elem_id="race-note")
     track = gr.HTML(elem_id="track")
