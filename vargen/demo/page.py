@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from typing import Any
 
 import gradio as gr
@@ -51,6 +53,8 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
             runs.leave(request.session_hash or "")
 
         page.unload(leave)
+    # After each request gradio makes a table of all of them so far, for a dashboard that is not served here.
+    os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(2**31))
     page.queue(max_size=_LONGEST_QUEUE, default_concurrency_limit=concurrency)
     return page
 
@@ -71,6 +75,8 @@ def serve(page: gr.Blocks, address: Address) -> str:
 
 
 def _launch(page: gr.Blocks, address: Address) -> None:
+    # Gradio before 6.20 looks up this old name of a status code at each request, and newer Starlettes complain on stderr.
+    warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
     page.launch(
         server_name=address.host,
         server_port=address.port,
