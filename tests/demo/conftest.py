@@ -7,6 +7,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,11 @@ def slow(engine: Engine) -> Callable[[float], None]:
 
 
 class Browser:
-    """One headless Chromium, and the few things that tests do with it."""
+    """One headless Chromium, and the few things that tests do with it.
+
+    The page draws itself anew at any moment, and late on a busy machine. So what is read is asked for by script, in one go,
+    and what is done is done again until the page shows that it happened; no element is kept.
+    """
 
     def __init__(self, driver: Any):
         self.driver = driver
@@ -73,47 +78,93 @@ class Browser:
         self.until(lambda: self.shown("#generate"))
         return self
 
+    def script(self, body: str, *arguments: Any) -> Any:
+        return self.driver.execute_script(body, *arguments)
+
     def all(self, selector: str) -> list[Any]:
         return self.driver.find_elements("css selector", selector)
 
     def shown(self, selector: str) -> Any:
         return next((found for found in self.all(selector) if found.is_displayed()), None)
 
+    def ready(self, selector: str) -> bool:
+        """Whether it is shown and may be used."""
+        return bool((found := self.shown(selector)) and found.is_enabled())
+
+    def count(self, selector: str) -> int:
+        return int(self.script("return document.querySelectorAll(arguments[0]).length", selector))
+
     def text(self, selector: str) -> str:
-        return str(self.driver.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+        return str(self.script("return document.querySelector(arguments[0])?.innerText ?? ''", selector))
+
+    def value(self, selector: str) -> str:
+        return str(self.script("return document.querySelector(arguments[0])?.value ?? ''", selector))
 
     def attribute(self, selector: str, name: str) -> str:
         script = "return document.querySelector(arguments[0])?.getAttribute(arguments[1]) ?? ''"
-        return str(self.driver.execute_script(script, selector, name))
+        return str(self.script(script, selector, name))
+
+    def attributes(self, selector: str, name: str) -> list[str]:
+        script = "return [...document.querySelectorAll(arguments[0])].map(each => each.getAttribute(arguments[1]) ?? '')"
+        return list(self.script(script, selector, name))
 
     def click(self, selector: str) -> None:
-        self.until(lambda: self.shown(selector) and self.shown(selector).is_enabled())
-        self.driver.execute_script("arguments[0].scrollIntoView({block: 'center'})", self.shown(selector))
-        self.shown(selector).click()
+        def clicked() -> bool:
+            if not self.ready(selector):
+                return False
+            self.script("arguments[0].scrollIntoView({block: 'center'})", self.shown(selector))
+            self.shown(selector).click()
+            return True
+
+        self.until(clicked)
 
     def press_tab(self, name: str) -> None:
-        button = next(each for each in self.all("button[role=tab]") if each.text == name and each.is_displayed())
-        self.driver.execute_script("arguments[0].click()", button)
+        tabs = "[...document.querySelectorAll('button[role=tab]')].filter(each => each.innerText === arguments[0])"
+
+        def pressed() -> bool:
+            self.script(f"{tabs}.filter(each => each.ariaSelected !== 'true').forEach(each => each.click())", name)
+            return bool(self.script(f"return {tabs}.some(each => each.ariaSelected === 'true')", name))
+
+        self.until(pressed)
 
     def write(self, selector: str, value: str) -> None:
-        field = self.shown(selector)
-        field.send_keys(_keys().CONTROL, "a")
-        field.send_keys(value)
+        """Replace a field's text; what is longer than the field allows is cut."""
 
-    def until(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
+        def written() -> bool:
+            if (field := self.shown(selector)) is None:
+                return False
+            field.send_keys(_keys().CONTROL, "a")
+            field.send_keys(value)
+            held = str(field.get_property("value"))
+            return bool(held) and value.startswith(held)
+
+        self.until(written)
+
+    def drop(self, selector: str, path: Path) -> None:
+        self.until(lambda: self.all(selector))
+        self.all(selector)[0].send_keys(str(path))
+
+    def until(self, condition: Callable[[], Any], seconds: float = 90) -> Any:
+        """Wait for a condition, however long the machine is busy elsewhere; returns what it gave."""
         end = time.monotonic() + seconds
         while True:
             try:
                 if found := condition():
                     return found
-            except _stale():
+            except _not_yet():
                 pass
             if time.monotonic() > end:
                 raise AssertionError(f"not within {seconds} s; the page says: {self.text('body')[-1500:]}")
             time.sleep(0.05)
 
-    def toasts(self) -> str:
-        return " ".join(each.text for each in self.all(".toast-body"))
+    def says(self, selector: str, words: str) -> None:
+        """Wait until an element's text holds some words."""
+        self.until(lambda: words in self.text(selector))
+
+    def toast(self, words: str) -> None:
+        """Wait until a message holds some words."""
+        shown = "return [...document.querySelectorAll('.toast-body')].map(each => each.innerText).join()"
+        self.until(lambda: words in self.script(shown))
 
 
 def _keys() -> Any:
@@ -122,10 +173,16 @@ def _keys() -> Any:
     return Keys
 
 
-def _stale() -> tuple[type[Exception], ...]:
-    from selenium.common.exceptions import NoSuchElementException, StaleElementReferenceException
+def _not_yet() -> tuple[type[Exception], ...]:
+    """What is raised when the page draws itself anew between two looks at it, or something lies in front."""
+    from selenium.common import exceptions
 
-    return StaleElementReferenceException, NoSuchElementException
+    return (
+        exceptions.StaleElementReferenceException,
+        exceptions.NoSuchElementException,
+        exceptions.ElementClickInterceptedException,
+        exceptions.ElementNotInteractableException,
+    )
 
 
 @pytest.fixture(scope="session")

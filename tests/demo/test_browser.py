@@ -12,31 +12,34 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from vargen.demo.engine import Engine
-from vargen.demo.settings import LONGEST_PROMPT
+from vargen.demo.settings import LONGEST_PROMPT, Settings
 
 Open = Callable[[str], Any]
 
 
+FIELD = "#prompt textarea, #prompt input"
+
+
 def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, slow: Callable[[float], None]) -> None:
-    slow(0.03)
-    browser.write("#prompt textarea, #prompt input", "a green frog")
+    slow(0.3)  # slowly, until two previews were seen
+    browser.write(FIELD, "a green frog")
     browser.driver.switch_to.active_element.send_keys("\n")  # Enter draws
-    seen, maps = set(), set()
+    previews, maps = set(), set()
 
-    def finished() -> bool:
-        seen.add(browser.attribute("#stage img", "src"))
+    def filled_in() -> bool:
         maps.add(browser.attribute("#stage svg", "aria-label"))
-        return "Drawn in" in browser.text("#note")
+        source = browser.attribute("#stage img", "src")
+        previews.update([source] if source.startswith("data:image/webp") else [])
+        return len(previews) >= 2 and len(maps) >= 3
 
-    browser.until(finished)
-    previews = {each for each in seen if each.startswith("data:image/webp")}
-    assert len(previews) >= 2, "the picture has to fill in"
-    assert len(maps) >= 3
-    assert browser.attribute("#stage svg", "aria-label").startswith("Token map: 64 of 64 tokens")
-    assert browser.attribute("#stage img", "src").startswith("data:image/png")
+    browser.until(filled_in)
+    slow(0.0)
+    browser.says("#note", "Drawn in")
+    browser.until(lambda: browser.attribute("#stage svg", "aria-label").startswith("Token map: 64 of 64 tokens"))
+    browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert "green frog" in browser.attribute("#stage img", "alt")
-    browser.until(lambda: browser.all("#gallery img"))
-    assert browser.shown("#generate").is_enabled()
+    browser.until(lambda: browser.count("#gallery img"))
+    browser.until(lambda: browser.ready("#generate"))
     foreign = [
         request["request"]["url"]
         for entry in browser.driver.get_log("performance")
@@ -49,46 +52,77 @@ def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, 
     assert not severe
 
 
+@pytest.mark.parametrize(
+    ("tab", "note", "finished"), [("Race", "#race-note", "was first"), ("Explore", "#explore-note", "Done: seed")]
+)
+def test_enter_starts_what_the_open_tab_starts(
+    browser: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, tab: str, note: str, finished: str
+) -> None:
+    prompts: list[str] = []
+    start = engine.start
+
+    def start_and_tell(settings: Settings, *rest: Any, **more: Any) -> Any:
+        prompts.append(settings.prompt)
+        return start(settings, *rest, **more)
+
+    monkeypatch.setattr(engine, "start", start_and_tell)
+    browser.press_tab(tab)
+    browser.until(lambda: browser.ready(f"#{tab.lower()}"))
+    browser.write(FIELD, "a green frog")
+    browser.driver.switch_to.active_element.send_keys("\n")
+    browser.says(note, finished)
+    lanes = "#track figure" if tab == "Race" else "#strip figure"
+    browser.until(lambda: browser.count(lanes) == len(prompts))
+    assert set(prompts) == {"a green frog"}
+    browser.press_tab("Generate")
+    assert "Press Generate" in browser.text("#note"), "nothing was drawn in a tab that nobody sees"
+
+
 def test_stop_ends_a_drawing(browser: Any, slow: Callable[[float], None]) -> None:
-    slow(0.3)  # 20 seconds a picture
+    slow(0.5)  # half a minute a picture
     browser.click("#generate")
-    browser.until(lambda: "Drawing" in browser.text("#note"))
+    browser.says("#note", "Drawing")
     browser.click("#stop")
-    browser.until(lambda: "Stopped after" in browser.text("#note"), 5)
+    browser.says("#note", "Stopped after")
     assert " of 64 tokens" in browser.text("#note")
-    browser.until(lambda: browser.shown("#generate").is_enabled())
     slow(0.0)
+    browser.until(lambda: browser.ready("#generate"))
     browser.click("#generate")
-    browser.until(lambda: "Drawn in" in browser.text("#note"))
+    browser.says("#note", "Drawn in")
 
 
 def test_race(browser: Any, engine: Engine) -> None:
     browser.press_tab("Race")
     browser.click("#race")
     names = [name for name in ("ar", "gumbel", "gsd") if name in {each.name for each in engine.available}]
-    browser.until(lambda: "was first" in browser.text("#race-note"))
-    assert len(browser.all("#track figure")) == len(names)
-    assert len(browser.all("#track tbody tr")) == len(names)
-    assert all(each.get_attribute("src").startswith("data:image/png") for each in browser.all("#track img"))
-    assert "identical picture to ar" in browser.text("#track")
+    browser.says("#race-note", "was first")
+    browser.says("#track", "identical picture to ar")
+
+    def drawn() -> bool:
+        sources = browser.attributes("#track img", "src")
+        return len(sources) == len(names) and all(each.startswith("data:image/png") for each in sources)
+
+    browser.until(drawn)
+    assert browser.count("#track figure") == browser.count("#track tbody tr") == len(names)
     assert "gumbel drew the identical picture" in browser.text("#race-note")
 
 
 def test_race_needs_two_methods(browser: Any) -> None:
     browser.press_tab("Race")
-    for box in browser.all("#racers input:checked")[1:]:
-        browser.driver.execute_script("arguments[0].click()", box)
+    browser.until(lambda: browser.ready("#race"))
+    browser.script("[...document.querySelectorAll('#racers input:checked')].slice(1).forEach(each => each.click())")
+    browser.until(lambda: browser.count("#racers input:checked") == 1)
     browser.click("#race")
-    browser.until(lambda: "Choose two to 4 methods" in browser.toasts())
+    browser.toast("Choose two to 4 methods")
 
 
 def test_explore(browser: Any) -> None:
     browser.press_tab("Explore")
     browser.click("#explore")
-    browser.until(lambda: "Done: seed" in browser.text("#explore-note"))
-    assert len(browser.all("#strip figure")) == 4
+    browser.says("#explore-note", "Done: seed")
+    browser.until(lambda: browser.text("#strip").count("relaxation") == 4)
+    assert browser.count("#strip figure") == 4
     assert browser.text("#strip figure figcaption") == "exact"
-    assert browser.text("#strip").count("relaxation") == 4
 
 
 def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tmp_path: Path) -> None:
@@ -97,43 +131,42 @@ def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tm
     chunk.add_text("vargen", json.dumps(told))
     Image.new("RGB", (8, 8)).save(tmp_path / "ours.png", pnginfo=chunk)
     Image.new("RGB", (8, 8)).save(tmp_path / "foreign.png")
-    browser.all("#drop input[type=file]")[0].send_keys(str(tmp_path / "ours.png"))
-    field = "#prompt textarea, #prompt input"
-    browser.until(lambda: browser.shown(field).get_property("value") == told["prompt"])
-    assert browser.all("#seed input")[0].get_property("value") == "77"
-    assert browser.all("#lock input")[0].is_selected()
+    browser.drop("#drop input[type=file]", tmp_path / "ours.png")
+    browser.until(lambda: browser.value(FIELD) == told["prompt"])
+    browser.until(lambda: browser.value("#seed input") == "77")
+    browser.until(lambda: browser.script("return document.querySelector('#lock input').checked"))
     browser.click("#generate")
-    browser.until(lambda: "seed 77" in browser.text("#note"))
+    browser.says("#note", "seed 77")
+    browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert browser.attribute("#stage img", "alt") == told["prompt"], "what people type is text, not markup or a template"
 
     browser.open(address)
-    browser.all("#drop input[type=file]")[0].send_keys(str(tmp_path / "foreign.png"))
-    browser.until(lambda: "carries no vargen parameters" in browser.toasts())
+    browser.drop("#drop input[type=file]", tmp_path / "foreign.png")
+    browser.toast("carries no vargen parameters")
 
 
 def test_bad_input_gets_a_message(browser: Any) -> None:
-    field = "#prompt textarea, #prompt input"
-    browser.write(field, " ")
+    browser.write(FIELD, " ")
     browser.click("#generate")
-    browser.until(lambda: "Type what to draw first" in browser.toasts())
-    assert browser.shown("#generate").is_enabled()
+    browser.toast("Type what to draw first")
+    browser.until(lambda: browser.ready("#generate"))
     assert "Traceback" not in browser.text("body")
-    browser.write(field, "x" * (LONGEST_PROMPT + 50))
-    assert len(browser.shown(field).get_property("value")) <= LONGEST_PROMPT
+    browser.write(FIELD, "x" * (LONGEST_PROMPT + 50))
+    assert len(browser.value(FIELD)) <= LONGEST_PROMPT
 
 
 def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
     one, two = browser, open_browser(address)
     slow(0.02)
-    for browser, prompt in ((one, "a cat"), (two, "a dog")):
-        browser.write("#prompt textarea, #prompt input", prompt)
+    for each, prompt in ((one, "a cat"), (two, "a dog")):
+        each.write(FIELD, prompt)
     one.click("#generate")
     two.click("#generate")
-    for browser, prompt in ((one, "a cat"), (two, "a dog")):
-        browser.until(lambda b=browser: "Drawn in" in b.text("#note"))
-        assert browser.attribute("#stage img", "alt") == prompt
-        browser.until(lambda b=browser: b.all("#gallery img"))
-        assert len(browser.all("#gallery img")) == 1, "a session sees its own pictures only"
+    for each, prompt in ((one, "a cat"), (two, "a dog")):
+        each.says("#note", "Drawn in")
+        each.until(lambda b=each, p=prompt: b.attribute("#stage img", "alt") == p)
+        each.until(lambda b=each: b.count("#gallery img"))
+        assert each.count("#gallery img") == 1, "a session sees its own pictures only"
 
 
 @pytest.mark.parametrize("width", [390, 1280])
@@ -141,7 +174,8 @@ def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.click("#generate")
-    browser.until(lambda: "Drawn in" in browser.text("#note") and browser.all("#gallery img"))
+    browser.says("#note", "Drawn in")
+    browser.until(lambda: browser.count("#gallery img"))
     for tab in ("Generate", "Race", "Explore"):
         browser.press_tab(tab)
-        assert browser.driver.execute_script("return document.documentElement.scrollWidth") <= width
+        browser.until(lambda: browser.script("return document.documentElement.scrollWidth") <= width)
