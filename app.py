@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
+from vargen.device import fix_threads, wait_passively
 
 
 def main() -> None:
@@ -22,12 +23,15 @@ def main() -> None:
     parser.add_argument("--port", type=int, help="default: GRADIO_SERVER_PORT, else the first free one from 7860")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU where there is one")
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as many as pay, measured)")
     options = parser.parse_args()
+    wait_passively()
     if not 1 <= options.concurrency <= 16:
         parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
     try:
         address = chosen(options.host, options.port, os.environ)
         address.check()
+        fix_threads(options.threads)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, and stop at one that an option overrides
@@ -42,11 +46,12 @@ def main() -> None:
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
         from vargen import LlamaGenPipeline
-        from vargen.pipelines.loading import fast_dtype, pick_device
+        from vargen.pipelines.loading import checked_folder, default_dtype, pick_device
 
         try:
             device = pick_device(options.device)
-            pipe = LlamaGenPipeline.from_pretrained(options.model, torch_dtype=fast_dtype(device)).to(device)
+            saved = checked_folder(options.model, "LlamaGenPipeline", {})
+            pipe = LlamaGenPipeline.from_pretrained(saved, torch_dtype=default_dtype(saved, device)).to(device)
         except (ValueError, OSError, RuntimeError) as error:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.

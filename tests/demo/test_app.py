@@ -73,6 +73,7 @@ def test_a_newcomer_draws_a_picture(open_browser: Callable[[str], Any], served: 
         (["--port", "0"], "--port must be from 1 to 65535"),
         (["--host", ""], "--host must be a name or an address of this machine, got ''"),
         (["--concurrency", "0"], "--concurrency must be from 1 to 16"),
+        (["--threads", "100000"], "threads must be a whole number from 1 to "),
     ],
 )
 def test_what_cannot_start_says_why(repo_root: Path, arguments: list[str], message: str) -> None:
