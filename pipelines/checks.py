@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
+from vargen.values import real, shown, whole
 
+MAX_GUIDANCE = 1000.0  # far beyond any use; float32 logits hold it, and not 1e38
 MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
 
 
@@ -37,13 +40,15 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
 
 
 def check_guidance(guidance_scale: Any) -> float:
-    """Raise ValueError unless it is a finite number of at least 0."""
-    number = isinstance(guidance_scale, int | float) and not isinstance(guidance_scale, bool)
-    if not number or not math.isfinite(guidance_scale) or guidance_scale < 0:
+    """The scale as a float. Raises ValueError unless it is a finite number from 0 to `MAX_GUIDANCE`."""
+    number = real(guidance_scale)
+    if number is None or number < 0:
         raise ValueError(
-            f"guidance_scale must be a finite number of at least 0 (1 switches guidance off), got {guidance_scale!r}"
+            f"guidance_scale must be a finite number of at least 0 (1 switches guidance off), got {shown(guidance_scale)}"
         )
-    return float(guidance_scale)
+    if number > MAX_GUIDANCE:
+        raise ValueError(f"guidance_scale must be at most {MAX_GUIDANCE:g}, got {shown(guidance_scale)}; 1 to 10 is usual")
+    return number
 
 
 def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
@@ -57,10 +62,11 @@ def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 
 def check_guidance_interval(interval: Any) -> int | None:
-    """Raise ValueError unless it is None or a whole number of at least 0."""
-    if interval is not None and (isinstance(interval, bool) or not isinstance(interval, int) or interval < 0):
-        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {interval!r}")
-    return interval
+    """The step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
+    number = whole(interval, 0)
+    if interval is not None and number is None:
+        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {shown(interval)}")
+    return None if number is None else min(number, 2**31)  # past every grid, and still a number that tensors hold
 
 
 def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
@@ -72,9 +78,11 @@ def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, 
     """
     if isinstance(class_labels, Tensor):
         class_labels = class_labels.flatten().tolist()
-    labels = [class_labels] if isinstance(class_labels, int | str) else class_labels
+    labels = [class_labels] if isinstance(class_labels, Integral | str) else class_labels
+    if isinstance(labels, np.ndarray):
+        labels = labels.flatten().tolist()
     if not isinstance(labels, Sequence) or not labels:
-        raise TypeError(f"class_labels must be a class number or name, or a list of them, got {class_labels!r}")
+        raise TypeError(f"class_labels must be a class number or name, or a list of them, got {shown(class_labels)}")
     return [_class_number(label, num_classes, id2label or {}) for label in labels]
 
 
@@ -88,28 +96,87 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
         near = get_close_matches(label.lower(), numbers, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
         raise ValueError(f"unknown class name {label!r}; {hint}")
-    if isinstance(label, bool) or not isinstance(label, int):
-        raise TypeError(f"class_labels must hold class numbers or names, got {label!r}")
-    if not 0 <= label < num_classes:
-        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {label}")
-    return label
+    if isinstance(label, bool) or not isinstance(label, Integral):
+        raise TypeError(f"class_labels must hold class numbers or names, got {shown(label)}")
+    number = whole(label, 0, num_classes - 1)
+    if number is None:
+        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {shown(label)}")
+    return number
 
 
 def check_count(num_images_per_prompt: Any, prompts: int) -> int:
-    """Raise ValueError unless it is a whole number of at least 1 and the call makes at most `MAX_IMAGES` images."""
-    count = num_images_per_prompt
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {count!r}")
+    """The count as an int. Raises ValueError unless it is at least 1 and the call makes at most `MAX_IMAGES` images."""
+    count = whole(num_images_per_prompt, 1)
+    if count is None:
+        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {shown(num_images_per_prompt)}")
     if count * prompts > MAX_IMAGES:
-        raise ValueError(f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {count}; split the call")
+        raise ValueError(f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {shown(count)}; split the call")
     return count
+
+
+def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
+    """Caption features `[B, P, C]`, and their mask as bool `[B, P]`; without one all rows are valid.
+
+    Raises:
+        ValueError: for no features at all, ones that are not finite floats, or a mask of another shape or other values.
+    """
+    if not len(embeds):
+        raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
+    if not embeds.is_floating_point() or not embeds.isfinite().all():
+        kind = "NaN or infinite ones" if embeds.is_floating_point() else str(embeds.dtype)
+        raise ValueError(f"{name}_embeds must hold finite floating-point numbers, got {kind}")
+    wanted = list(embeds.shape[:2])
+    if mask is None:
+        return embeds, torch.ones(wanted, dtype=torch.bool)
+    try:
+        given = torch.as_tensor(mask)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {shown(mask)}") from error
+    if list(given.shape) != wanted:
+        raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
+    if not ((given == 0) | (given == 1)).all():
+        raise ValueError(f"{name}_mask must hold 1 where a row is valid and 0 elsewhere, got other values")
+    return embeds, given.bool()
+
+
+def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
+    """Raise TypeError or ValueError unless `callback` is a function and `tensor_inputs` names of `known`; both may be None."""
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback_on_step_end must be a function, or None, got {shown(callback)}")
+    named = () if tensor_inputs is None else tensor_inputs
+    if not isinstance(named, list | tuple | set | frozenset) or any(name not in known for name in named):
+        raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {shown(tensor_inputs)}")
+
+
+def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
+    """What `callback_on_step_end` returned, as a dictionary.
+
+    Raises:
+        TypeError: for anything but a dictionary or None.
+        ValueError: for tokens of another shape, or outside the vocabulary.
+    """
+    if answer is None:
+        return {}
+    if not isinstance(answer, Mapping):
+        raise TypeError(
+            "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
+            f"got {shown(answer)}"
+        )
+    latents = answer.get("latents")
+    if latents is not None and latents is not tokens:
+        if not isinstance(latents, Tensor) or latents.shape != tokens.shape or latents.is_floating_point():
+            given = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, Tensor) else shown(latents)
+            raise ValueError(f"callback_on_step_end must return latents as whole numbers {list(tokens.shape)}, got {given}")
+        if latents.numel() and (int(latents.min()) < 0 or int(latents.max()) >= vocab):
+            raise ValueError(f"callback_on_step_end must return latents from 0 to {vocab - 1}")
+    return dict(answer)
 
 
 def check_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
-    if output_type not in known:
-        raise ValueError(f"output_type must be one of {', '.join(known)}, got {output_type!r}")
+    if not isinstance(output_type, str) or output_type not in known:
+        raise ValueError(f"output_type must be one of {', '.join(known)}, got {shown(output_type)}")
     return output_type
 
 

@@ -28,8 +28,9 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "files": set(),
+    "values": set(),
 }
-_COMMON = {"vargen", "compat", "files", "assets"}
+_COMMON = {"vargen", "compat", "files", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

@@ -10,6 +10,7 @@ from vargen.decoding.jacobi import Jacobi
 from vargen.decoding.naming import nearest
 from vargen.decoding.speculative import Speculative
 from vargen.decoding.types import AcceptanceRule, Drafter
+from vargen.values import shown
 
 
 @dataclass(frozen=True)
@@ -37,14 +38,20 @@ class Accelerator:
     source: str = ""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):  # statistics and reports are keyed by it
+            raise TypeError(f"name must be a string, got {shown(self.name)}")
+        if self.topology not in (None, "chain", "tree"):
+            raise ValueError(f"topology must be 'chain', 'tree' or None, got {shown(self.topology)}")
         if isinstance(self.acceptance, type) or not callable(self.acceptance):
             raise TypeError(f"acceptance must be a rule, such as same_noise, exact or Grouped(), got {self.acceptance!r}")
         if self.drafter is None:
             if self.topology not in (None, "chain"):
                 raise ValueError("topology 'tree' needs a drafter that proposes trees; without a drafter nothing is proposed")
             return
-        if not hasattr(self.drafter, "propose"):
-            raise TypeError(f"drafter must be a drafter, such as Jacobi() or Speculative(), or None, got {self.drafter!r}")
+        if isinstance(self.drafter, type) or not hasattr(self.drafter, "propose"):
+            made = ", a class: call it" if isinstance(self.drafter, type) else ""
+            given = shown(self.drafter) + made
+            raise TypeError(f"drafter must be a drafter, such as Jacobi() or Speculative(), or None, got {given}")
         proposes = getattr(self.drafter, "topology", "tree")
         if self.topology is None:
             object.__setattr__(self, "topology", proposes)
@@ -144,7 +151,7 @@ def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator:
     if isinstance(accelerator, Accelerator):
         return accelerator
     if not isinstance(accelerator, str):
-        raise TypeError(f"accelerator must be a preset's name or an Accelerator, got {type(accelerator).__name__}")
+        raise TypeError(f"accelerator must be a preset's name or an Accelerator, got {shown(accelerator)}")
     if accelerator not in PRESETS:
-        raise ValueError(f"unknown accelerator {accelerator!r}; {nearest(accelerator, PRESETS)}")
+        raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, PRESETS)}")
     return PRESETS[accelerator]

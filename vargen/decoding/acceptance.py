@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.types import Draft, TokenModel, Verdict
+from vargen.values import real, shown, whole
 
 _Rule = TypeVar("_Rule", bound=Callable[..., Any])
 
@@ -135,14 +136,17 @@ class Grouped:
     codes: Tensor | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.size, bool) or not isinstance(self.size, int) or self.size < 1:
-            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {self.size!r}")
-        if not 0 < self.delta <= 1:
-            raise ValueError(f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {self.delta!r}")
-        if self.distance is not None and not self.distance > 0:
-            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {self.distance!r}")
-        if self.budget is not None and not self.budget >= 0:
-            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {self.budget!r}")
+        size, delta, distance, budget = whole(self.size, 1), real(self.delta), real(self.distance), real(self.budget)
+        if size is None:
+            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {shown(self.size)}")
+        if delta is None or not 0 < delta <= 1:
+            raise ValueError(f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {shown(self.delta)}")
+        if self.distance is not None and (distance is None or not distance > 0):
+            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {shown(self.distance)}")
+        if self.budget is not None and (budget is None or not budget >= 0):
+            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {shown(self.budget)}")
+        for name, value in (("size", size), ("delta", delta), ("distance", distance), ("budget", budget)):
+            object.__setattr__(self, name, value)
 
     def for_model(self, model: TokenModel) -> Grouped:
         """This rule with the model's codebook.

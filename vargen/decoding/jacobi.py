@@ -22,7 +22,8 @@ from vargen.decoding.naming import lookup
 from vargen.decoding.noise import Noise
 from vargen.decoding.tails import TAILS, Tail
 from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
-from vargen.decoding.window import Window, window_of
+from vargen.decoding.window import Fixed, Window, window_of
+from vargen.values import shown
 
 
 @dataclass
@@ -62,7 +63,9 @@ class Jacobi:
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
-        window_of(self.window)
+        policy = window_of(self.window)
+        if isinstance(policy, Fixed):
+            object.__setattr__(self, "window", policy.widest)  # also where NumPy's number was given
         lookup("tail", self.tail, TAILS)
         lookup("first", self.first, FIRST_DRAFTS)
 
@@ -74,7 +77,7 @@ class Jacobi:
         rows, columns = model.grid
         window = window_of(self.window)
         if window.widest > rows * columns and not window.shrinks:
-            raise ValueError(f"window must be from 2 to the grid's {rows * columns} tokens, got {window.widest}")
+            raise ValueError(f"window must be from 2 to the grid's {rows * columns} tokens, got {shown(window.widest)}")
         return _State(model.vocab, rows * columns, columns, seeds, window.start(model, condition, len(seeds)))
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:

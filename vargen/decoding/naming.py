@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from vargen.values import shown
+
 
 def nearest(name: str, names: Iterable[str]) -> str:
     """What to tell someone whose `name` is none of `names`."""
@@ -20,10 +22,10 @@ def lookup(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: for an unknown name. TypeError: for what is neither a name nor callable.
     """
-    if callable(value):
+    if callable(value) and not isinstance(value, type):  # a class would be made, not asked
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {value!r}")
+        raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {shown(value)}")
     if value not in named:
-        raise ValueError(f"unknown {argument} {value!r}; {nearest(value, named)}")
+        raise ValueError(f"unknown {argument} {shown(value)}; {nearest(value, named)}")
     return named[value]

@@ -17,6 +17,7 @@ from vargen.decoding.cost import BESIDE, pass_costs
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import law
 from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
+from vargen.values import shown, whole
 
 
 @dataclass
@@ -93,7 +94,8 @@ class Speculative:
             `same_noise`. Otherwise the drafts have coins of their own.
 
     Raises:
-        ValueError: for a length below 1; by `start` if there is no small model, or one of another vocabulary or grid.
+        ValueError: for a length below 1; by `start` for one that the grid does not hold, if there is no small model, or one of
+            another vocabulary or grid.
     """
 
     length: int | Literal["auto"] = 4
@@ -102,11 +104,15 @@ class Speculative:
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
-        whole = isinstance(self.length, int) and not isinstance(self.length, bool) and self.length >= 1
-        if self.length != "auto" and not whole:
+        if isinstance(self.length, str) and self.length == "auto":
+            return
+        length = whole(self.length, 1)
+        if length is None:
+            given = shown(self.length)
             raise ValueError(
-                f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {self.length!r}"
+                f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {given}"
             )
+        object.__setattr__(self, "length", length)
 
     @property
     def longest(self) -> int:
@@ -136,7 +142,9 @@ class Speculative:
         return small
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
-        small = self.small_model(model)
+        small, total = self.small_model(model), model.grid[0] * model.grid[1]
+        if not isinstance(self.length, str) and self.length >= total:
+            raise ValueError(f"length must be from 1 to {total - 1}, one less than the grid's tokens, got {shown(self.length)}")
         chain = None
         if isinstance(self.length, str):
             images, widths = len(seeds), range(1, _LONGEST + 2)
@@ -144,7 +152,7 @@ class Speculative:
             chain.over = chain.best(_HOPE) == 0
         held, _ = small.prefill(condition, max(2, self.longest))
         length = chain.next() if chain else self.longest
-        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, chain)
+        return _State(small, held, sampling, seeds, total, length, chain)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the small model's passes behind a chain of `drafts`, measured."""

@@ -5,7 +5,6 @@ Shape suffixes: B images, T fed tokens of one pass (the root, then the draft), A
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol, runtime_checkable
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
+from vargen.values import real, shown, whole
 
 
 @dataclass(frozen=True)
@@ -200,17 +200,21 @@ class Sampling:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (isinstance(self.temperature, int | float) and math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature must be a finite number of at least 0 (0 is greedy), got {self.temperature!r}")
-        if self.top_k is not None and (isinstance(self.top_k, bool) or not isinstance(self.top_k, int) or self.top_k < 1):
-            raise ValueError(f"top_k must be a whole number of at least 1, or None to keep every token, got {self.top_k!r}")
-        if not (isinstance(self.top_p, int | float) and 0 < self.top_p <= 1):
-            raise ValueError(f"top_p must be in (0, 1], where 1 keeps every token, got {self.top_p!r}")
+        temperature, top_k, top_p = real(self.temperature), whole(self.top_k, 1), real(self.top_p)
+        if temperature is None or temperature < 0:
+            raise ValueError(f"temperature must be a finite number of at least 0 (0 is greedy), got {shown(self.temperature)}")
+        if top_k is None and self.top_k is not None:
+            given = shown(self.top_k)
+            raise ValueError(f"top_k must be a whole number of at least 1, or None to keep every token, got {given}")
+        if top_p is None or not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], where 1 keeps every token, got {shown(self.top_p)}")
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+            object.__setattr__(self, name, value)  # NumPy's numbers as Python's, which JSON knows
 
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ValueError if `top_k` is larger than the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
-            raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {self.top_k}; None keeps all")
+            raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
 
 
 @dataclass

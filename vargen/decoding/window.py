@@ -8,6 +8,7 @@ Shape suffixes: B images.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from vargen.decoding.cost import BESIDE, pass_costs
 from vargen.decoding.naming import nearest
 from vargen.decoding.types import TokenModel
+from vargen.values import real, shown, whole
 
 
 class Window(Protocol):
@@ -69,10 +71,16 @@ class Adaptive:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if not 2 <= self.narrowest <= self.widest:
-            raise ValueError(f"a window needs 2 <= narrowest <= widest, got {self.narrowest} and {self.widest}")
-        if not (self.ahead > 0 and 0 <= self.memory < 1):
-            raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {self.ahead} and {self.memory}")
+        widest = whole(self.widest, 2)
+        narrowest = None if widest is None else whole(self.narrowest, 2, widest)
+        if widest is None or narrowest is None:
+            given = f"{shown(self.narrowest)} and {shown(self.widest)}"
+            raise ValueError(f"a window needs whole numbers 2 <= narrowest <= widest, got {given}")
+        ahead, memory = real(self.ahead), real(self.memory)
+        if ahead is None or memory is None or not (ahead > 0 and 0 <= memory < 1):
+            raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {shown(self.ahead)} and {shown(self.memory)}")
+        for name, value in (("narrowest", narrowest), ("widest", widest), ("ahead", ahead), ("memory", memory)):
+            object.__setattr__(self, name, value)
 
     def start(self, model: TokenModel, condition: Any, images: int) -> _AdaptiveState:
         widest = min(self.widest, model.grid[0] * model.grid[1])
@@ -122,11 +130,15 @@ class Auto:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        if not (self.widest >= 2 and 0 <= self.memory < 1 and self.probes >= 0 and self.hope > 0):
+        widest, memory, probes, hope = whole(self.widest, 2), real(self.memory), whole(self.probes, 0), real(self.hope)
+        if None in (widest, probes) or memory is None or hope is None or not (0 <= memory < 1 and hope > 0):
+            given = (self.widest, self.memory, self.probes, self.hope)
             raise ValueError(
                 "an automatic window needs widest of at least 2, memory in [0, 1), probes of at least 0 and hope above 0, "
-                f"got {self.widest}, {self.memory}, {self.probes} and {self.hope}"
+                f"got {', '.join(map(shown, given))}"
             )
+        for name, value in (("widest", widest), ("memory", memory), ("probes", probes), ("hope", hope)):
+            object.__setattr__(self, name, value)
 
     def start(self, model: TokenModel, condition: Any, images: int) -> _AutoState:
         widest = min(self.widest, model.grid[0] * model.grid[1])
@@ -192,12 +204,13 @@ def window_of(value: int | str | Window) -> Window:
     """
     if isinstance(value, str):
         if value not in NAMED:
-            raise ValueError(f"unknown window {value!r}; {nearest(value, NAMED)}, or give a whole number of at least 2")
+            raise ValueError(f"unknown window {shown(value)}; {nearest(value, NAMED)}, or give a whole number of at least 2")
         return NAMED[value]
-    if isinstance(value, int) and not isinstance(value, bool):
-        if value < 2:
-            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {value}")
-        return Fixed(value)
-    if not isinstance(value, int) and hasattr(value, "start") and hasattr(value, "widest"):
+    if isinstance(value, Integral) and not isinstance(value, bool):
+        width = whole(value, 2)
+        if width is None:
+            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {shown(value)}")
+        return Fixed(width)
+    if not isinstance(value, int | Integral | type) and hasattr(value, "start") and hasattr(value, "widest"):
         return value
-    raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {value!r}")
+    raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {shown(value)}")

@@ -1,0 +1,112 @@
+"""One reading of numbers for every setting and count: Python's and NumPy's alike, and nothing that only looks like one."""
+
+import math
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from vargen import Accelerator
+from vargen.decoding import Grouped, Jacobi, Sampling, Speculative
+from vargen.decoding.window import Adaptive, Auto
+from vargen.pipelines import checks
+from vargen.values import real, shown, whole
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.float16(2), np.float64(2), np.int64(2), np.uint8(2), Fraction(2)])
+def test_real_numbers_are_read(value):
+    assert real(value) == 2.0 and type(real(value)) is float
+
+
+@pytest.mark.parametrize(
+    "value",
+    [True, np.bool_(True), math.nan, math.inf, np.float32("nan"), 10**400, "2", None, 2j, Decimal(2), torch.tensor(2.0)],
+)
+def test_what_is_no_finite_real_number_is_not(value):
+    assert real(value) is None
+
+
+def test_whole_numbers_are_read_within_their_bounds():
+    assert [whole(value, 1) for value in (1, np.int64(1), np.uint8(200), 10**400)] == [1, 1, 200, 10**400]
+    assert all(type(whole(value, 1)) is int for value in (1, np.int64(1)))
+    assert [whole(value, 1, 5) for value in (0, 6, 2.0, True, np.bool_(True), np.float32(2), "2", None)] == [None] * 8
+
+
+def test_a_quoted_value_is_short_and_never_fails():
+    class Broken:
+        def __repr__(self):
+            raise ZeroDivisionError
+
+    assert shown("a cat") == "'a cat'"
+    assert len(shown("a" * 10**6)) == 100 and len(shown(10**4000)) == 100
+    assert shown(10**5000) == "a int that cannot be printed" and "Broken" in shown(Broken())
+
+
+NUMPY = [
+    (lambda x: Sampling(temperature=x).temperature, np.float32(0.5)),
+    (lambda x: Sampling(top_p=x).top_p, np.float16(0.5)),
+    (lambda x: Sampling(top_k=x).top_k, np.int64(7)),
+    (lambda x: checks.check_guidance(x), np.float32(2.5)),
+    (lambda x: checks.check_guidance_interval(x), np.int32(3)),
+    (lambda x: checks.check_count(x, 1), np.int64(3)),
+    (lambda x: checks.check_class_labels(x, 10)[0], np.int64(3)),
+    (lambda x: checks.check_class_labels([x], 10)[0], np.uint8(3)),
+    (lambda x: Jacobi(window=x).window, np.int64(8)),
+    (lambda x: Speculative(length=x).length, np.int64(3)),
+    (lambda x: Grouped(size=x).size, np.int64(5)),
+    (lambda x: Grouped(delta=x).delta, np.float32(0.5)),
+    (lambda x: Grouped(budget=x).budget, np.float32(0.5)),
+    (lambda x: Adaptive(widest=x).widest, np.int64(20)),
+    (lambda x: Auto(hope=x).hope, np.float32(0.5)),
+]
+
+
+@pytest.mark.parametrize(("read", "value"), NUMPY)
+def test_every_setting_takes_numpys_numbers_and_keeps_pythons(read, value):
+    assert read(value) == value and type(read(value)) in (int, float)
+
+
+@pytest.mark.parametrize("bad", [True, np.bool_(True), "1", math.nan, b"1"], ids=repr)
+@pytest.mark.parametrize("read", [read for read, _ in NUMPY])
+def test_no_setting_takes_what_is_no_number(read, bad):
+    with pytest.raises((ValueError, TypeError)):
+        read(bad)
+
+
+@pytest.mark.parametrize("huge", [10**400, 10**5000], ids=["10**400", "10**5000"])
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: Sampling(temperature=x),
+        lambda x: Sampling(top_p=x),
+        lambda x: Sampling(top_k=x).check_vocabulary(64),
+        lambda x: checks.check_guidance(x),
+        lambda x: checks.check_count(x, 1),
+        lambda x: checks.check_class_labels(x, 10),
+        lambda x: Grouped(delta=x),
+    ],
+)
+def test_huge_numbers_get_an_answer_of_a_line(read, huge):
+    with pytest.raises(ValueError, match=r"must be|at most") as caught:
+        read(huge)
+    assert len(str(caught.value)) < 300
+
+
+def test_guidance_that_float32_logits_do_not_hold_is_refused():
+    with pytest.raises(ValueError, match=r"guidance_scale must be at most 1000, got 1e\+38"):
+        checks.check_guidance(1e38)
+
+
+def test_parts_of_an_accelerator_are_objects_not_classes():
+    with pytest.raises(TypeError, match=r"drafter must be a drafter, such as Jacobi\(\).*Jacobi.*a class: call it"):
+        Accelerator(drafter=Jacobi)
+    with pytest.raises(TypeError, match=r"window must be a whole number.*Adaptive"):
+        Jacobi(window=Adaptive)
+    with pytest.raises(TypeError, match=r"tail must be one of.*or a function"):
+        Jacobi(tail=dict)
+    with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
+        Accelerator(topology="ring")
+    with pytest.raises(TypeError, match="name must be a string, got 5"):
+        Accelerator(name=5)
