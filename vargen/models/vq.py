@@ -179,6 +179,22 @@ class Decoder(nn.Module):
         return self.conv_out(F.silu(self.norm_out(h)))
 
 
+class NonFinitePixelsError(RuntimeError):
+    """The image tokenizer made NaN or infinite values; no picture is made of them, and no tokens."""
+
+    @classmethod
+    def check(cls, pixels_BCYX: Tensor) -> None:
+        """Raise it for the first pixel that is not finite: one reduction, just before the pixels are copied to the host."""
+        if pixels_BCYX.isfinite().all():
+            return
+        image, _, row, column = (~pixels_BCYX.isfinite()).nonzero()[0].tolist()
+        B, _, Y, X = pixels_BCYX.shape
+        raise cls(
+            f"the image tokenizer returned NaN or infinite pixels, first in picture {image + 1} of {B} at row {row}, column "
+            f"{column} of {Y} x {X}; no picture is made of them. Check the checkpoint's vqvae, or run it in float32"
+        )
+
+
 class VectorQuantizer(nn.Module):
     """Nearest code on the unit sphere: both the latent and the codebook row are L2-normalised before they are compared."""
 
@@ -197,8 +213,11 @@ class VectorQuantizer(nn.Module):
 
     def nearest(self, z_BERG: Tensor) -> Tensor:
         """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
-        z = F.normalize(z_BERG.float().movedim(1, -1), dim=-1)
-        return (z @ self.codes().T).argmax(-1)
+        return self.cosines(z_BERG).argmax(-1)
+
+    def cosines(self, z_BERG: Tensor) -> Tensor:
+        """Of every latent with every code, `[B, R, G, V]` float32."""
+        return F.normalize(z_BERG.float().movedim(1, -1), dim=-1) @ self.codes().T
 
     def lookup(self, indices_BRG: Tensor) -> Tensor:
         """Code vectors `[B, E, R, G]` float32 of indices `[B, R, G]`."""
@@ -267,8 +286,22 @@ class VQModel(ModelMixin, ConfigMixin):
 
     @apply_forward_hook  # so that CPU offload moves the weights in
     def encode(self, pixels_BCYX: Tensor) -> Tensor:
-        """Token indices `[B, R, G]` int64 of pixels `[B, 3, Y, X]` in [-1, 1]."""
-        return self.quantize.nearest(self.encode_latents(pixels_BCYX))
+        """Token indices `[B, R, G]` int64 of pixels `[B, 3, Y, X]` in [-1, 1].
+
+        Raises:
+            NonFinitePixelsError: if a latent or the codebook holds NaN, which has no nearest code.
+        """
+        cosines = self.quantize.cosines(self.encode_latents(pixels_BCYX))
+        indices = cosines.argmax(-1)  # of a NaN, if there is one
+        bad = ~cosines.gather(-1, indices[..., None])[..., 0].isfinite()
+        if bad.any():
+            image, row, column = bad.nonzero()[0].tolist()
+            B, R, G = bad.shape
+            raise NonFinitePixelsError(
+                f"the image tokenizer found no nearest code, first in picture {image + 1} of {B} at token row {row}, column "
+                f"{column} of {R} x {G}: its weights or the pixels hold NaN. Check the checkpoint's vqvae, or run it in float32"
+            )
+        return indices
 
     def decode_latents(self, z_BERG: Tensor) -> Tensor:
         """Pixels `[B, 3, Y, X]`, about [-1, 1], of code vectors `[B, E, R, G]`."""
