@@ -1,15 +1,20 @@
 """What other packages make necessary: the torchvision guard, shadowed names, version probes."""
 
+import contextlib
+import functools
 import importlib
 import importlib.util
 import logging
 import os
 import sys
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec, PathFinder
 from threading import Lock
-from typing import Any
+from typing import Any, TypeVar
 
 logger = logging.getLogger("vargen")
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _guard_lock = Lock()
 # A torch.library.Library takes its operators with it when it is collected: keep it as long as the process.
@@ -131,3 +136,22 @@ def _find_beside(name: str, folder: str) -> ModuleSpec | None:
         if spec is not None and spec.loader is not None:
             return spec
     return None
+
+
+def outside_autocast(function: _F) -> _F:
+    """A decorator: run in the dtypes of the weights, whatever `torch.autocast` surrounds the call.
+
+    Networks here choose their own dtypes; with autocast on top, what a cache holds and what is written to it would differ.
+    """
+
+    @functools.wraps(function)
+    def plain(*args: Any, **options: Any) -> Any:
+        import torch
+
+        with contextlib.ExitStack() as stack:
+            for kind in ("cpu", "cuda", "mps", "xpu"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return function(*args, **options)
+
+    return plain  # type: ignore[return-value]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.compat import outside_autocast
 from vargen.decoding.accelerator import Accelerator, resolve_accelerator
 from vargen.decoding.acceptance import same_noise
 from vargen.decoding.cost import suitable_threads
@@ -23,6 +24,7 @@ from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import law
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel
+from vargen.values import shown
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -30,6 +32,7 @@ class NonFiniteLogitsError(RuntimeError):
 
 
 @torch.no_grad()
+@outside_autocast
 def decode(
     model: TokenModel,
     condition: Any,
@@ -55,11 +58,13 @@ def decode(
         Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
 
     Raises:
-        ValueError: for an unknown accelerator, one that this model cannot run, or a `top_k` over the vocabulary.
+        ValueError: for an unknown accelerator, one that this model cannot run, a `top_k` over the vocabulary, or no seeds.
+        TypeError: for an accelerator, seeds, a sampling or a callback of another type.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
     accelerator = resolve_accelerator(accelerator)
-    sampling = sampling or Sampling()
+    sampling = Sampling() if sampling is None else sampling
+    _check(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     fed = 1 if accelerator.drafter is None else accelerator.drafter.widest
     with suitable_threads(model, condition, len(seeds), fed) as threads:
@@ -87,13 +92,12 @@ def _decode(
     B, N = len(seeds), model.grid[0] * model.grid[1]
     stats = DecodeStats(accelerator.name, images=B, seeds=seeds.tolist())
     watch = _Watch(device)
+    with clock.part("prefill"):
+        memory = drafter.start(model, condition, seeds, sampling) if drafter else None  # refuses a draft wider than the grid
+        state, logits = model.prefill(condition, widest)
     tokens = torch.zeros(B, N + widest, dtype=torch.int64, device=device)  # the tail takes writes past the grid
     histogram = torch.zeros(widest + 1, dtype=torch.int64, device=device)
     spent = torch.zeros(B, device=device)
-
-    with clock.part("prefill"):
-        memory = drafter.start(model, condition, seeds, sampling) if drafter else None
-        state, logits = model.prefill(condition, widest)
     root_position = torch.zeros(B, 1, dtype=torch.int64, device=device)
     empty = Draft.empty(B, model.vocab, device)
     first = same_noise(law(logits[:, None], sampling), empty, Noise(seeds, root_position), spent)
@@ -147,6 +151,18 @@ def _decode(
     stats.relaxation_spent = spent.tolist()
     stats.seconds, stats.seconds_by_part = clock.read()
     return Decoded(tokens[:, :N].contiguous(), length, stats, finished=not stats.stopped)
+
+
+def _check(seeds: Any, sampling: Any, callback: Any) -> None:
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
+        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
+        raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")
+    if not len(seeds):
+        raise ValueError("seeds must hold one number per image, got none")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")
 
 
 _AHEAD = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
