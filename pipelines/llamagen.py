@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision
+from vargen.compat import ensure_torchvision, outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
 from vargen.files import whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 
 # from_pretrained finds these classes by module path, so the modules must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
-from vargen.models.vq import VQModel
+from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -171,6 +171,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
         return self._interrupt
 
+    @outside_autocast
     def encode_prompt(
         self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
     ) -> tuple[Tensor, Tensor]:
@@ -237,10 +238,8 @@ class LlamaGenPipeline(DiffusionPipeline):
                     f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
                     f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
                 )
-            mask = prompt_mask if prompt_mask is not None else torch.ones(prompt_embeds.shape[:2], dtype=torch.bool)
-            if mask.shape != prompt_embeds.shape[:2]:
-                raise ValueError(f"{name}_mask must be {list(prompt_embeds.shape[:2])}, got {list(mask.shape)}")
-            embeds, mask = prompt_embeds.to(self._execution_device), mask.bool().to(self._execution_device)
+            embeds, mask = checks.check_embeds(prompt_embeds, prompt_mask, name)
+            embeds, mask = embeds.to(self._execution_device), mask.to(self._execution_device)
             return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
         if prompt is None:
             raise ValueError("give a prompt, for example pipe('a red apple')")
@@ -250,6 +249,7 @@ class LlamaGenPipeline(DiffusionPipeline):
     # -- the call -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
+    @outside_autocast
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -292,7 +292,8 @@ class LlamaGenPipeline(DiffusionPipeline):
                 generator, or torch's global one for None, serves all pictures in turn. Whichever it was, a new generator with
                 the seed `stats.seeds[i]`, on the same device, draws picture i again alone: the seed that was asked for, or a
                 new one where the generator had moved on.
-            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask, instead of a prompt.
+            prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
+                nested lists), instead of a prompt.
             negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
@@ -305,7 +306,7 @@ class LlamaGenPipeline(DiffusionPipeline):
 
         Raises:
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
-            NonFiniteLogitsError: if the model returns NaN or infinite logits.
+            NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
         """
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
@@ -316,21 +317,19 @@ class LlamaGenPipeline(DiffusionPipeline):
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
         scale, sampling = checks.check_sampling(chosen)
-        checks.check_guidance_interval(guidance_interval)
+        guidance_interval = checks.check_guidance_interval(guidance_interval)
         sampling.check_vocabulary(self.transformer.config.vocab_size)
-        unknown = set(callback_on_step_end_tensor_inputs or ()) - set(self._callback_tensor_inputs)
-        if unknown:
-            raise ValueError(f"callback_on_step_end_tensor_inputs must be among {self._callback_tensor_inputs}, got {unknown}")
+        checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
-        checks.check_count(num_images_per_prompt, 1)
+        num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
 
         condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
         seeds = checks.image_seeds(generator, images)
         condition = _repeat(condition, num_images_per_prompt)
         negative = None
-        if negative_prompt is not None or negative_prompt_embeds is not None:
+        if any(given is not None for given in (negative_prompt, negative_prompt_embeds, negative_prompt_mask)):
             unwanted = (negative_prompt, None, negative_prompt_embeds, negative_prompt_mask)
             negative, given_negatives = self.condition(*unwanted, clean_prompt, "negative_prompt")
             if given_negatives not in (1, count):
@@ -382,7 +381,8 @@ class LlamaGenPipeline(DiffusionPipeline):
                 bar.update(drawn - bar.n)
             if on_step_end is None:
                 return not self._interrupt
-            answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens}) or {}
+            answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens})
+            answer = checks.check_answer(answer, progress.tokens, self.transformer.config.vocab_size)
             latents = answer.get("latents")
             if latents is not None and latents is not progress.tokens:
                 progress.tokens.copy_(latents)
@@ -396,16 +396,21 @@ class LlamaGenPipeline(DiffusionPipeline):
         return self._compiled
 
     @torch.no_grad()
+    @outside_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Pictures of tokens int64 `[B, N]` or `[B, rows, columns]`; what lies past `length [B]` is left white.
 
         Also a preview of a picture that is still being drawn.
+
+        Raises:
+            NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
         """
         side = self.transformer.config.grid_size
         tokens = tokens.reshape(-1, side, side)
         if output_type == "latent":
             return tokens
         pixels = self._pixels(tokens.to(self._device_of(self.vqvae)))
+        NonFinitePixelsError.check(pixels)
         if length is not None:
             drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
             mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
@@ -431,12 +436,20 @@ class LlamaGenPipeline(DiffusionPipeline):
         return torch.cat([self._pixels(half) for half in tokens.tensor_split(2)])
 
     @torch.no_grad()
+    @outside_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size."""
+        """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size.
+
+        Raises:
+            ValueError: for pictures with NaN or infinite values.
+            NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
+        """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         if not isinstance(images, Tensor | np.ndarray):
             images = [image.convert("RGB") for image in (images if isinstance(images, list) else [images])]
         pixels = self.image_processor.preprocess(images, height=side, width=side)
+        if not pixels.isfinite().all():
+            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
 
 

@@ -1,0 +1,212 @@
+"""Calls that no one means: one clear error each, before work starts, or the picture that was meant."""
+
+import contextlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+
+from vargen import Accelerator, LlamaGenPipeline
+from vargen.decoding import Jacobi, Sampling, Speculative, decode
+from vargen.models.vq import NonFinitePixelsError
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.fixture(scope="module")
+def classes() -> LlamaGenPipeline:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def texts() -> LlamaGenPipeline:
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.register_modules(draft_transformer=tiny_transformer("text", n_layer=1))
+    return pipe
+
+
+# -- pixels -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def spoilt() -> LlamaGenPipeline:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_pixels_that_are_not_finite_are_an_error_and_no_picture(spoilt, value):
+    with torch.no_grad():
+        spoilt.vqvae.decoder.conv_out.bias[1] = value
+    for kind in ("pil", "np", "pt"):
+        with pytest.raises(NonFinitePixelsError, match="first in picture 1 of 2 at row 0, column 0 of 8 x 8"):
+            spoilt(class_labels=[3, 4], output_type=kind)
+    assert spoilt(class_labels=3, output_type="latent").images.shape == (1, 4, 4), "tokens are sound"
+
+
+def test_the_first_bad_pixel_is_said_to_be_where_it_is(spoilt):
+    tokens = torch.zeros(3, 4, 4, dtype=torch.int64)
+    # The real decoder's attention would spread it over the picture.
+    spoilt.vqvae.decode = lambda indices: torch.where(indices == 7, math.nan, 0.0)[:, None].expand(-1, 3, 4, 4)
+    assert len(spoilt.decode_tokens(tokens)) == 3
+    tokens[1, 2, 3] = 7
+    with pytest.raises(NonFinitePixelsError, match="picture 2 of 3 at row 2, column 3 of 4 x 4"):
+        spoilt.decode_tokens(tokens)
+
+
+def test_previews_of_bad_pixels_are_refused_too(spoilt):
+    with torch.no_grad():
+        spoilt.vqvae.post_quant_conv.weight[0, 0] = math.nan
+    with pytest.raises(NonFinitePixelsError):
+        spoilt.decode_tokens(torch.zeros(1, 16, dtype=torch.int64), torch.tensor([3]))
+
+
+@pytest.mark.parametrize("part", ["encoder.conv_in.weight", "quant_conv.bias", "quantize.embedding.weight"])
+def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
+    picture = Image.new("RGB", (8, 8), "red")
+    assert spoilt.encode_image(picture).shape == (1, 4, 4)
+    with torch.no_grad():
+        spoilt.vqvae.get_parameter(part).view(-1)[0] = math.nan
+    with pytest.raises(NonFinitePixelsError, match="first in picture 1 of 1 at token row 0, column 0 of 4 x 4"):
+        spoilt.encode_image(picture)
+
+
+def test_pictures_with_nan_are_refused(classes):
+    pixels = torch.rand(1, 3, 8, 8)
+    pixels[0, 1, 2, 3] = math.nan
+    with pytest.raises(ValueError, match="images must hold finite values"):
+        classes.encode_image(pixels)
+
+
+# -- conditions -------------------------------------------------------------------------------------------------------
+
+
+def test_a_mask_may_be_a_list(texts):
+    embeds, mask = texts.encode_prompt(["a red apple", "a cat"])
+    options = {"output_type": "latent", "temperature": 0}
+    expected = texts(prompt_embeds=embeds, prompt_mask=mask, **options).images
+    for given in (mask.tolist(), mask.numpy(), mask.int(), mask.float()):
+        assert torch.equal(expected, texts(prompt_embeds=embeds, prompt_mask=given, **options).images)
+
+
+EMBEDS = torch.zeros(1, 12, 384)
+MASK = torch.ones(1, 12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"prompt_embeds": torch.zeros(0, 12, 384)}, r"prompt_embeds must hold at least one row, got \[0, 12, 384\]"),
+        ({"prompt_embeds": torch.zeros(1, 12, 384, dtype=torch.int64)}, "prompt_embeds must hold finite floating-point"),
+        ({"prompt_embeds": torch.full((1, 12, 384), math.nan)}, "prompt_embeds must hold finite.*NaN or infinite ones"),
+        ({"prompt_embeds": EMBEDS, "prompt_mask": "all"}, r"prompt_mask must be a tensor \[1, 12\].*got 'all'"),
+        ({"prompt_embeds": EMBEDS, "prompt_mask": [[1], [1, 2]]}, "prompt_mask must be a tensor"),
+        ({"prompt_embeds": EMBEDS, "prompt_mask": [[True] * 5]}, r"prompt_mask must be \[1, 12\], got \[1, 5\]"),
+        ({"prompt_embeds": EMBEDS, "prompt_mask": MASK / 2}, "prompt_mask must hold 1 where"),
+        ({"prompt": "a cat", "negative_prompt_mask": MASK}, "negative_prompt_mask belongs to negative_prompt_embeds"),
+        ({"prompt": "a cat", "negative_prompt": "red", "negative_prompt_mask": MASK}, "negative_prompt_mask belongs to"),
+        ({"prompt": "a cat", "negative_prompt_embeds": EMBEDS[:0]}, "negative_prompt_embeds must hold at least one row"),
+        ({"prompt": "a cat", "output_type": ["pil"]}, r"output_type must be one of.*got \['pil'\]"),
+        ({"prompt": "a cat", "callback_on_step_end": 7}, "callback_on_step_end must be a function, or None, got 7"),
+        ({"prompt": "a cat", "callback_on_step_end_tensor_inputs": 7}, "callback_on_step_end_tensor_inputs must be among"),
+        ({"prompt": "a cat", "accelerator": Jacobi}, "accelerator must be a preset's name or an Accelerator.*Jacobi"),
+        ({"prompt": "a cat", "accelerator": Accelerator("w", Jacobi(10**23))}, "window must be from 2 to the grid's 16 tokens"),
+        ({"prompt": "a cat", "accelerator": Accelerator("w", Speculative(10**23))}, "length must be from 1 to 15, one"),
+        ({"prompt": "a cat", "guidance_scale": 10**400}, "guidance_scale must be a finite number of at least 0"),
+        ({"prompt": "a cat", "guidance_scale": 1e38}, "guidance_scale must be at most 1000"),
+        ({"prompt": "a cat", "guidance_interval": 1.5}, "guidance_interval must be None or a whole number"),
+        ({"prompt": "a cat", "temperature": True}, "temperature must be a finite number.*got True"),
+    ],
+    ids=lambda value: value[:50] if isinstance(value, str) else "",
+)
+def test_what_cannot_be_meant_is_told(texts, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        texts(**arguments)
+
+
+def test_numpys_numbers_draw_what_pythons_draw(texts):
+    plain = {"num_images_per_prompt": 2, "guidance_scale": 2.5, "temperature": 0.5, "top_k": 9, "top_p": 0.5}
+    numpys = {name: np.float32(value) if isinstance(value, float) else np.int64(value) for name, value in plain.items()}
+    numpys["guidance_interval"] = np.int64(10**6)
+    drawn = [texts("a cat", generator=seeded(3), output_type="latent", **options).images for options in (plain, numpys)]
+    assert torch.equal(*drawn)
+
+
+# -- callbacks --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [True, False, 0, "stop", [1], torch.zeros(1)], ids=repr)
+def test_a_callback_that_returns_something_else_is_told_what_to_return(classes, answer):
+    with pytest.raises(TypeError, match="callback_on_step_end must return None or a dictionary"):
+        classes(class_labels=3, callback_on_step_end=lambda *_: answer)
+
+
+@pytest.mark.parametrize(
+    "latents",
+    [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 16), [0] * 16, torch.full((1, 16), 64), torch.full((1, 16), -1)],
+)
+def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
+    with pytest.raises(ValueError, match="callback_on_step_end must return latents"):
+        classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seeds": [1]}, r"seeds must be an int64 tensor \[B\].*got \[1\]"),
+        ({"seeds": torch.ones(1)}, "seeds must be an int64 tensor.*torch.float32"),
+        ({"seeds": torch.ones(1, 1, dtype=torch.int64)}, r"seeds must be an int64 tensor \[B\].*\[1, 1\]"),
+        ({"seeds": torch.ones(0, dtype=torch.int64)}, "seeds must hold one number per image, got none"),
+        ({"sampling": {"temperature": 1}}, "sampling must be a Sampling"),
+        ({"callback": True}, "callback must be a function of a Progress"),
+        ({"accelerator": None}, "accelerator must be a preset's name or an Accelerator, got None"),
+        ({"sampling": Sampling(top_k=10**30)}, "top_k must be at most the vocabulary of 64 tokens"),
+    ],
+)
+def test_decode_says_what_it_takes(classes, change, message):
+    condition, _ = classes.condition(class_labels=3)
+    arguments = {"seeds": torch.ones(1, dtype=torch.int64), **change}
+    with pytest.raises((ValueError, TypeError), match=message):
+        decode(classes.token_model(2.0), condition, **arguments)
+
+
+# -- autocast ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ar", "gumbel", "speculative"])
+def test_autocast_around_a_call_changes_nothing(texts, method):
+    pictures = []
+    for context in (contextlib.nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16)):
+        accelerator = Accelerator("narrow", Jacobi(4, "gumbel")) if method == "gumbel" else method
+        with context:
+            pictures.append(texts("a cat", accelerator=accelerator, generator=seeded(1), output_type="pt").images)
+    assert pictures[1].dtype == torch.float32 and torch.equal(*pictures)
+
+
+def test_autocast_around_the_parts_of_a_call_changes_nothing(texts):
+    condition, _ = texts.condition("a cat")
+    seeds, tokens = torch.tensor([5]), torch.arange(16).view(1, 4, 4)
+    picture = torch.rand(1, 3, 8, 8, generator=seeded(0))
+
+    def parts() -> list[torch.Tensor]:
+        return [
+            texts.encode_prompt("a cat")[0],
+            decode(texts.token_model(2.0), condition, seeds).tokens,
+            texts.decode_tokens(tokens, output_type="pt"),
+            texts.encode_image(picture),
+        ]
+
+    alone = parts()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        around = parts()
+        assert torch.is_autocast_enabled("cpu"), "and it is on again afterwards"
+    assert all(torch.equal(*pair) for pair in zip(alone, around, strict=True))
