@@ -15,6 +15,7 @@ from vargen.values import real, shown, whole
 
 MAX_GUIDANCE = 1000.0  # far beyond any use; float32 logits hold it, and not 1e38
 MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
+LARGEST_SEED = 2**63 - 1
 
 
 def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
@@ -170,6 +171,28 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
         if latents.numel() and (int(latents.min()) < 0 or int(latents.max()) >= vocab):
             raise ValueError(f"callback_on_step_end must return latents from 0 to {vocab - 1}")
     return dict(answer)
+
+
+def check_seed(seed: Any, images: int) -> int:
+    """The seed of the first of `images` pictures, of which each next one has the next seed.
+
+    Raises:
+        ValueError: unless it is a whole number of at least 0, and the last one's seed fits into 63 bits.
+    """
+    number = whole(seed, 0, LARGEST_SEED)
+    if number is None:
+        raise ValueError(f"seed must be a whole number from 0 to {LARGEST_SEED}, got {shown(seed)}")
+    if number + images - 1 > LARGEST_SEED:
+        raise ValueError(f"seed must be at most {LARGEST_SEED} for the last of {images} images, got {number} for the first")
+    return number
+
+
+def check_batch(batch: Any) -> int:
+    """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
+    number = whole(batch, 1, MAX_IMAGES)
+    if number is None:
+        raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {shown(batch)}")
+    return number
 
 
 def check_output_type(output_type: Any) -> str:

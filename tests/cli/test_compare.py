@@ -75,6 +75,40 @@ def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, promp
     assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--seed", str(2**63)), "seed must be a whole number from 0 to 9223372036854775807"),
+        (("--seed", str(2**63 - 2)), "seed must be at most 9223372036854775807 for the last of 3 images"),
+        (("--window", "9" * 23), "window must be from 2 to the grid's 16 tokens, got 999"),
+        (("--window", "9" * 5000), "unknown window '999"),
+        (("--batch", str(10**12)), "batch must be a whole number from 1 to 1024"),
+        (("--top-k", "65"), "top_k must be at most the vocabulary of 64 tokens"),
+        (("--guidance-scale", "1e38"), "guidance_scale must be at most 1000"),
+        (("--temperature", "1e400"), "temperature must be a finite number"),
+    ],
+)
+@pytest.mark.parametrize("verb", [("compare",), ("bench", "laws", "--cache", "kept")], ids=["compare", "laws"])
+def test_hostile_numbers_are_told_before_a_weight_is_read(
+    run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    if "laws" in verb and words[0] in ("--seed", "--top-k", "--temperature"):
+        pytest.skip("bench laws has no such option")
+    monkeypatch.setattr(LlamaGenPipeline, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    result = run(*verb, "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
+    assert result.exit_code == 2, result.output
+    told = result.stderr.splitlines()[-1]  # behind a warning, where the machine is busy
+    assert told.startswith("error: ") and message in told and len(told) < 300 and "Traceback" not in result.stderr
+    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
+
+
+def test_a_model_of_classes_is_refused_before_a_weight_is_read(run: Any, class_model: Path, prompts: Path) -> None:
+    result = run("compare", "--prompt-file", prompts, "--model", class_model, "--methods", "sjd")
+    assert result.exit_code == 2 and "model must draw from text, and this one draws classes" in result.stderr
+
+
 def test_laws_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--pictures", 10)
     words += ("--batch", 6, "--permutations", 20, "--cache", "kept", "--strong")

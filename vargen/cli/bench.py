@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,10 +12,11 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.console import print_json, quiet_libraries, say, table
-from vargen.cli.options import Device, Dtype, pick_device, pick_dtype
+from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
 from vargen.cli.outputs import check_writable
 from vargen.compat import check_matplotlib
 from vargen.device import fix_threads
+from vargen.values import shown
 
 if TYPE_CHECKING:
     from vargen.evaluation.speed import BaselineReport, StepReport
@@ -25,6 +27,7 @@ _MODEL = typer.Option(
     metavar="NAME|DIR", help="Packaged model, folder, or llamagen-b, -l, -xl, -xxl, -3b with random weights; may be repeated."
 )  # fmt: skip
 _JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
+MOST_IMAGES = 1024  # at once
 _BATCH = typer.Option(metavar="N,...", help="Images at once.")
 
 
@@ -42,7 +45,8 @@ def step(
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
     """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
-    widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch")
+    widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
+    check_range(rounds, "rounds", 1)
     check_result_file(as_json, ".json", "json")
     check_result_file(plot, ".png", "plot")
     names = model or ["emoji", "llamagen-b"]
@@ -90,7 +94,9 @@ def ar(
     as_json: Annotated[str | None, _JSON] = None,
 ) -> None:  # fmt: skip
     """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
-    batches = whole_numbers(batch, "batch")
+    batches = whole_numbers(batch, "batch", MOST_IMAGES)
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
     check_result_file(as_json, ".json", "json")
     names = model or ["emoji"]
     chosen, kind, machine = prepare(device, dtype, threads, names)
@@ -114,15 +120,16 @@ def ar(
     write_json(as_json, document)
 
 
-def whole_numbers(text: str, name: str) -> list[int]:
+def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
     """`"1,2,8"` as numbers.
 
     Raises:
-        ValueError: unless all are whole numbers of at least 1.
+        ValueError: unless all are whole numbers from 1 to `most`.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and int(part) > 0 for part in parts):
-        raise ValueError(f"{name} must be whole numbers of at least 1 with commas between, such as 1,8, got {text!r}")
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
+        limit = f" and at most {most}" if most < 10**9 else ""
+        raise ValueError(f"{name} must be whole numbers of at least 1{limit} with commas between, such as 1,8, got {shown(text)}")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

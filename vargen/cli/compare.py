@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from vargen.cli.bench import check_result_file, prepare, write_json
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_prompts
-from vargen.cli.options import Device, Dtype, check_range
+from vargen.cli.generate import read_model, read_prompts
+from vargen.cli.options import Device, Dtype
 from vargen.cli.outputs import save_image, targets
 
 if TYPE_CHECKING:
@@ -50,8 +50,6 @@ def compare(
     The ratio is ar's seconds over the method's; `allowed` is what the ratio would be if a step cost its passes alone, and
     efficiency the one over the other.
     """
-    check_range(batch, "batch", 1)
-    check_range(seed, "seed", 0)
     place = targets(output, ["comparison"])[0]
     check_result_file(as_json, ".json", "json")
     check_result_file(plot, ".png", "plot")
@@ -67,7 +65,8 @@ def compare(
     from vargen.pipelines import checks
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    checks.check_sampling(settings)
+    checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch)) * batch)
+    check_fits(model, chosen_methods, settings)
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     if pipe.draft_transformer is None and methods == _METHODS:
         say("speculative is left out: this model has no draft_transformer")
@@ -97,7 +96,8 @@ def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
     """
     from vargen.decoding import Jacobi, Speculative, resolve_accelerator
 
-    size: Any = int(window) if window is not None and window.isascii() and window.isdigit() else window
+    number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
+    size: Any = int(window) if window is not None and number else window
     found: dict[str, Accelerator] = {"ar": resolve_accelerator("ar")}
     for name in (part.strip() for part in methods.split(",")):
         accelerator = resolve_accelerator(name)
@@ -107,6 +107,25 @@ def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
             accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, length="auto"))
         found[name] = accelerator
     return found
+
+
+def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, Any]) -> None:
+    """Before a weight is read: does the model draw from prompts, and do the methods and settings fit it?
+
+    Raises:
+        ValueError: if not, saying why.
+    """
+    from vargen.pipelines import checks
+
+    _, sampling = checks.check_sampling(settings)
+    opened = read_model(model)
+    if opened.condition != "text":
+        raise ValueError("model must draw from text, and this one draws classes")
+    sampling.check_vocabulary(opened.vocab_size)
+    for method in methods.values():
+        check = getattr(method.drafter, "check_grid", None)
+        if check is not None:
+            check(opened.tokens)
 
 
 def comparison_table(comparison: Comparison) -> str:

@@ -36,6 +36,7 @@ class Model:
     folder: Path
     condition: str
     vocab_size: int
+    tokens: int
     num_classes: int
     id2label: dict[int, str]
 
@@ -208,7 +209,7 @@ def read_model(name: str) -> Model:
     with torch.device("meta"):  # fills in what the file leaves to the defaults
         config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
     names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-    return Model(folder, config.condition, config.vocab_size, config.num_classes, names)
+    return Model(folder, config.condition, config.vocab_size, config.grid_size**2, config.num_classes, names)
 
 
 def _check_against(model: Model, given: dict[str, Any], by_class: bool, negative_prompt: str | None) -> None:

@@ -10,7 +10,7 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.bench import check_result_file, prepare, write_json
-from vargen.cli.compare import chosen
+from vargen.cli.compare import check_fits, chosen
 from vargen.cli.console import table
 from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range
@@ -41,7 +41,6 @@ def laws(
     Small p-values say that the laws differ. `ar` against itself shows what no difference looks like.
     """
     check_range(pictures, "pictures", 2)
-    check_range(batch, "batch", 1)
     check_range(permutations, "permutations", 1)
     check_result_file(as_json, ".json", "json")
     prompts = read_prompts(prompt_file)
@@ -59,7 +58,9 @@ def laws(
         if strong and name == "gsd":
             wide = dataclasses.replace(accelerator, acceptance=Grouped(size=50, delta=1.0))
             accelerators["gsd, 50 tokens a group"] = wide
-    settings = {} if guidance_scale is None else {"guidance_scale": checks.check_guidance(guidance_scale)}
+    settings = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
+    checks.check_batch(batch)
+    check_fits(model, accelerators, settings)
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
         report = laws_report(pipe, prompts, accelerators, pictures, batch, cache, permutations, settings, bar.update)

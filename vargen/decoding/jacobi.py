@@ -73,11 +73,16 @@ class Jacobi:
     def widest(self) -> int:
         return window_of(self.window).widest
 
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
+        window = window_of(self.window)
+        if window.widest > tokens and not window.shrinks:
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.widest)}")
+
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
         rows, columns = model.grid
+        self.check_grid(rows * columns)
         window = window_of(self.window)
-        if window.widest > rows * columns and not window.shrinks:
-            raise ValueError(f"window must be from 2 to the grid's {rows * columns} tokens, got {shown(window.widest)}")
         return _State(model.vocab, rows * columns, columns, seeds, window.start(model, condition, len(seeds)))
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:

@@ -141,10 +141,15 @@ class Speculative:
             )
         return small
 
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        if not isinstance(self.length, str) and self.length >= tokens:
+            given = shown(self.length)
+            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
+
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
         small, total = self.small_model(model), model.grid[0] * model.grid[1]
-        if not isinstance(self.length, str) and self.length >= total:
-            raise ValueError(f"length must be from 1 to {total - 1}, one less than the grid's tokens, got {shown(self.length)}")
+        self.check_grid(total)
         chain = None
         if isinstance(self.length, str):
             images, widths = len(seeds), range(1, _LONGEST + 2)

@@ -18,7 +18,7 @@ from torch import Tensor
 from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, Speculative, decode
 from vargen.decoding.cost import pass_costs, suitable_threads
 from vargen.models.llamagen import Condition
-from vargen.pipelines.checks import check_sampling
+from vargen.pipelines.checks import check_batch, check_prompts, check_sampling, check_seed
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
@@ -96,12 +96,13 @@ def compare(
         progress: called with batches done and to do.
 
     Raises:
-        ValueError: without `ar`, without prompts, for a batch below 1, or a method that this model cannot run.
+        ValueError: without `ar`, without prompts, for a batch below 1 or beyond 1024, a seed that does not fit 63 bits with
+            the last picture's, or a method that this model cannot run.
     """
     if "ar" not in methods:
         raise ValueError(f"methods must include 'ar', the baseline of every ratio, got {', '.join(methods)}")
-    if not prompts or batch < 1:
-        raise ValueError(f"give at least one prompt and a batch of at least 1, got {len(prompts)} prompts, batch {batch}")
+    prompts, batch = check_prompts(prompts), check_batch(batch)
+    seed = check_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
     scale, sampling = check_sampling(chosen)
     model = pipe.token_model(scale)
