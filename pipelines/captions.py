@@ -40,6 +40,41 @@ def warn_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
             )  # fmt: skip
 
 
+_LATIN_ENDS = "\u0250"  # letters before it are Latin; an uncased tokenizer reads them without their accents
+_GREEK = "\u0370", "\u03ff"  # single letters of it are signs that English texts use
+
+
+def unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
+    """Words of another script that a text encoder gets nothing of: unknown to its tokenizer, or read letter by letter.
+
+    Each once, in order. A tokenizer that knows a script has pieces of several letters for its words.
+    """
+    found: list[str] = []
+    for word in dict.fromkeys(prompt.split()):
+        if word.isascii() or (len(word) == 1 and _GREEK[0] <= word <= _GREEK[1]):
+            continue
+        ids = tokenizer(word, add_special_tokens=False, verbose=False)["input_ids"]
+        pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
+        unknown = [number == tokenizer.unk_token_id for number in ids]
+        single = [len(piece) == 1 and piece >= _LATIN_ENDS and piece.isalpha() for piece in pieces]
+        lost = sum(map(max, unknown, single))
+        if 2 * lost > sum(not_read or any(map(str.isalnum, piece)) for not_read, piece in zip(unknown, pieces, strict=True)):
+            found.append(word.strip(_PUNCTUATION) or word)
+    return list(dict.fromkeys(found))
+
+
+_PUNCTUATION = "\"'`.,;:!?()[]{}«»„“”‘’…、。，！？"
+
+
+def unreadable_hint(tokenizer: Any, prompt: str) -> str | None:
+    """A sentence that names the `unreadable_words`; None where there are none."""
+    words = unreadable_words(tokenizer, prompt)
+    if not words:
+        return None
+    named = ", ".join(f'"{word[:40]}"' for word in words[:5]) + (" and more" if len(words) > 5 else "")
+    return f"the text encoder cannot read {named}: English is what the model reads"
+
+
 def clean_caption(text: str) -> str:
     """The DeepFloyd caption cleaner, twice, as LlamaGen's text models were trained (through diffusers).
 

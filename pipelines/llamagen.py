@@ -21,10 +21,12 @@ from vargen.models.llamagen import Condition, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
-from vargen.pipelines.captions import align_left_padded, clean_caption, warn_truncated
+from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.memory import within_memory
+from vargen.pipelines.prompt_names import FILE as NAMES_FILE
+from vargen.pipelines.prompt_names import PromptNames, Reading
 
 ensure_torchvision()
 
@@ -67,6 +69,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
+        prompt_names: what characters in a prompt stand for, such as "grinning cat" for "😺"; only for models whose captions
+            name them so. Kept in the model folder as `prompt_names.json`.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
@@ -83,6 +87,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         draft_transformer: LlamaGenTransformer | None = None,
         id2label: dict[int, str] | None = None,
         defaults: dict[str, Any] | None = None,
+        prompt_names: PromptNames | dict[str, str] | None = None,
     ):
         super().__init__()
         self.register_modules(
@@ -95,6 +100,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         self.register_to_config(id2label=id2label, defaults=defaults)
         # Opened with transformer=None and vqvae=None, a pipeline still encodes prompts.
         self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling if vqvae is not None else 8)
+        self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         self._compiled: Any = None
         self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
 
@@ -126,6 +132,8 @@ class LlamaGenPipeline(DiffusionPipeline):
         folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
         kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
+        if "prompt_names" not in kwargs:
+            kwargs["prompt_names"] = PromptNames.read(folder)
         return super().from_pretrained(str(folder), **kwargs)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -143,6 +151,10 @@ class LlamaGenPipeline(DiffusionPipeline):
             kwargs.setdefault("repo_id", folder.name)
         with whole_files(folder) as staged:
             super().save_pretrained(str(staged), **kwargs)
+            if self.prompt_names is not None:
+                self.prompt_names.write(staged)
+        if self.prompt_names is None:
+            (folder / NAMES_FILE).unlink(missing_ok=True)  # of another model that was saved here
 
     # -- inputs -------------------------------------------------------------------------------------------------------
 
@@ -171,13 +183,18 @@ class LlamaGenPipeline(DiffusionPipeline):
         """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
         return self._interrupt
 
+    def read_prompt(self, prompt: str) -> Reading:
+        """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
+        return Reading(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
+
     @outside_autocast
     def encode_prompt(
         self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-        Prompts longer than P tokens are cut, with a warning that says how much was lost.
+        Prompts are read by `read_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost; words
+        that the text encoder cannot read get a warning too.
 
         Args:
             prompt: one prompt or several.
@@ -192,6 +209,10 @@ class LlamaGenPipeline(DiffusionPipeline):
             raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
         if self.transformer is None and max_sequence_length is None:
             raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
+        prompts = [self.read_prompt(text).text for text in prompts]
+        for hint in dict.fromkeys(unreadable_hint(self.tokenizer, text) for text in prompts):
+            if hint:
+                logger.warning("%s", hint)
         if clean:
             prompts = [clean_caption(text) for text in prompts]
         rows = max_sequence_length or self.transformer.config.cls_token_num

@@ -67,6 +67,8 @@ def test_what_the_model_cannot_do_is_told(engine: Engine) -> None:
         engine.check(Settings("a", top_k=65))
     assert "was cut after" in (engine.ignored("apple " * 40) or "")
     assert engine.ignored("an apple") is None
+    assert engine.ignored("a собака") == 'The text encoder cannot read "собака": English is what the model reads.'
+    assert "cannot read" in (both := engine.ignored("собака " * 40) or "") and "was cut after" in both
 
 
 def test_styles_are_those_of_the_captions(engine: Engine) -> None:

@@ -129,7 +129,8 @@ def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
         limit = f" and at most {most}" if most < 10**9 else ""
-        raise ValueError(f"{name} must be whole numbers of at least 1{limit} with commas between, such as 1,8, got {shown(text)}")
+        allowed = f"whole numbers of at least 1{limit} with commas between, such as 1,8"
+        raise ValueError(f"{name} must be {allowed}, got {shown(text)}")
     return list(dict.fromkeys(int(part) for part in parts))
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from vargen.cli.bench import check_result_file, prepare, write_json
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_model, read_prompts
+from vargen.cli.generate import read_model, read_prompts, say_names
 from vargen.cli.options import Device, Dtype
 from vargen.cli.outputs import save_image, targets
 
@@ -71,6 +71,7 @@ def compare(
     if pipe.draft_transformer is None and methods == _METHODS:
         say("speculative is left out: this model has no draft_transformer")
         del chosen_methods["speculative"]
+    say_names(pipe, prompts)
     with tqdm(desc="batches", disable=None, leave=False) as bar:
 
         def show(done: int, total: int) -> None:

@@ -124,6 +124,8 @@ def generate(
         "versions": {name: installed_version(name) for name in packages},
     }
     options = {**given, "accelerator": accelerator, "negative_prompt": negative_prompt, "compile": compile}
+    if not quiet:
+        say_names(pipe, [*([] if class_label else subjects), *([negative_prompt] if negative_prompt else [])])
     images, runs, seconds = _draw(pipe, jobs, options, parameters, batch_size, quiet, silent=as_json)
     if sheet_place is not None:
         _write_sheet(images, sheet_place, parameters)
@@ -146,6 +148,13 @@ def generate(
     if not quiet:
         count = f"{total} image{'s' if total > 1 else ''}"
         say(f"{count} in {seconds:.1f} s (and {seconds_load:.1f} s to load), {rate:.0f} tokens per second, seed {first}")
+
+
+def say_names(pipe: Any, prompts: list[str]) -> None:
+    """A line on stderr about the characters in prompts that the model reads as names, if there are any."""
+    read = {typed: name for prompt in prompts for typed, name in pipe.read_prompt(prompt).names.items()}
+    if read:
+        say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
 
 
 def _subjects(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:

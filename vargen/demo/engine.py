@@ -17,6 +17,7 @@ from vargen.compat import installed_version
 from vargen.decoding import PRESETS, Accelerator, DecodeStats
 from vargen.demo.png import PictureFolder
 from vargen.demo.settings import MOST_LANES, Settings
+from vargen.pipelines.captions import unreadable_hint
 
 logger = logging.getLogger("vargen")
 
@@ -174,15 +175,18 @@ class Engine:
             self._subject(settings)
 
     def ignored(self, prompt: str) -> str | None:
-        """A sentence about the end of a prompt that is longer than the model reads."""
+        """Sentences about what the model cannot read of a prompt: words of another script, and an end that is too long."""
         if self.by_class or self.pipe.tokenizer is None:
             return None
+        prompt = self.pipe.read_prompt(prompt).text
+        hint = unreadable_hint(self.pipe.tokenizer, prompt)
+        told = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
         rows = self.pipe.transformer.config.cls_token_num
         ids = self.pipe.tokenizer(prompt, truncation=False, verbose=False)["input_ids"]
-        if len(ids) <= rows:
-            return None
-        read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
-        return f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”."
+        if len(ids) > rows:
+            read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
+            told.append(f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”.")
+        return " ".join(told) or None
 
     def _subject(self, settings: Settings) -> dict[str, Any]:
         if not self.by_class:

@@ -45,7 +45,7 @@ __all__ = [
 
 Record = dict[str, Any]
 
-_TONES = {
+TONES = {
     "1F3FB": "light",
     "1F3FC": "medium-light",
     "1F3FD": "medium",
@@ -175,10 +175,10 @@ def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], l
                 report["duplicates"][style] += 1
                 continue
             points = hexcode.split("-")
-            toneless = "-".join(p for p in points if p not in _TONES) or hexcode
+            toneless = "-".join(p for p in points if p not in TONES) or hexcode
             known = names.get(hexcode) or names.get(toneless)
             if known is None and own_name:
-                for tone in sorted(_TONES.values(), key=len, reverse=True):
+                for tone in sorted(TONES.values(), key=len, reverse=True):
                     own_name = own_name.removesuffix(f" {tone.replace('-', ' ')} skin tone")
                 known = (toneless, {"label": own_name, "tags": [], "group": "components", "synonyms": []})
                 report["named_by_file"][style] += 1
@@ -188,7 +188,7 @@ def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], l
             seen.add(hexcode)
             concept, about = known
             # The five bare tone swatches are concepts of their own, not variants.
-            toned = [] if hexcode == concept else [_TONES[p] for p in points if p in _TONES]
+            toned = [] if hexcode == concept else [TONES[p] for p in points if p in TONES]
             tones = list(dict.fromkeys(toned))
             records.append(
                 {

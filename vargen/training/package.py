@@ -14,6 +14,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.prompt_names import PromptNames
 from vargen.training.generator import check_tokens
 from vargen.training.run import TrainingRun
 
@@ -33,7 +34,8 @@ def package(
 
     Args:
         tokenizer_run: holds `vqvae/` and `log.jsonl`. generator_run: holds `transformer/` and `log.jsonl`.
-        text_encoder_folder: holds `text_encoder/` and `tokenizer/`; may be `output` itself.
+        text_encoder_folder: holds `text_encoder/` and `tokenizer/`, and may hold `prompt_names.json`, which
+            `vargen.training.emoji_names.write_emoji_names` makes; may be `output` itself.
         defaults: sampling defaults of the model. note: how it was trained, for the card.
         drafter_run: a generator's run of a smaller model on the same tokens, packaged as `draft_transformer`.
 
@@ -61,6 +63,7 @@ def package(
         tokenizer=AutoTokenizer.from_pretrained(text_encoder_folder / "tokenizer"),
         draft_transformer=drafter,
         defaults={**DEFAULTS, **(defaults or {})},
+        prompt_names=PromptNames.read(text_encoder_folder),
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
     for network in (transformer, drafter):

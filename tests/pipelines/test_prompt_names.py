@@ -1,0 +1,205 @@
+"""Characters that stand for names, where a model was trained to know them; and words that a text encoder cannot read."""
+
+import json
+import logging
+
+import pytest
+import torch
+from PIL import Image
+from tiny_models import text_pipeline
+
+from vargen import LlamaGenPipeline
+from vargen.assets import packaged_model_path
+from vargen.pipelines.captions import unreadable_words
+from vargen.pipelines.prompt_names import FILE, PromptNames
+
+TABLE = PromptNames.read(packaged_model_path("emoji"))
+
+
+def read(text: str) -> str:
+    assert TABLE is not None
+    return TABLE.reading(text).text
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("😺", "grinning cat"),
+        ("🍎, 3d style", "red apple, 3d style"),
+        ("a 😺 with a 🎩", "a grinning cat with a top hat"),
+        ("😺🎩", "grinning cat, top hat"),
+        ("😺  🎩", "grinning cat, top hat"),
+        ("(😺)", "(grinning cat)"),
+        ("3😺4", "3 grinning cat 4"),
+        ("I ❤️ cats", "I red heart cats"),
+        ("❤", "red heart"),
+        ("❤\ufe0e", "red heart"),
+        ("❤️\u200d🔥", "heart on fire"),  # joined
+        ("👨\u200d👩\u200d👧", "family of man, woman, girl"),
+        ("😺\u200d🍎", "grinning cat, red apple"),  # joined to nothing that is known
+        ("👋🏾", "waving hand, medium-dark skin tone"),
+        ("👩🏻\u200d🤝\u200d👨🏿 on a hill", "woman and man holding hands, light and dark skin tones on a hill"),
+        ("👩🏽\u200d🤝\u200d👨🏽", "woman and man holding hands, medium skin tone"),
+        ("🏿", "dark skin tone"),
+        ("🇫🇷", "flag of france"),
+        ("🇫🇷🇯🇵", "flag of france, flag of japan"),
+        ("🏴\U000e0067\U000e0062\U000e0065\U000e006e\U000e0067\U000e007f", "flag of england"),
+        ("1️⃣", "keycap 1"),
+        ("1\u20e3 of 2", "keycap 1 of 2"),
+        ("©️", "copyright"),
+    ],
+)
+def test_emoji_are_read_as_the_captions_name_them(typed, expected):
+    assert read(typed) == expected
+
+
+@pytest.mark.parametrize("text", ["a cat", "café © 2 ™ #1 *", "1\ufe0f2", "собака", "a\u200db", "", " x ", "\u200d\ufe0f"])
+def test_other_text_stays_as_it_was(text):
+    assert read(text) == text
+
+
+def test_what_was_read_is_told_in_order():
+    assert TABLE.reading("🎩 on 😺\u200d🍎 and 🎩").names == {"🎩": "top hat", "😺": "grinning cat", "🍎": "red apple"}
+
+
+def test_the_table_is_that_of_the_training_captions():
+    """Rebuilt from the pinned emojibase, where it lies in the cache; every variant reads as its canonical caption."""
+    from vargen.training.emoji import TONES, default_cache
+    from vargen.training.emoji_captions import captions
+    from vargen.training.emoji_names import emoji_names
+    from vargen.training.emoji_sources import SOURCES, read_tarball
+
+    tarball = default_cache() / "npm" / next(source for source in SOURCES if source.style == "").tarball
+    if not tarball.is_file():
+        pytest.skip("emojibase is not in the cache; `vargen train data` fetches it")
+    files = read_tarball(tarball)
+    assert TABLE.names == emoji_names(files)
+    for entry in json.loads(files["en/data.json"]):
+        for variant in (entry, *entry.get("skins", ())):
+            points = variant["hexcode"].split("-")
+            tones = list(dict.fromkeys(TONES[point] for point in points if point in TONES and variant is not entry))
+            record = {"label": entry["label"], "group": "symbols", "style": "3d", "tones": tones}
+            characters = "".join(chr(int(point, 16)) for point in points)
+            if characters in "©®™‼⁉ℹ":
+                characters += "\ufe0f"
+            assert read(f"{characters}, 3d style") == captions(record)[0], variant["hexcode"]
+
+
+def test_names_survive_saving_and_are_the_models_own(tmp_path):
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    plain = pipe.encode_prompt("😺")[0]
+    named = LlamaGenPipeline(**pipe.components, prompt_names={"😺": "grinning cat"})
+    expected = pipe.encode_prompt("grinning cat")[0]
+    assert torch.equal(named.encode_prompt("😺")[0], expected) and not torch.equal(plain, expected)
+    named.save_pretrained(tmp_path / "model")
+    again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
+    assert again.prompt_names.names == {"😺": "grinning cat"}
+    assert torch.equal(again.encode_prompt("😺")[0], expected)
+    assert LlamaGenPipeline.from_pretrained(tmp_path / "model", prompt_names=None).prompt_names is None
+    pipe.save_pretrained(tmp_path / "model")  # over it, and without a table
+    assert not (tmp_path / "model" / FILE).exists()
+    assert LlamaGenPipeline.from_pretrained(tmp_path / "model").prompt_names is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[1]", '{"😺": 1}', '{"😺": " "}', '{"cat": "dog"}', '{"": "x"}', "[" * 10**5, "\xff", " " * 2**22 + "{}"],
+    ids=lambda text: text[:12],
+)
+def test_a_damaged_table_is_named(tmp_path, text):
+    (tmp_path / FILE).write_text(text, encoding="latin-1" if text == "\xff" else "utf-8")
+    with pytest.raises(ValueError, match=f"{FILE} is not a table of names"):
+        PromptNames.read(tmp_path)
+
+
+def test_a_damaged_table_is_told_before_weights_are_read(tmp_path, monkeypatch):
+    text_pipeline().save_pretrained(tmp_path)
+    (tmp_path / FILE).write_text("[1]")
+    monkeypatch.setattr("diffusers.DiffusionPipeline.from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(ValueError, match=f"{FILE} is not a table of names"):
+        LlamaGenPipeline.from_pretrained(tmp_path)
+
+
+# -- scripts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def texts() -> LlamaGenPipeline:
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("красная собака", ["красная", "собака"]),
+        ("a red 猫, and собака!", ["猫", "собака"]),
+        ("赤いリンゴ", ["赤いリンゴ"]),
+        ("사과", ["사과"]),
+        ("قطة", ["قطة"]),
+        ("कुत्ता", ["कुत्ता"]),
+        ("חתול חתול", ["חתול"]),
+        ("東京 tower", ["東京"]),
+        ("a cat 😺", ["😺"]),
+        ("café, naïve señor; łódź – “über” cờ… ½ → 5€ α-helix π", []),
+        ("a red apple", []),
+    ],
+)
+def test_words_of_other_scripts_are_found(texts, prompt, words):
+    assert unreadable_words(texts.tokenizer, prompt) == words
+
+
+def test_a_tokenizer_that_knows_a_script_gets_no_hint(texts):
+    class Knowing:
+        unk_token_id = 0
+
+        def __call__(self, word, **_):
+            return {"input_ids": [1, 2]}
+
+        def convert_ids_to_tokens(self, ids):
+            return ["\u2581соба", "ка"]
+
+    assert unreadable_words(Knowing(), "собака") == []
+
+
+def test_the_hint_names_the_words_and_the_language(texts, caplog):
+    with caplog.at_level(logging.WARNING, logger="vargen"):
+        texts.encode_prompt("a красная собака")
+    assert 'the text encoder cannot read "красная", "собака": English is what the model reads' in caplog.text
+    caplog.clear()
+    texts.encode_prompt("a red dog, café")
+    assert not caplog.records
+
+
+def test_names_are_read_before_words_are_judged(texts, caplog):
+    named = LlamaGenPipeline(**texts.components, prompt_names=TABLE)
+    with caplog.at_level(logging.WARNING, logger="vargen"):
+        named.encode_prompt("a 😺 and a 🍎")
+    assert not caplog.records
+
+
+def test_the_packaged_model_draws_what_an_emoji_is_called():
+    pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
+    for typed, name in (("😺", "grinning cat"), ("🍎, 3d style", "red apple, 3d style")):
+        assert torch.equal(pipe.encode_prompt(typed)[0], pipe.encode_prompt(name)[0])
+
+
+def test_the_command_says_what_it_read_and_the_picture_keeps_what_was_typed(tmp_path, monkeypatch):
+    from typer.testing import CliRunner
+
+    from vargen.cli.main import app
+
+    pipe = text_pipeline()
+    pipe.prompt_names = TABLE
+    pipe.save_pretrained(tmp_path / "model")
+    words = ["generate", "😺", "--negative-prompt", "🎩", "--seed", "1", "-o", str(tmp_path / "a.png")]
+    done = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model")])
+    assert done.exit_code == 0, done.output
+    assert 'read "😺" as "grinning cat", "🎩" as "top hat"' in done.stderr.splitlines()
+    with Image.open(tmp_path / "a.png") as picture:
+        parameters = json.loads(picture.info["vargen"])
+    assert (parameters["prompt"], parameters["negative_prompt"]) == ("😺", "🎩")
+    quiet = CliRunner().invoke(app, [*words, "--model", str(tmp_path / "model"), "--quiet"])
+    assert quiet.exit_code == 0 and quiet.stderr == ""
