@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import unicodedata
 from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
@@ -32,12 +33,17 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
         raise ValueError(f"{name} is an empty list; give at least one prompt")
     for i, text in enumerate(prompts):
         if not isinstance(text, str):
-            raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {text!r}")
-        if not text.strip():
+            raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {shown(text)}")
+        if not any(_visible(char) for char in text):
             raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # bytes of a shell that are no text
-            raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {text!r}")
+            raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {shown(text)}")
     return list(prompts)
+
+
+def _visible(char: str) -> bool:
+    """Whether a character is there for a reader: no space, and no mark of order or width."""
+    return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
 
 
 def check_guidance(guidance_scale: Any) -> float:
@@ -96,7 +102,7 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
             return numbers[label.strip().lower()]
         near = get_close_matches(label.lower(), numbers, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
-        raise ValueError(f"unknown class name {label!r}; {hint}")
+        raise ValueError(f"unknown class name {shown(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
         raise TypeError(f"class_labels must hold class numbers or names, got {shown(label)}")
     number = whole(label, 0, num_classes - 1)
@@ -157,7 +163,7 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
         ValueError: for tokens of another shape, or outside the vocabulary.
     """
     if answer is None:
-        return {}
+        answer = {}
     if not isinstance(answer, Mapping):
         raise TypeError(
             "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
@@ -165,12 +171,27 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
         )
     latents = answer.get("latents")
     if latents is not None and latents is not tokens:
-        if not isinstance(latents, Tensor) or latents.shape != tokens.shape or latents.is_floating_point():
-            given = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, Tensor) else shown(latents)
-            raise ValueError(f"callback_on_step_end must return latents as whole numbers {list(tokens.shape)}, got {given}")
-        if latents.numel() and (int(latents.min()) < 0 or int(latents.max()) >= vocab):
-            raise ValueError(f"callback_on_step_end must return latents from 0 to {vocab - 1}")
+        returned = "latents that callback_on_step_end returned"
+        shape = list(latents.shape) if isinstance(latents, Tensor) else None
+        if shape != list(tokens.shape):
+            given = shown(latents) if shape is None else shape
+            raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
+        check_tokens(latents, vocab, returned)
+    else:
+        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed")  # in place, as it may
     return dict(answer)
+
+
+def check_tokens(tokens: Any, vocab: int, who: str = "tokens") -> Tensor:
+    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary."""
+    if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        given = str(tokens.dtype) if isinstance(tokens, Tensor) else shown(tokens)
+        raise TypeError(f"{who} must be a tensor of whole numbers, got {given}")
+    if tokens.numel():
+        least, most = torch.aminmax(tokens)
+        if int(least) < 0 or int(most) >= vocab:
+            raise ValueError(f"{who} must be from 0 to {vocab - 1}, got {int(least)} to {int(most)}")
+    return tokens
 
 
 def check_seed(seed: Any, images: int) -> int:
@@ -192,6 +213,14 @@ def check_batch(batch: Any) -> int:
     number = whole(batch, 1, MAX_IMAGES)
     if number is None:
         raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {shown(batch)}")
+    return number
+
+
+def check_rows(max_sequence_length: Any) -> int:
+    """Raise ValueError unless it is a whole number of at least 1."""
+    number = whole(max_sequence_length, 1)
+    if number is None:
+        raise ValueError(f"max_sequence_length must be a whole number of at least 1, got {shown(max_sequence_length)}")
     return number
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, outside_autocast
@@ -27,6 +28,7 @@ from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.memory import within_memory
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames, Reading
+from vargen.values import shown
 
 ensure_torchvision()
 
@@ -215,7 +217,7 @@ class LlamaGenPipeline(DiffusionPipeline):
                 logger.warning("%s", hint)
         if clean:
             prompts = [clean_caption(text) for text in prompts]
-        rows = max_sequence_length or self.transformer.config.cls_token_num
+        rows = self.transformer.config.cls_token_num if max_sequence_length is None else checks.check_rows(max_sequence_length)
         warn_truncated(self.tokenizer, prompts, rows)
         encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
         mask = encoded.attention_mask.to(self._execution_device)
@@ -380,7 +382,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         compile: bool = False,
     ) -> LlamaGenTokens:
         """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call."""
-        options = (guidance_scale, guidance_interval, negative, compress_prefix)
+        options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.vqvae.quantize.codes().to(device)
@@ -424,9 +426,16 @@ class LlamaGenPipeline(DiffusionPipeline):
         Also a preview of a picture that is still being drawn.
 
         Raises:
+            ValueError, TypeError: for tokens that are none of this model's, or an unknown output type.
             NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
         """
+        checks.check_output_type(output_type)
         side = self.transformer.config.grid_size
+        checks.check_tokens(tokens, self.vqvae.config.codebook_size)
+        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
+            raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")
+        if length is not None and tuple(length.shape) != (len(tokens),):
+            raise ValueError(f"length must be [{len(tokens)}], one per picture, got {list(length.shape)}")
         tokens = tokens.reshape(-1, side, side)
         if output_type == "latent":
             return tokens
@@ -462,12 +471,17 @@ class LlamaGenPipeline(DiffusionPipeline):
         """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size.
 
         Raises:
-            ValueError: for pictures with NaN or infinite values.
+            ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         if not isinstance(images, Tensor | np.ndarray):
-            images = [image.convert("RGB") for image in (images if isinstance(images, list) else [images])]
+            images = list(images) if isinstance(images, list | tuple) else [images]
+            if not images or not all(isinstance(image, Image.Image) for image in images):
+                raise TypeError(f"images must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {shown(images)}")
+            images = [image.convert("RGB") for image in images]
+        elif images.ndim not in (3, 4) or not len(images):
+            raise ValueError(f"images must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
         pixels = self.image_processor.preprocess(images, height=side, width=side)
         if not pixels.isfinite().all():
             raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")

@@ -106,6 +106,14 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Jacobi(window=Adaptive)
     with pytest.raises(TypeError, match=r"tail must be one of.*or a function"):
         Jacobi(tail=dict)
+    with pytest.raises(TypeError, match=r"model must be a TokenModel.*got 5"):
+        Speculative(model=5)
+    with pytest.raises(TypeError, match="shared_noise must be True or False, got 'no'"):
+        Speculative(shared_noise="no")
+    with pytest.raises(ValueError, match=r"widest <= 4096, got 4 and 1000"):
+        Adaptive(widest=10**30)
+    with pytest.raises(ValueError, match="widest from 2 to 4096"):
+        Auto(widest=10**30)
     with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
         Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):

@@ -155,7 +155,7 @@ def test_a_callback_that_returns_something_else_is_told_what_to_return(classes, 
     [torch.zeros(1, 3, dtype=torch.int64), torch.zeros(1, 16), [0] * 16, torch.full((1, 16), 64), torch.full((1, 16), -1)],
 )
 def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
-    with pytest.raises(ValueError, match="callback_on_step_end must return latents"):
+    with pytest.raises((ValueError, TypeError), match="latents that callback_on_step_end returned must be"):
         classes(class_labels=3, callback_on_step_end=lambda *_: {"latents": latents})
 
 
@@ -168,15 +168,67 @@ def test_a_callback_cannot_put_in_tokens_that_are_none(classes, latents):
         ({"seeds": torch.ones(0, dtype=torch.int64)}, "seeds must hold one number per image, got none"),
         ({"sampling": {"temperature": 1}}, "sampling must be a Sampling"),
         ({"callback": True}, "callback must be a function of a Progress"),
+        ({"model": None}, "model must be a TokenModel.*got None"),
+        ({"seeds": torch.arange(3)}, "condition must have a row for each of the 3 seeds, got 1"),
         ({"accelerator": None}, "accelerator must be a preset's name or an Accelerator, got None"),
         ({"sampling": Sampling(top_k=10**30)}, "top_k must be at most the vocabulary of 64 tokens"),
     ],
 )
 def test_decode_says_what_it_takes(classes, change, message):
     condition, _ = classes.condition(class_labels=3)
-    arguments = {"seeds": torch.ones(1, dtype=torch.int64), **change}
+    arguments = {"model": classes.token_model(2.0), "seeds": torch.ones(1, dtype=torch.int64), **change}
     with pytest.raises((ValueError, TypeError), match=message):
-        decode(classes.token_model(2.0), condition, **arguments)
+        decode(condition=condition, **arguments)
+
+
+def test_a_callback_cannot_spoil_tokens_in_place(classes):
+    def spoil(pipe, step, drawn, tensors):
+        tensors["latents"].fill_(64)
+
+    with pytest.raises(ValueError, match="tokens that callback_on_step_end changed must be from 0 to 63, got 64 to 64"):
+        classes(class_labels=3, callback_on_step_end=spoil)
+
+
+# -- the parts of a call ----------------------------------------------------------------------------------------------
+
+
+TOKENS = torch.zeros(2, 16, dtype=torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((TOKENS + 64,), "tokens must be from 0 to 63, got 64 to 64"),
+        ((TOKENS - 1,), "tokens must be from 0 to 63, got -1 to -1"),
+        ((TOKENS.float(),), "tokens must be a tensor of whole numbers, got torch.float32"),
+        (([[0] * 16],), "tokens must be a tensor of whole numbers"),
+        ((TOKENS[:, :15],), r"tokens must be \[B, 16\] or \[B, 4, 4\], got \[2, 15\]"),
+        ((TOKENS[:0],), r"tokens must be \[B, 16\]"),
+        ((TOKENS, torch.tensor([1, 2, 3])), r"length must be \[2\], one per picture, got \[3\]"),
+        ((TOKENS, None, "jpeg"), "output_type must be one of"),
+    ],
+)
+def test_tokens_that_are_none_are_not_decoded(classes, arguments, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        classes.decode_tokens(*arguments)
+
+
+@pytest.mark.parametrize("images", [None, [], "a.png", [Image.new("RGB", (8, 8)), 7], torch.zeros(8, 8), TOKENS[:0]])
+def test_what_is_no_picture_is_not_encoded(classes, images):
+    with pytest.raises((ValueError, TypeError), match="images must be"):
+        classes.encode_image(images)
+
+
+@pytest.mark.parametrize("rows", [0, -1, 2.5, True])
+def test_max_sequence_length_is_checked(texts, rows):
+    with pytest.raises(ValueError, match="max_sequence_length must be a whole number of at least 1"):
+        texts.encode_prompt("a cat", max_sequence_length=rows)
+
+
+@pytest.mark.parametrize("prompt", ["\u200b", "\ufe0f \u200d", "\u2066\u2069"])
+def test_a_prompt_of_marks_that_no_one_sees_is_empty(texts, prompt):
+    with pytest.raises(ValueError, match=r"prompt\[0\] is empty"):
+        texts(prompt)
 
 
 # -- autocast ---------------------------------------------------------------------------------------------------------

@@ -236,7 +236,8 @@ def _check_against(model: Model, given: dict[str, Any], by_class: bool, negative
 def _class_numbers(labels: list[str], model: Model) -> list[int]:
     from vargen.pipelines import checks
 
-    typed = [int(label) if label.strip().lstrip("-").isdecimal() else label for label in labels]
+    # A number of thousands of digits is one that Python does not read; no class has one of more than nine.
+    typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
     return checks.check_class_labels(typed, model.num_classes, model.id2label)
 
 

@@ -64,7 +64,7 @@ def decode(
     """
     accelerator = resolve_accelerator(accelerator)
     sampling = Sampling() if sampling is None else sampling
-    _check(seeds, sampling, callback)
+    _check(model, seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     fed = 1 if accelerator.drafter is None else accelerator.drafter.widest
     with suitable_threads(model, condition, len(seeds), fed) as threads:
@@ -98,6 +98,8 @@ def _decode(
     tokens = torch.zeros(B, N + widest, dtype=torch.int64, device=device)  # the tail takes writes past the grid
     histogram = torch.zeros(widest + 1, dtype=torch.int64, device=device)
     spent = torch.zeros(B, device=device)
+    if len(logits) != B:
+        raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
     root_position = torch.zeros(B, 1, dtype=torch.int64, device=device)
     empty = Draft.empty(B, model.vocab, device)
     first = same_noise(law(logits[:, None], sampling), empty, Noise(seeds, root_position), spent)
@@ -153,7 +155,9 @@ def _decode(
     return Decoded(tokens[:, :N].contiguous(), length, stats, finished=not stats.stopped)
 
 
-def _check(seeds: Any, sampling: Any, callback: Any) -> None:
+def _check(model: Any, seeds: Any, sampling: Any, callback: Any) -> None:
+    if isinstance(model, type) or not hasattr(model, "prefill"):
+        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
         given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
         raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")

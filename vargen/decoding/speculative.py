@@ -104,6 +104,10 @@ class Speculative:
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
+        if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
+            raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), or None, got {shown(self.model)}")
+        if not isinstance(self.shared_noise, bool):
+            raise TypeError(f"shared_noise must be True or False, got {shown(self.shared_noise)}")
         if isinstance(self.length, str) and self.length == "auto":
             return
         length = whole(self.length, 1)

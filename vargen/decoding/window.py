@@ -19,6 +19,8 @@ from vargen.decoding.naming import nearest
 from vargen.decoding.types import TokenModel
 from vargen.values import real, shown, whole
 
+_WIDEST = 4096  # the largest grids have as many tokens; memory is set aside for a window before it shrinks to the grid
+
 
 class Window(Protocol):
     """Attributes: `widest`, most fed tokens; `shrinks`, whether a smaller grid simply caps it."""
@@ -71,11 +73,11 @@ class Adaptive:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        widest = whole(self.widest, 2)
+        widest = whole(self.widest, 2, _WIDEST)
         narrowest = None if widest is None else whole(self.narrowest, 2, widest)
         if widest is None or narrowest is None:
             given = f"{shown(self.narrowest)} and {shown(self.widest)}"
-            raise ValueError(f"a window needs whole numbers 2 <= narrowest <= widest, got {given}")
+            raise ValueError(f"a window needs whole numbers 2 <= narrowest <= widest <= {_WIDEST}, got {given}")
         ahead, memory = real(self.ahead), real(self.memory)
         if ahead is None or memory is None or not (ahead > 0 and 0 <= memory < 1):
             raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {shown(self.ahead)} and {shown(self.memory)}")
@@ -130,12 +132,12 @@ class Auto:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        widest, memory, probes, hope = whole(self.widest, 2), real(self.memory), whole(self.probes, 0), real(self.hope)
+        widest, memory, probes, hope = whole(self.widest, 2, _WIDEST), real(self.memory), whole(self.probes, 0), real(self.hope)
         if None in (widest, probes) or memory is None or hope is None or not (0 <= memory < 1 and hope > 0):
             given = (self.widest, self.memory, self.probes, self.hope)
             raise ValueError(
-                "an automatic window needs widest of at least 2, memory in [0, 1), probes of at least 0 and hope above 0, "
-                f"got {', '.join(map(shown, given))}"
+                f"an automatic window needs widest from 2 to {_WIDEST}, memory in [0, 1), probes of at least 0 and hope above "
+                f"0, got {', '.join(map(shown, given))}"
             )
         for name, value in (("widest", widest), ("memory", memory), ("probes", probes), ("hope", hope)):
             object.__setattr__(self, name, value)
