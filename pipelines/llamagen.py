@@ -26,6 +26,7 @@ from vargen.pipelines.captions import align_left_padded, clean_caption, unreadab
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.memory import within_memory
+from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames, Reading
 from vargen.values import shown
@@ -73,6 +74,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_names: what characters in a prompt stand for, such as "grinning cat" for "😺"; only for models whose captions
             name them so. Kept in the model folder as `prompt_names.json`.
+
+    Raises:
+        ValueError: for parts that do not belong together, class names or defaults that a call could not use.
     """
 
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
@@ -91,6 +95,10 @@ class LlamaGenPipeline(DiffusionPipeline):
         defaults: dict[str, Any] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
+        networks = {
+            "vqvae": vqvae, "transformer": transformer, "draft_transformer": draft_transformer, "text_encoder": text_encoder,
+        }  # fmt: skip
+        check_parts({name: getattr(part, "config", None) for name, part in networks.items()}, id2label, defaults)
         super().__init__()
         self.register_modules(
             vqvae=vqvae,
@@ -126,8 +134,8 @@ class LlamaGenPipeline(DiffusionPipeline):
 
         Raises:
             ValueError: for two dtypes or one that is not of floating point, an unknown name, a folder without
-                `model_index.json`, one that asks for foreign code, or weights that are missing, damaged or of other shapes;
-                before any weight is loaded.
+                `model_index.json`, one that holds or asks for foreign code, or parts that are missing, damaged or do not
+                belong together; before any weight is loaded. For `trust_remote_code` or `custom_pipeline`.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")

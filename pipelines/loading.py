@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from torch import nn
 
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
-from vargen.models.weights import check_weights, header_shapes
+from vargen.models.weights import header_shapes
+from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
+from vargen.pipelines.parts import check_parts
+from vargen.pipelines.trust import CLASSES, check_classes, check_no_code, check_no_code_keys, check_options
 
-# Folders may name classes of these libraries only: anything else would be code from a stranger.
-_TRUSTED = ("diffusers", "transformers", "vargen.")
 _SMALL = 50_000_000  # parameters
-_CHECKED: dict[str, type] = {
+_KINDS: dict[str, type] = {
     "transformer": LlamaGenTransformer,
     "draft_transformer": LlamaGenTransformer,
     "vqvae": VQModel,
@@ -93,8 +93,10 @@ def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Pat
     """The folder of a packaged model, a local one, or a hub model's, checked without loading a weight.
 
     Raises:
-        ValueError: unknown name; no or foreign `model_index.json`; missing, damaged or foreign-shaped weights.
+        ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
+            damaged, of another shape or type than their configuration says, or do not belong together.
     """
+    check_options(hub_options)
     folder = _locate(name, hub_options)
     index_file = folder / "model_index.json"
     if not index_file.is_file():
@@ -102,64 +104,34 @@ def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Pat
             f"{folder} holds no model_index.json, so it is not a pipeline folder. "
             "For official LlamaGen files run `vargen convert llamagen --transformer FILE --vq FILE --output DIR` first"
         )
-    try:
-        index = json.loads(index_file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{index_file} is not valid JSON: {error}") from error
-    if not isinstance(index, dict) or index.get("_class_name") != pipeline:
-        named = index.get("_class_name") if isinstance(index, dict) else None
-        raise ValueError(f"{index_file} describes a {named!r}, this class opens {pipeline!r}")
-    for component, value in index.items():
-        if isinstance(value, list) and len(value) == 2 and value[0] is not None:
-            library = str(value[0])
-            if library not in _TRUSTED and not library.startswith(_TRUSTED[-1]):
-                raise ValueError(f"{index_file} takes {component!r} from {library!r}; only {', '.join(_TRUSTED)} are trusted")
-    variant = hub_options.get("variant")
-    index = {name: value for name, value in index.items() if name not in hub_options}  # a caller's own need no file
-    for component, kind in _CHECKED.items():
-        if (index.get(component) or [None])[0] is not None:
-            check_component(folder / component, kind, variant)
-    encoder, kind_of_encoder = index.get("text_encoder") or (None, None)
-    if kind_of_encoder == MiniLMTextEncoder.__name__:
-        check_component(folder / "text_encoder", MiniLMTextEncoder, variant)
-    elif encoder is not None:  # of transformers, which names tensors anew as it loads: the headers alone are checked
-        check_headers(folder / "text_encoder")
+    index = read_object(index_file)
+    if index.get("_class_name") != pipeline:
+        raise ValueError(f"{index_file} describes a {index.get('_class_name')!r}, this class opens {pipeline!r}")
+    check_no_code_keys(index, index_file)
+    check_classes(index, index_file)
+    check_no_code(folder)
+    _check_components(folder, index, hub_options)
     return folder
 
 
-def check_headers(folder: Path) -> None:
-    """Raise ValueError unless `folder` has a config and weights in safetensors files, none of them damaged."""
-    files = sorted(folder.glob("*.safetensors"))
-    for needed, there in (("config.json", (folder / "config.json").is_file()), ("model.safetensors", bool(files))):
-        if not there:
-            raise ValueError(f"{folder / needed} is missing; the folder is incomplete, download or convert it again")
-    for file in files:
-        header_shapes(file)
-
-
-def check_component(folder: Path, kind: type, variant: str | None = None) -> None:
-    """Compare a component's weight file with the network that its config describes, by header only.
-
-    Args:
-        variant: part of the weight file's name, such as "fp16", as diffusers has it.
-
-    Raises:
-        ValueError: naming the file and the first tensors that are wrong.
-    """
-    config_file = folder / "config.json"
-    if not config_file.is_file():
-        raise ValueError(f"{config_file} is missing; the folder is incomplete, download or convert it again")
+def _check_components(folder: Path, index: dict[str, Any], given: dict[str, Any]) -> None:
+    """Check each component that the index names and a caller does not bring, then whether they belong together."""
+    variant = given.get("variant")
+    named = {part: index[part][1] for part in CLASSES if part not in given and (index.get(part) or [None, None])[1]}
+    configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in CLASSES}
+    for part, kind in _KINDS.items():
+        if part in named:
+            configs[part] = check_component(folder / part, kind, variant)
+    if named.get("text_encoder") == MiniLMTextEncoder.__name__:
+        configs["text_encoder"] = check_component(folder / "text_encoder", MiniLMTextEncoder, variant)
+    elif "text_encoder" in named:
+        configs["text_encoder"] = check_t5(folder / "text_encoder")
+    if "tokenizer" in named:
+        check_tokenizer(folder / "tokenizer", named["tokenizer"])
     try:
-        config = kind.load_config(str(folder))  # type: ignore[attr-defined]
-        with torch.device("meta"):
-            network: nn.Module = kind.from_config(config)  # type: ignore[attr-defined]
-    except Exception as error:
-        raise ValueError(f"{config_file} does not describe a {kind.__name__}: {error}") from error
-    if isinstance(network, MiniLMTextEncoder):
-        expected = network.stored_shapes()
-    else:
-        expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    check_weights(folder, "diffusion_pytorch_model", expected, variant)
+        check_parts(configs, given.get("id2label", index.get("id2label")), given.get("defaults", index.get("defaults")))
+    except ValueError as error:
+        raise ValueError(f"{folder / 'model_index.json'}: {error}") from error
 
 
 def _locate(name: Any, hub_options: dict[str, Any]) -> Path:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vargen.models.weights import check_weights, compare_shapes, header_shapes
+from vargen.models.weights import Stored, check_weights, compare_shapes, read_header, stored_weights
 
 _STEM = "diffusion_pytorch_model"
 _SHAPES = {"a.weight": (4, 3), "b.bias": (5,), "scale": ()}
@@ -23,16 +23,20 @@ def _write(file: Path, **changes: tuple[int, ...] | None) -> None:
 
 def _refused(folder: Path, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_weights(folder, _STEM, _SHAPES)
+        _check(folder)
+
+
+def _check(folder: Path) -> None:
+    check_weights(stored_weights(folder, _STEM), _SHAPES, str(folder))
 
 
 def test_the_right_weights_pass(tmp_path: Path) -> None:
     file = tmp_path / f"{_STEM}.safetensors"
     _write(file)
-    assert header_shapes(file) == _SHAPES
-    check_weights(tmp_path, _STEM, _SHAPES)
+    assert read_header(file) == {name: Stored(shape, "F32") for name, shape in _SHAPES.items()}
+    _check(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
-    check_weights(tmp_path, _STEM, _SHAPES)
+    _check(tmp_path)
 
 
 def test_only_the_header_is_read(tmp_path: Path) -> None:
@@ -44,7 +48,7 @@ def test_only_the_header_is_read(tmp_path: Path) -> None:
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(8 + len(header) + size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert header_shapes(file) == {"a": (size // 4,)}
+    assert read_header(file) == {"a": Stored((size // 4,), "F32")}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
@@ -112,7 +116,7 @@ def _write_shards(folder: Path, weight_map: Any = None) -> Path:
 
 def test_shards_are_checked_together(tmp_path: Path) -> None:
     _write_shards(tmp_path)
-    check_weights(tmp_path, _STEM, _SHAPES)
+    _check(tmp_path)
     (tmp_path / "two.safetensors").unlink()
     _refused(tmp_path, r"two\.safetensors is missing")
 

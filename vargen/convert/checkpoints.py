@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.models.weights import compare_shapes, header_shapes
+from vargen.models.weights import compare_shapes, read_header
 
 State = dict[str, Tensor]
 
@@ -29,7 +29,7 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
         ValueError: if it is no checkpoint file, damaged, or would run code if it were unpickled in full.
     """
     if file.suffix == ".safetensors":
-        header_shapes(file)  # its message is clearer than the loader's
+        read_header(file)  # its message is clearer than the loader's
         content: Any = load_file(file)
     elif file.suffix in _PICKLES and file.is_file():
         content = _unpickle(file)

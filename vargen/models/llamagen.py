@@ -36,7 +36,8 @@ SIZES: dict[str, dict[str, int]] = {
     "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
     "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
 }
-
+# No weight tells the grid, and memory for angles and cache grows with its area: a wrong number could ask for 640 GB.
+MAX_GRID = 256
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 
@@ -241,14 +242,15 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         condition: `"class"` or `"text"`.
         dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
         vocab_size: image tokens V.
-        grid_size: side of the square token grid; N = grid_size^2. The rotary table fits no other grid.
+        grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table fits no other grid.
         num_classes: classes, without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
         dropout: of embeddings and residuals, in training only.
 
     Raises:
-        ValueError: for an unknown condition or a width that the heads or the two rotary axes do not divide.
+        ValueError: for an unknown condition, a grid outside 1 to 256, or a width that the heads or the two rotary axes do not
+            divide.
     """
 
     _supports_gradient_checkpointing = False
@@ -280,6 +282,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         super().__init__()
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
+        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
+            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
         if dim % n_head or (dim // n_head) % 4:
             raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
         n_kv_head = n_kv_head or n_head

@@ -28,6 +28,7 @@ _SCALE = ".scale"
 _LEVELS = 127
 _SMALLEST = 2.0**-100  # stands in for the largest value of a row of zeros
 _GROUP_COLUMNS = 32
+_HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32"}
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 # Options of `ModelMixin.from_pretrained` that say how to fetch or place weights: nothing to do for a small
 # local file, yet DiffusionPipeline passes them to every component.
@@ -172,6 +173,11 @@ class MiniLMTextEncoder(ModelMixin, ConfigMixin):
         """Shapes of the tensors in the weight file, by name."""
         expected = _expected(dict(self.named_parameters()), self.config.weight_format)
         return {name: shape for name, (_, shape) in expected.items()}
+
+    def stored_dtypes(self) -> dict[str, str]:
+        """Their dtypes, as a safetensors header names them."""
+        expected = _expected(dict(self.named_parameters()), self.config.weight_format)
+        return {name: _HEADER_DTYPES[dtype] for name, (dtype, _) in expected.items()}
 
     def _pack(self) -> dict[str, Tensor]:
         """The tensors of the weight file in the configured format."""

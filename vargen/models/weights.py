@@ -4,20 +4,38 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 Shapes = dict[str, tuple[int, ...]]
+MOST_LAYERS = 1000  # networks of more are not even described: that takes minutes
+FLOATS = ("F64", "F32", "F16", "BF16")  # what a network computes in, by safetensors' names
 
 
-def check_weights(folder: Path, stem: str, expected: Shapes, variant: str | None = None) -> None:
-    """Raise ValueError unless `folder/stem.safetensors` (or its shards) holds exactly the `expected` shapes.
+@dataclass(frozen=True)
+class Stored:
+    """What a header tells of a tensor: its shape, and its dtype by safetensors' name."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Header = dict[str, Stored]
+
+
+def stored_weights(folder: Path, stem: str, variant: str | None = None) -> Header:
+    """The tensors of `folder/stem.safetensors`, or of its shards, by their names.
 
     Args:
         variant: part of the files' names, such as "fp16", where diffusers puts it.
+
+    Raises:
+        ValueError: if a file is missing, damaged or not safetensors.
     """
     named = f".{variant}" if variant else ""
     single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
@@ -29,10 +47,44 @@ def check_weights(folder: Path, stem: str, expected: Shapes, variant: str | None
         others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
         raise ValueError(f"{single} is missing{reason}")
-    found: Shapes = {}
-    for file in files:
-        found.update(header_shapes(file))
-    compare_shapes(found, expected, str(folder))
+    return {name: stored for file in files for name, stored in read_header(file).items()}
+
+
+def check_weights(found: Header, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError unless the tensors are exactly the `expected` ones, of dtypes that can be used; see `check_dtypes`."""
+    compare_shapes({name: stored.shape for name, stored in found.items()}, expected, where)
+    check_dtypes(found, where, dtypes)
+
+
+def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+    """Raise ValueError naming the first tensor of a wrong dtype.
+
+    Args:
+        dtypes: the one that each tensor must be of; by default any may be of any of `FLOATS`.
+    """
+    for name, stored in found.items():
+        allowed = FLOATS if dtypes is None else (dtypes[name],)
+        if stored.dtype not in allowed:
+            expected = " or ".join(allowed)
+            raise ValueError(f"the weights in {where} cannot be used: {name} is {stored.dtype}, expected {expected}")
+
+
+def check_layers(found: Header, config: Mapping[str, Any], counted: Mapping[str, str], config_file: Path) -> None:
+    """Raise ValueError unless the file has as many layers as its config says: known before a network of that size is built.
+
+    Args:
+        counted: what stands before a layer's number in tensor names, by the config's name for how many there are.
+    """
+    for key, prefix in counted.items():
+        if key not in config:
+            continue
+        value = config[key]
+        said = len(value) if isinstance(value, list | tuple) else value
+        held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
+        absurd = isinstance(said, int) and said > MOST_LAYERS
+        if said != held and (held or absurd):  # a file with none is another network's, of which the shapes tell more
+            what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {value!r}"
+            raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -47,15 +99,16 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def header_shapes(file: Path) -> Shapes:
-    """Names and shapes in a safetensors file, from its header.
+def read_header(file: Path) -> Header:
+    """The tensors of a safetensors file by their names, from its header.
 
     Raises:
         ValueError: if the file is missing, truncated or not safetensors.
     """
     try:
         with safe_open(str(file), "pt") as opened:
-            return {key: tuple(opened.get_slice(key).get_shape()) for key in opened.keys()}  # noqa: SIM118
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 

@@ -1,0 +1,102 @@
+"""Whether the parts of a model belong together, by their configurations: networks, sampling defaults, class names.
+
+A folder is asked before a weight of it is loaded, and the constructor for parts that were made elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from vargen.pipelines import checks
+
+SETTINGS = ("guidance_scale", "temperature", "top_k", "top_p")
+_SHARED = {
+    "class": ("condition", "num_classes", "vocab_size", "grid_size"),
+    "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
+}
+
+
+def check_parts(configs: Mapping[str, Any], id2label: Any, defaults: Any) -> None:
+    """Compare the networks' configurations, and check what a pipeline keeps beside them.
+
+    Args:
+        configs: a mapping by component, None for one that is not there. id2label, defaults: arguments of the pipeline.
+
+    Raises:
+        ValueError: the vqvae has other tokens than the transformer draws, the draft model draws other tokens or from other
+            conditions, the text encoder's features are of another width; see also `check_defaults`, `check_id2label`.
+    """
+    transformer = configs.get("transformer") or {}
+    check_defaults(defaults, transformer.get("vocab_size"))
+    check_id2label(id2label, transformer.get("num_classes") if transformer.get("condition") == "class" else None)
+    if transformer:
+        _check_networks(transformer, configs.get("vqvae"), configs.get("draft_transformer"), configs.get("text_encoder"))
+
+
+def _check_networks(transformer: Any, vqvae: Any, draft_transformer: Any, text_encoder: Any) -> None:
+    if vqvae is not None and vqvae["codebook_size"] != transformer["vocab_size"]:
+        raise ValueError(
+            f"transformer and vqvae do not belong together: the transformer draws from {transformer['vocab_size']} tokens "
+            f"(vocab_size), the vqvae has {vqvae['codebook_size']} codes (codebook_size)"
+        )
+    condition = transformer["condition"]
+    for name in _SHARED[condition] if draft_transformer is not None else ():
+        draft, target = draft_transformer[name], transformer[name]
+        if draft != target:
+            raise ValueError(
+                f"draft_transformer and transformer do not belong together: {name} of the draft model is {draft!r}, and must "
+                f"be that of the transformer, {target!r}"
+            )
+    width = next((_of(text_encoder, name) for name in ("d_model", "hidden_size") if _of(text_encoder, name)), None)
+    if condition == "text" and isinstance(width, int) and width != transformer["caption_dim"]:
+        raise ValueError(
+            f"text_encoder and transformer do not belong together: the encoder's features are {width} wide, the transformer "
+            f"takes {transformer['caption_dim']} (caption_dim)"
+        )
+
+
+def _of(config: Any, name: str) -> Any:
+    """A value of a configuration: a mapping as read from a file and of diffusers, an object of transformers."""
+    return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+
+
+def check_defaults(defaults: Any, vocab_size: int | None = None) -> None:
+    """Raise ValueError unless it is None or a dict of sampling settings that a call could be given (None where unset).
+
+    Args:
+        vocab_size: what `top_k` may be at most, where it is known.
+    """
+    if defaults is None:
+        return
+    if not isinstance(defaults, dict):
+        raise ValueError(f"defaults must be a dict of {', '.join(SETTINGS)}, or None, got {defaults!r}")
+    for name in defaults:
+        if name not in SETTINGS:
+            raise ValueError(f"defaults has an unknown setting {name!r}; it may have {', '.join(SETTINGS)}")
+    try:
+        _, sampling = checks.check_sampling({name: value for name, value in defaults.items() if value is not None})
+        if vocab_size is not None:
+            sampling.check_vocabulary(vocab_size)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"defaults: {error}") from error
+
+
+def check_id2label(id2label: Any, num_classes: int | None = None) -> None:
+    """Raise ValueError unless it is None or a mapping of class numbers (as text too, as JSON has them) to names.
+
+    Args:
+        num_classes: the number of classes that may be named, where it is known.
+    """
+    if id2label is None:
+        return
+    allowed = "a mapping of class numbers to names, such as {0: 'tench, Tinca tinca'}, or None"
+    if not isinstance(id2label, Mapping):
+        raise ValueError(f"id2label must be {allowed}, got {id2label!r:.200}")
+    for key, name in id2label.items():
+        number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
+        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(name, str):
+            raise ValueError(f"id2label must be {allowed}, got {key!r}: {name!r:.200}")
+        if number < 0 or (num_classes is not None and number >= num_classes):
+            most = "" if num_classes is None else f" to {num_classes - 1}"
+            raise ValueError(f"id2label names class {number}; the classes are 0{most}")

@@ -1,0 +1,96 @@
+"""Nothing that a model folder holds may run: which classes its parts may be, and what must not lie in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.vq import VQModel
+
+Class = tuple[str, str]
+
+
+def _ours(*kinds: type) -> list[Class]:
+    return [(kind.__module__, kind.__name__) for kind in kinds]
+
+
+# Library and class that an index may name, by component. A list, not a rule about libraries: diffusers imports what an index
+# names, up to 0.37 also from a file of that name in the component's folder, and `DiffusionPipeline` is a class of diffusers.
+# The last two tokenizers are what transformers 4 and 5 call one that is read from tokenizer.json alone.
+CLASSES: dict[str, list[Class]] = {
+    "transformer": _ours(LlamaGenTransformer),
+    "draft_transformer": _ours(LlamaGenTransformer),
+    "vqvae": _ours(VQModel),
+    "text_encoder": [*_ours(MiniLMTextEncoder), ("transformers", "T5EncoderModel")],
+    "tokenizer": [
+        ("transformers", name)
+        for name in (
+            "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
+            "TokenizersBackend",
+        )
+    ],
+}  # fmt: skip
+REQUIRED = ("transformer", "vqvae")
+
+_CODE = (".py", ".pyc", ".pyd", ".so")
+# Keys by which a configuration has its reader run or fetch code: transformers' and diffusers' remote classes, and kernels
+# of the hub, which transformers names in place of an attention or expert implementation.
+_CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
+_KERNEL_KEYS = ("implementation", "implementation_internal")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of `from_pretrained` that ask for code from elsewhere."""
+    for name in ("trust_remote_code", "custom_pipeline"):
+        if options.get(name):
+            raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
+
+
+def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
+    """Raise ValueError unless every component that an index names is of a class that it may be."""
+    for component in REQUIRED:
+        if component not in index:
+            raise ValueError(f"{index_file} names no {component!r}; the folder is incomplete, download or convert it again")
+    for component, value in index.items():
+        if component in CLASSES:
+            allowed = CLASSES[component]
+            if value in ([None, None], None) or (isinstance(value, list) and tuple(value) in allowed):
+                continue
+            choice = ", ".join(f"{library}.{name}" for library, name in allowed)
+            raise ValueError(f"{index_file} takes {component!r} from {_said(value)}; only {choice} may be named there")
+        if isinstance(value, list) and component not in ("id2label", "defaults"):
+            raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(CLASSES)} are components")
+
+
+def check_no_code(folder: Path) -> None:
+    """Raise ValueError if the folder, or a component's folder in it, holds a file that Python could import."""
+    top = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
+    inside = [
+        Path(place) / name
+        for component in CLASSES
+        for place, _, names in os.walk(folder / component)
+        for name in sorted(names)
+    ]
+    for file in top + inside:
+        if file.suffix.lower() in _CODE:
+            raise ValueError(
+                f"{file} is program code, and vargen runs none that comes with a model; if it is a file of your own, "
+                "keep it outside the model folder"
+            )
+
+
+def check_no_code_keys(config: Mapping[str, Any], file: Path) -> None:
+    """Raise ValueError if a configuration names code to run or to fetch."""
+    for key, value in config.items():
+        kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
+        if kernel or (key in _CODE_KEYS and value):
+            raise ValueError(f"{file} has {key!r}: {value!r}, which asks for code from elsewhere; vargen runs none")
+
+
+def _said(value: Any) -> str:
+    """A component's entry as it is best read: the library where that alone is foreign."""
+    return f"{value[0]!r} ({value[1]!r})" if isinstance(value, list) and len(value) == 2 else repr(value)
