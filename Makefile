@@ -2,26 +2,34 @@
 # make demo                         the page in the browser
 # make test                         everything, on the reference set of packages
 # make test-latest                  the fast tests, on the latest set
+# make test-lowest                  the fast tests, on the oldest packages that pyproject.toml allows
 # make lint                         ruff and mypy
 # make clean                        remove what make made, pictures excepted
+#
+# Where torch comes from: on a Linux machine without an NVIDIA GPU, PyTorch's index of CPU wheels, because the ordinary index
+# has gigabytes of CUDA there. Another index: make image TORCH_INDEX=URL; the ordinary one: make image TORCH_INDEX=
 
 PYTHON ?= python3
 PROMPT ?= a red apple
 OUT    ?= image.png
 SEED   ?= 0
 
+TORCH_INDEX ?= auto
+CPU_WHEELS  := https://download.pytorch.org/whl/cpu
+
 # The text reaches the shell through the environment, and make never expands it: quotes, $ and ` are just characters.
 override PROMPT := $(value PROMPT)
 override OUT    := $(value OUT)
 override SEED   := $(value SEED)
-export PROMPT OUT SEED
+export PROMPT OUT SEED TORCH_INDEX
 
 REFERENCE := .venv
 LATEST    := .venv-latest
+LOWEST    := .venv-lowest
 PYTEST    := pytest -n 2 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets tests
 
-.PHONY: image demo test test-latest lint ruff types clean
+.PHONY: image demo test test-latest test-lowest lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
@@ -35,6 +43,11 @@ test: $(REFERENCE)/.all lint
 test-latest: $(LATEST)/.fast
 	$(LATEST)/bin/$(PYTEST) -m "not slow"
 
+# The folders whose tests meet packages with a lower bound. torch is that of the reference set, so that what needs only torch
+# (decoding, kernels) was tested there.
+test-lowest: $(LOWEST)/.fast
+	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training
+
 lint: ruff types
 
 ruff: $(REFERENCE)/.all
@@ -47,27 +60,59 @@ types: $(REFERENCE)/.all
 	$(REFERENCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
 	cd build/types && ../../$(REFERENCE)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p vargen
 
+# Shell: installs torch into the environment of the target, as the constraints in $(1) have it; what needs torch then finds it
+# there. Whoever cannot reach the CPU wheels gets those of the ordinary index, and is told.
+define install_torch
+set -e; \
+install() { $(@D)/bin/python -m pip install -c $(1) "$$@" torch; }; \
+if [ "$$TORCH_INDEX" != auto ]; then install $${TORCH_INDEX:+--index-url "$$TORCH_INDEX"}; exit; fi; \
+if [ "$$(uname -s)" = Linux ] && ! nvidia-smi -L > /dev/null 2>&1; then \
+  if $(@D)/bin/python -c 'from urllib.request import urlopen; urlopen("$(CPU_WHEELS)/torch/", timeout=5)' 2> /dev/null; then \
+    echo "No NVIDIA GPU: torch from $(CPU_WHEELS) (another index: make TORCH_INDEX=URL)"; \
+    install --index-url $(CPU_WHEELS) && exit; \
+  fi; \
+  echo "$(CPU_WHEELS) cannot be used: torch from the ordinary index, which may bring gigabytes of CUDA"; \
+fi; \
+install
+endef
+
 # The stamps: packages are installed again only when what decides them changes.
-$(REFERENCE)/.core: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
+$(REFERENCE)/.torch $(LOWEST)/.torch: %/.torch: constraints.txt | %/bin/python
+	@$(call install_torch,$<)
+	@touch $@
+
+$(LATEST)/.torch: constraints-latest.txt | $(LATEST)/bin/python
+	@$(call install_torch,$<)
+	@touch $@
+
+$(REFERENCE)/.core: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e .
 	@touch $@
 
-$(REFERENCE)/.demo: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
+$(REFERENCE)/.demo: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[demo]"
 	@touch $(REFERENCE)/.core $@
 
-$(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/bin/python
+$(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[all]"
 	@touch $(REFERENCE)/.core $(REFERENCE)/.demo $@
 
 # Everything but the official ImageReward, which does not import with today's transformers.
-$(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/bin/python
+$(LATEST)/.fast: pyproject.toml constraints-latest.txt | $(LATEST)/.torch
 	$(LATEST)/bin/python -m pip install -c constraints-latest.txt -e ".[demo,eval,kernels,video,train,dev]"
 	@touch $@
 
-$(REFERENCE)/bin/python $(LATEST)/bin/python:
+# uv, because pip resolves to the newest only. It keeps the torch that is there: torch's own lower bound is not tried, because
+# the ordinary index has older releases for CUDA alone.
+$(LOWEST)/.fast: pyproject.toml | $(LOWEST)/.torch
+	$(LOWEST)/bin/python -m pip install uv
+	$(LOWEST)/bin/python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' > $(LOWEST)/torch.txt
+	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct -c $(LOWEST)/torch.txt -e ".[train,dev]"
+	@touch $@
+
+$(REFERENCE)/bin/python $(LATEST)/bin/python $(LOWEST)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"vargen needs Python 3.11 or newer, and $(PYTHON) is {v}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(@D)/..
 
 clean:
-	rm -rf $(REFERENCE) $(LATEST) build dist vargen.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(REFERENCE) $(LATEST) $(LOWEST) build dist vargen.egg-info .pytest_cache .mypy_cache .ruff_cache
