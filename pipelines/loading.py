@@ -15,7 +15,7 @@ from vargen.assets import packaged_model_path, packaged_models
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
-from vargen.models.weights import header_shapes
+from vargen.models.weights import read_header
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import CLASSES, check_classes, check_no_code, check_no_code_keys, check_options
@@ -43,8 +43,8 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
     a seed is a picture: a pass over more tokens rounds differently, and then `auto` and `ar` draw different pictures.
     """
     if torch.device(device).type == "cpu":
-        shapes = [shape for file in (folder / "transformer").glob("*.safetensors") for shape in header_shapes(file).values()]
-        if sum(math.prod(shape) for shape in shapes) < _SMALL:
+        files = (folder / "transformer").glob("*.safetensors")
+        if sum(math.prod(stored.shape) for file in files for stored in read_header(file).values()) < _SMALL:
             return torch.float32
     return fast_dtype(device)
 
