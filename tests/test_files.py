@@ -1,16 +1,27 @@
 """An output folder appears whole or not at all, and what stood there is never lost."""
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vargen.files import whole_files, whole_folder
+from vargen import files
+from vargen.files import whole_file, whole_files, whole_folder
 
 
 def _tree(folder: Path) -> dict[str, str | None]:
     return {str(path.relative_to(folder)): path.read_text() if path.is_file() else None for path in folder.rglob("*")}
+
+
+def _shown(folder: Path) -> dict[str, str | None]:
+    """Without what is being written."""
+    return {name: text for name, text in _tree(folder).items() if not name.startswith(".vargen-")}
 
 
 def _fill(output: Path, overwrite: bool = False, text: str = "new", inputs: tuple[Path, ...] = ()) -> None:
@@ -18,7 +29,7 @@ def _fill(output: Path, overwrite: bool = False, text: str = "new", inputs: tupl
     with whole_folder(output, list(inputs), overwrite) as folder:
         (folder / "model_index.json").write_text(text)
         (folder / "part").mkdir()
-        assert _tree(output) == before, "nothing shows before the end"
+        assert _shown(output) == before, "nothing shows before the end"
 
 
 def test_a_new_folder_appears_with_its_parents_at_the_end(tmp_path: Path) -> None:
@@ -47,7 +58,7 @@ def test_a_model_folder_is_replaced_only_where_asked(tmp_path: Path) -> None:
         _fill(output)
     assert _tree(tmp_path) == before
     _fill(output, overwrite=True)
-    assert _tree(tmp_path) == {"out": None, "out/model_index.json": "new", "out/part": None}
+    assert _tree(tmp_path) == {"out": None, "out/model_index.json": "new", "out/part": None, "out/note": "mine"}
 
 
 def test_what_is_no_model_folder_is_never_replaced(tmp_path: Path) -> None:
@@ -90,19 +101,262 @@ def test_an_interruption_leaves_what_was_there(error: Any, old: bool, tmp_path: 
     assert _tree(tmp_path) == before
 
 
-def test_a_failing_last_step_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    _fill(tmp_path / "out", text="old")
-    before, replace = _tree(tmp_path), os.replace
+def _write(folder: Path, contents: dict[str, str]) -> None:
+    for name, text in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
 
-    def full(source: Path, target: Path) -> None:
-        if source.name == "new":
-            raise OSError(28, "no space left")
+
+_INDEX = {"_class_name": "LlamaGenPipeline", "id2label": None, "vqvae": ["vargen.models.vq", "VQModel"]}
+_OLD = {
+    "model_index.json": json.dumps({**_INDEX, "draft_transformer": [".", "A"], "text_encoder": [".", "B"], "tokenizer": [".", "C"]}),
+    "draft_transformer/config.json": "old",
+    "vqvae/config.json": "old",
+    "vqvae/diffusion_pytorch_model.safetensors": "old",
+    "vqvae/diffusion_pytorch_model.fp16.safetensors": "old",
+    "text_encoder/config.json": "old",
+    "text_encoder/model-00001-of-00002.safetensors": "old",
+    "text_encoder/model-00002-of-00002.safetensors": "old",
+    "text_encoder/model.safetensors.index.json": "old",
+    "tokenizer/spiece.model": "old",
+    "tokenizer/tokenizer_config.json": "old",
+}
+_MINE = {
+    "c2i_B_256.pt": "the file that was converted",
+    "README.md": "mine",
+    ".gitattributes": "mine",
+    "samples/a.png": "mine",
+    "samples/config.json": "mine: no part of the model",
+    "text_encoder/notes.txt": "mine",
+    "vqvae/before.safetensors": "mine",
+    "vqvae/runs/config.json": "mine",
+}
+_NEW = {
+    "model_index.json": json.dumps(_INDEX),
+    "vqvae/config.json": "new",
+    "vqvae/diffusion_pytorch_model-00001-of-00001.safetensors": "new",
+    "transformer/config.json": "new",
+}
+
+
+def _replace(output: Path) -> None:
+    with whole_folder(output, [], True) as folder:
+        _write(folder, _NEW)
+
+
+def _files(folder: Path) -> dict[str, str]:
+    return {name: text for name, text in _tree(folder).items() if text is not None}
+
+
+def test_only_the_files_of_the_model_are_replaced(tmp_path: Path) -> None:
+    _write(tmp_path / "out", {**_OLD, **_MINE})
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "config.json").write_text("behind a link")
+    (tmp_path / "out" / "transformer").symlink_to(tmp_path / "elsewhere")
+    _replace(tmp_path / "out")
+    assert _files(tmp_path / "out") == {**_MINE, **_NEW}
+    assert not (tmp_path / "out" / "tokenizer").exists(), "a part that the new model lacks"
+    assert _files(tmp_path / "elsewhere") == {"config.json": "behind a link"}
+
+
+@pytest.mark.parametrize("index", ["{", "[]", '{"..": ["a", "b"], "../out/samples": ["a", "b"]}'])
+def test_an_index_says_nothing_about_files_outside_its_parts(index: str, tmp_path: Path) -> None:
+    _write(tmp_path, {"config.json": "mine", **{f"out/{name}": text for name, text in {**_MINE, **_NEW}.items()}})
+    (tmp_path / "out" / "model_index.json").write_text(index)
+    _replace(tmp_path / "out")
+    assert _files(tmp_path) == {"config.json": "mine", **{f"out/{name}": text for name, text in {**_MINE, **_NEW}.items()}}
+
+
+@pytest.mark.parametrize("what", ["folder", "files"])
+def test_a_move_that_fails_puts_everything_back(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, replace, done = tmp_path / "out", os.replace, []
+    _write(output, {**_OLD, **_MINE})
+    before = _files(tmp_path)
+    for failing in range(100):
+        done.clear()
+
+        def full(source: Path, target: Path, failing: int = failing) -> None:
+            done.append(source)
+            if len(done) == failing + 1:
+                raise OSError(28, "no space left")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", full)
+        try:
+            if what == "folder":
+                _replace(output)
+            else:
+                with whole_files(output) as folder:
+                    _write(folder, _NEW)
+        except OSError:
+            assert _files(tmp_path) == before
+        else:
+            break
+    assert 7 < failing < 99
+    kept = dict(_OLD) if what == "files" else {}
+    kept.pop("vqvae/diffusion_pytorch_model.safetensors", None)  # beside shards of its name
+    assert _files(output) == {**kept, **_MINE, **_NEW}
+
+
+# -- processes that are killed ---------------------------------------------------------------------------------------
+
+_KILLED = """
+import os, signal, sys
+from pathlib import Path
+from vargen import files
+how, place = sys.argv[1], Path(sys.argv[2])
+writers = {"file": lambda: files.whole_file(place), "files": lambda: files.whole_files(place),
+           "folder": lambda: files.whole_folder(place, [], True)}
+with writers[how]() as space:
+    (space if how == "file" else space / "weights").write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def _writer(how: str, place: Path) -> subprocess.Popen:
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", _KILLED, how, str(place)], stdin=pipe, stdout=pipe, text=True)
+    assert process.stdout is not None and process.stdout.readline() == "writing\n"
+    return process
+
+
+def _touch(how: str, place: Path) -> None:
+    """The next write in the same folder."""
+    if how == "file":
+        with whole_file(place.with_name("other")) as temporary:
+            temporary.write_text("other")
+        place.with_name("other").unlink()
+    elif how == "files":
+        with whole_files(place) as folder:
+            (folder / "other").write_text("other")
+        (place / "other").unlink()
+    else:
+        with whole_folder(place, [], True) as folder:
+            (folder / "model_index.json").write_text("{}")
+
+
+@pytest.mark.parametrize("how", ["file", "files", "folder"])
+@pytest.mark.parametrize("old", [False, True])
+def test_the_next_write_clears_what_a_killed_process_left(how: str, old: bool, tmp_path: Path) -> None:
+    place = tmp_path / "out"
+    _write(tmp_path, {".vargen-notes/lock": "mine", ".out.png.1.tmp": "mine", ".vargen-x.writing": "mine: a file"})
+    if old and how != "file":
+        _write(place, {"model_index.json": "{}", "note": "mine"})
+    elif how == "files":
+        place.mkdir()
+    before = _tree(tmp_path)
+    process = _writer(how, place)
+    try:
+        for path in tmp_path.rglob("*"):
+            os.utime(path, (time.time() - 86500,) * 2)  # a long pause is no end
+        _touch(how, place)
+        assert process.poll() is None and any("weights" in name or name.endswith("new/out") for name in _tree(tmp_path)), (
+            "what a live process writes stays"
+        )
+    finally:
+        process.kill()
+        process.wait()
+        process.stdin.close()
+        process.stdout.close()
+    _touch(how, place)
+    after = _tree(tmp_path)
+    if how == "folder" and not old:
+        assert after.pop("out") is None and after.pop("out/model_index.json") == "{}"
+    assert after == before
+
+
+_KILLED_MOVING = """
+import os, signal, sys
+from pathlib import Path
+from vargen import files
+output, moves, new = Path(sys.argv[1]), int(sys.argv[2]), eval(sys.argv[3])
+replace, done = os.replace, 0
+def kill(source, target):
+    global done
+    if done == moves:
+        os.kill(os.getpid(), signal.SIGKILL)
+    done += 1
+    replace(source, target)
+with files.whole_folder(output, [], True) as folder:
+    for name, text in new.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    os.replace = kill
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+@pytest.mark.parametrize("moves", [0, 1, 2, 6, 12, 14, 15])
+def test_killed_amid_the_moves_no_mix_is_left_and_the_next_write_goes_on(moves: int, tmp_path: Path) -> None:
+    output = tmp_path / "out"
+    _write(output, {**_OLD, **_MINE})
+    ended = subprocess.run([sys.executable, "-c", _KILLED_MOVING, str(output), str(moves), repr(_NEW)])
+    assert ended.returncode == -signal.SIGKILL
+    left = _shown(output)
+    if "model_index.json" in left:
+        assert {name: text for name, text in left.items() if text is not None} == {**_OLD, **_MINE}
+    assert all(left[name] == text for name, text in _MINE.items())
+    with whole_file(output / "picture.png") as temporary:
+        temporary.write_text("drawn")
+    began = moves > 0  # the first move is the plan's
+    assert _files(output) == {**(_NEW if began else _OLD), **_MINE, "picture.png": "drawn"}
+
+
+def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
+    process = _writer("file", tmp_path / "out")
+    process.kill()
+    process.wait()
+    process.stdin.close()
+    process.stdout.close()
+    (space,) = tmp_path.glob(".vargen-*")
+    (space / "lock").write_text("another machine")
+    _touch("file", tmp_path / "out")
+    assert space.exists()
+    (space / "lock").write_text("")  # killed before it could say which
+    _touch("file", tmp_path / "out")
+    assert space.exists()
+    for path in [*space.rglob("*"), space]:
+        os.utime(path, (time.time() - 86500,) * 2)
+    _touch("file", tmp_path / "out")
+    assert not space.exists()
+
+
+def test_without_file_locks_age_alone_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_lock", lambda file, wait: None)
+    with whole_file(tmp_path / "a") as temporary:
+        temporary.write_text("1")
+        _touch("file", tmp_path / "a")
+        assert temporary.exists()
+    assert _tree(tmp_path) == {"a": "1"}
+    space = tmp_path / ".vargen-12345678.writing"
+    space.mkdir()
+    os.utime(space, (time.time() - 86500,) * 2)
+    (space / "lock").touch()
+    os.utime(space / "lock", (time.time() - 86500,) * 2)
+    os.utime(space, (time.time() - 86500,) * 2)
+    _touch("file", tmp_path / "a")
+    assert not space.exists()
+
+
+def test_a_plan_that_cannot_be_undone_is_kept_for_the_next_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output, replace, done = tmp_path / "out", os.replace, []
+    _write(output, {**_OLD, **_MINE})
+
+    def broken(source: Path, target: Path) -> None:
+        done.append(source)
+        if len(done) > 5:
+            raise OSError(5, "input/output error")
         replace(source, target)
 
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="no space left"):
-        _fill(tmp_path / "out", overwrite=True)
-    assert _tree(tmp_path) == before
+    monkeypatch.setattr(os, "replace", broken)
+    with pytest.raises(OSError, match="input/output"):
+        _replace(output)
+    monkeypatch.setattr(os, "replace", replace)
+    assert not (output / "model_index.json").exists()
+    with whole_file(output / "picture.png") as temporary:
+        temporary.write_text("drawn")
+    assert _files(output) == {**_NEW, **_MINE, "picture.png": "drawn"}
 
 
 def test_where_nothing_can_be_written_the_block_does_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

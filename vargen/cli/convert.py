@@ -37,7 +37,7 @@ def llamagen(
     tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="T5's tokenizer. Default: beside it.")] = None,
     id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON, for class models.")] = None,
     dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the output; other files stay.")] = False,
     n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, for a size outside the official table.")] = None,
     grid_size: Annotated[int | None, typer.Option(metavar="N", help="Side of the token grid, where no file tells.")] = None,
 ) -> None:

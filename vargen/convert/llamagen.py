@@ -55,7 +55,7 @@ def convert_llamagen(
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
         dtype: type in which the transformer and the text encoder are stored; None keeps the files' own.
-        overwrite: replace `output` if it is a model folder.
+        overwrite: if `output` is a model folder, replace the model's files in it; others stay.
         n_head: attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, where neither the file nor its name (256, 384 or 512 pixels) tells.
 

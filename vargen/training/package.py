@@ -30,7 +30,7 @@ def package(
     note: str = "",
     drafter_run: Path | None = None,
 ) -> Path:
-    """Write the pipeline folder `output`, replacing one that is there, from finished runs.
+    """Write the pipeline folder `output` from finished runs; of one that is there, the model is replaced and other files stay.
 
     Args:
         tokenizer_run: holds `vqvae/` and `log.jsonl`. generator_run: holds `transformer/` and `log.jsonl`.
@@ -83,9 +83,6 @@ def package(
         card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
-        for kept in ("contact_sheet.png",):
-            if (output / kept).is_file():
-                shutil.copy2(output / kept, staged / kept)
         for file in staged.rglob("*.safetensors"):
             file.chmod(0o644)  # diffusers leaves them readable to their owner alone
     return output
