@@ -109,7 +109,7 @@ def _write(folder: Path, contents: dict[str, str]) -> None:
 
 _INDEX = {"_class_name": "LlamaGenPipeline", "id2label": None, "vqvae": ["vargen.models.vq", "VQModel"]}
 _OLD = {
-    "model_index.json": json.dumps({**_INDEX, "draft_transformer": [".", "A"], "text_encoder": [".", "B"], "tokenizer": [".", "C"]}),
+    "model_index.json": json.dumps(_INDEX | {part: ["x", "Y"] for part in ("draft_transformer", "text_encoder", "tokenizer")}),
     "draft_transformer/config.json": "old",
     "vqvae/config.json": "old",
     "vqvae/diffusion_pytorch_model.safetensors": "old",

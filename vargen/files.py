@@ -27,6 +27,21 @@ _LOCK, _PLAN = "lock", "plan.json"
 _ABANDONED_SECONDS = 86400.0  # untouched for so long, what another machine was writing is taken for abandoned
 
 
+def expanded(path: str | Path, name: str = "path") -> Path:
+    """`path` with the home folder for a leading `~` or `~user`.
+
+    Raises:
+        ValueError: naming the argument, where there is no such user.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        said = str(path)
+        raise ValueError(
+            f"{name} {said!r} begins with a home folder that is not known; write it in full, or as ./{said} if ~ is in its name"
+        ) from None
+
+
 # -- what the three ways to write share ----------------------------------------------------------------------------
 
 
@@ -243,7 +258,7 @@ def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[
         FileExistsError: `output` is there and may not be replaced.
         OSError: nothing can be written there. Both before the block runs.
     """
-    target = output.expanduser().resolve()
+    target = expanded(output, "output").resolve()
     beside = next(parent for parent in target.parents if parent.exists())
     for folder in (target, beside):
         _clear(folder)
