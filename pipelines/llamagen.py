@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
-from vargen.files import whole_files
+from vargen.files import expanded, whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 
 # from_pretrained finds these classes by module path, so the modules must have been imported.
@@ -156,7 +155,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         Raises:
             OSError: if the folder cannot be made or written.
         """
-        folder = Path(save_directory).expanduser()
+        folder = expanded(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
         with whole_files(folder) as staged:

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from vargen.assets import packaged_model_path, packaged_models
+from vargen.files import expanded
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
@@ -138,7 +139,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     text = str(name)
     if text in packaged_models():
         return packaged_model_path(text)
-    path = Path(name).expanduser()
+    path = expanded(name, "model")
     if path.is_dir():
         return path
     hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~"))
