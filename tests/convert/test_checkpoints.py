@@ -191,6 +191,27 @@ def test_what_is_no_checkpoint_file_is_refused(tmp_path: Path) -> None:
             read_checkpoint(tmp_path / name)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch, about nested and quantized tensors
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: torch.zeros(0, 4), r"odd in x\.pt is empty, \[0, 4\]"),
+        (lambda: torch.eye(4).to_sparse(), r"odd in x\.pt is a sparse tensor, expected a plain one"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"odd in x\.pt is a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), r"odd in x\.pt is a quantized tensor"),
+        (lambda: torch.empty(4, 4, device="meta"), r"odd in x\.pt is a meta tensor"),
+        (lambda: torch.ones(1).expand(10**9, 10**3), r"odd in x\.pt is \[1000000000, 1000\], but the file holds fewer numbers"),
+    ],
+)
+def test_a_tensor_that_is_not_plain_is_refused(
+    value: Callable[[], Tensor], message: str, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {**state, "odd": value()}}, "x.pt")
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(Path("x.pt"))
+
+
 # -- weights in their network ------------------------------------------------------------------------------------
 
 
@@ -229,6 +250,7 @@ def test_weights_that_share_a_buffer_can_be_saved_apart(tmp_path: Path) -> None:
         (lambda s: s.update(more=torch.zeros(1)), None, r"unexpected: 1 \(more\)"),
         (lambda s: s.update(bias=torch.zeros(3)), None, r"bias is \[3\], expected \[2\]"),
         (lambda s: s.update(bias=torch.ones(2, dtype=torch.int64)), None, r"bias in x\.pt is torch\.int64"),
+        (lambda s: s.update(bias=torch.ones(2).to(torch.float8_e4m3fn)), None, r"bias in x\.pt is torch\.float8_e4m3fn"),
         (lambda s: s["bias"].fill_(torch.nan), None, r"bias in x\.pt holds NaN"),
         (lambda s: s["weight"].fill_(torch.inf), torch.float16, r"weight in x\.pt holds NaN or infinite"),
         (lambda s: s["weight"].fill_(1e6), torch.float16, r"weight in x\.pt does not fit torch\.float16"),

@@ -309,6 +309,15 @@ def _refused(files: tuple[Path, Path], tmp_path: Path, match: str, **options: An
         (lambda s: s.update({"norm.weight": torch.ones(64, dtype=torch.int64)}), "norm.weight in .*torch.int64"),
         (lambda s: s.update({"tok_embeddings.weight": torch.zeros(3)}), r"its tok_embeddings\.weight is \[3\]"),
         (lambda s: s.update({"module.norm.weight": torch.ones(64)}), "holds a tensor twice"),
+        (lambda s: s.update(freqs_cis=torch.zeros(17, 0, 2)), r"freqs_cis in .*c2i\.pt is empty, \[17, 0, 2\]"),
+        (lambda s: s.update(freqs_cis=torch.zeros(1, 8, 2)), "made for 0 tokens, which fill no square grid"),
+        (lambda s: s.update(freqs_cis=torch.zeros(17, 64, 2)), "contradicts .*c2i.pt, whose freqs_cis is made for 0 heads"),
+        (lambda s: s.update(freqs_cis=torch.eye(17).to_sparse()), r"freqs_cis in .*c2i\.pt is a sparse tensor"),
+        (lambda s: s.update({"tok_embeddings.weight": torch.zeros(64, 0)}), r"tok_embeddings\.weight in .* is empty"),
+        (
+            lambda s: s.update({"cls_embedding.embedding_table.weight": torch.zeros(1, 64)}),
+            r"c2i\.pt has no class but the null class",
+        ),
     ],
 )  # fmt: skip
 def test_a_wrong_transformer_is_refused(
@@ -333,6 +342,9 @@ def test_a_wrong_transformer_is_refused(
         ),
         (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(5, 3, 3, 3)}), r"encoder widths .* multiples of 5"),
         (lambda s: _drop(s, "encoder.conv_blocks"), "encoder widths \\[\\]"),
+        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(0, 3, 3, 3)}), r"conv_in\.weight in .*vq\.pt is empty"),
+        (lambda s: s.update({"quantize.embedding.weight": torch.zeros(64, 0)}), r"embedding\.weight in .*vq\.pt is empty"),
+        (lambda s: s.update({"encoder.conv_in.weight": torch.zeros(32, 4, 3, 3)}), "reads 4 colours and draws 3, exp"),
     ],
 )  # fmt: skip
 def test_a_wrong_image_tokenizer_is_refused(

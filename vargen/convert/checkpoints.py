@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
-import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.models.weights import compare_shapes, read_header
+from vargen.models.weights import compare_shapes, read_header, unpickle
 
 State = dict[str, Tensor]
 
 _PICKLES = (".pt", ".pth", ".bin")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_checkpoint(file: Path, prefer: str | None = None) -> State:
@@ -26,13 +25,15 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
     A `.pt` file of the current format is mapped, not read: tensors come into memory when they are used.
 
     Raises:
-        ValueError: if it is no checkpoint file, damaged, or would run code if it were unpickled in full.
+        ValueError: if it is no checkpoint file, damaged, would run code if it were unpickled in full, or holds tensors that are
+            empty, sparse or otherwise not plain.
     """
     if file.suffix == ".safetensors":
         read_header(file)  # its message is clearer than the loader's
         content: Any = load_file(file)
     elif file.suffix in _PICKLES and file.is_file():
-        content = _unpickle(file)
+        # Training checkpoints keep their command line in a Namespace, which only holds attributes.
+        content = unpickle(file, [argparse.Namespace], mmap=True)
     else:
         raise ValueError(f"{file} is not a checkpoint file, which is {', '.join(_PICKLES)} or .safetensors")
     if isinstance(content, Mapping):
@@ -44,10 +45,24 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
     if others or not content:
         held = f"more than tensors at its top ({', '.join(others[:5])})" if others else "no tensors"
         raise ValueError(f"{file} holds {held}; expected tensors, bare or under model, module or state_dict")
+    for name, value in content.items():
+        _check_plain(f"{name} in {file}", value)
     state = {_plain(str(name)): value.detach() for name, value in content.items()}
     if len(state) != len(content):
         raise ValueError(f"{file} holds a tensor twice, with and without a 'module.' or '_orig_mod.' prefix")
     return state
+
+
+def _check_plain(name: str, value: Tensor) -> None:
+    """Raise ValueError unless a tensor has entries, and a number in memory for each."""
+    kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
+    if any(kinds.values()) or value.layout != torch.strided:
+        kind = next((kind for kind, found in kinds.items() if found), "sparse")
+        raise ValueError(f"{name} is a {kind} tensor, expected a plain one")
+    if value.numel() == 0:
+        raise ValueError(f"{name} is empty, {list(value.shape)}: there is no network of such a size")
+    if value.untyped_storage().nbytes() < value.numel() * value.element_size():
+        raise ValueError(f"{name} is {list(value.shape)}, but the file holds fewer numbers than that")
 
 
 def _plain(name: str) -> str:
@@ -56,28 +71,6 @@ def _plain(name: str) -> str:
     while len(parts) > 1 and parts[0] == "module":
         parts.pop(0)
     return ".".join(parts)
-
-
-def _unpickle(file: Path) -> Any:
-    try:
-        # Training checkpoints keep their command line in a Namespace, which only holds attributes.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except MemoryError:
-        raise
-    except Exception as error:  # a damaged pickle can fail in any way
-        text = str(error)
-    # torch's own message is left out: it recommends switching the protection off.
-    blocked = re.search(r"GLOBAL (\S+)", text)
-    if blocked or "TorchScript" in text:
-        what = blocked[1] if blocked else "a TorchScript program"
-        raise ValueError(
-            f"{file} holds more than tensors: {what}. Opening it in full could run code, so it was not "
-            "opened; ask its author for a .safetensors file or a plain state dict"
-        )
-    told = [line.strip() for line in text.splitlines() if line.strip() and "torch.load" not in line]
-    reason = told[-1] if told else "no data"
-    raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); fetch it again")
 
 
 def build(
@@ -103,8 +96,8 @@ def build(
     placed: State = {}
     storages: set[int] = set()
     for name, value in state.items():
-        if not value.is_floating_point():
-            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point weights")
+        if value.dtype not in _FLOATS:
+            raise ValueError(f"{name} in {file} is {value.dtype}, expected floating-point weights of 16, 32 or 64 bits")
         weight = value.to(dtype or value.dtype).contiguous()
         if not weight.isfinite().all():
             reason = f"does not fit {dtype}" if value.isfinite().all() else "holds NaN or infinite numbers"

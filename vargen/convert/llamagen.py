@@ -148,6 +148,8 @@ def detect_transformer(
         config["condition"] = "class"
         # The last row is the null class.
         config["num_classes"] = shape("cls_embedding.embedding_table.weight")[0] - 1
+        if config["num_classes"] < 1:
+            raise ValueError(f"{file} has no class but the null class")
     else:
         config["condition"] = "text"
         config["cls_token_num"], config["caption_dim"] = shape("cls_embedding.uncond_embedding")
@@ -191,7 +193,7 @@ def _grid(file: Path, cells: int | None, downsampling: int, given: int | None) -
     """Side of the grid: from the rotary table's rows, else as given, else from pixels in the file name."""
     if cells is not None:
         side = math.isqrt(max(cells, 0))
-        if side * side != cells:
+        if side * side != cells or side == 0:
             raise ValueError(f"the freqs_cis of {file} is made for {cells} tokens, which fill no square grid")
         if given not in (None, side):
             raise ValueError(f"grid_size={given} contradicts {file}: its freqs_cis is made for {side} x {side}")
@@ -227,6 +229,9 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
         return [width // ch for width in widths]
 
     ch, in_channels = shape("encoder.conv_in.weight")[:2]
+    out_channels = shape("decoder.conv_out.weight")[0]
+    if (in_channels, out_channels) != (3, 3):
+        raise ValueError(f"{file} reads {in_channels} colours and draws {out_channels}, expected 3 and 3")
     codes, code_width = shape("quantize.embedding.weight", 2)
     state.setdefault("quantize.codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
     return {
@@ -238,7 +243,7 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
         "num_res_blocks": _count(state, "encoder.conv_blocks.0.res."),
         "z_channels": shape("encoder.conv_out.weight")[0],
         "in_channels": in_channels,
-        "out_channels": shape("decoder.conv_out.weight")[0],
+        "out_channels": out_channels,
     }
 
 

@@ -1,14 +1,20 @@
-"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit. A digest of weights."""
+"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit. A digest of weights.
+
+And files of pickled tensors or of arrays, read as data only: nothing in them runs.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
+import zipfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
@@ -133,6 +139,60 @@ def compare_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable
 def _names(keys: Iterable[str], most: int = 5) -> str:
     ordered = sorted(keys)
     return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"
+
+
+def unpickle(
+    file: Path,
+    classes: Iterable[Any] = (),
+    map_location: torch.device | str = "cpu",
+    mmap: bool = False,
+    if_damaged: str = "fetch it again",
+    if_foreign: str = "ask its author for a .safetensors file or a plain state dict",
+) -> Any:
+    """What `torch.save` wrote to `file`: tensors, plain values, and containers of them.
+
+    Args:
+        classes: more that it may hold. mmap: map a file of the current format instead of reading it.
+        if_damaged, if_foreign: what to do then, for the error.
+
+    Raises:
+        ValueError: if it is damaged, or would run code if it were unpickled in full.
+    """
+    try:
+        with torch.serialization.safe_globals(list(classes)):
+            return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap and zipfile.is_zipfile(file))
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle can fail in any way
+        text = str(error)
+    # torch's own message is left out: it recommends switching the protection off.
+    blocked = re.search(r"GLOBAL (\S+)", text)
+    if blocked or "TorchScript" in text:
+        what = blocked[1] if blocked else "a TorchScript program"
+        raise ValueError(
+            f"{file} holds more than tensors: {what}. Opening it in full could run code, so it was not opened; {if_foreign}"
+        )
+    told = [line.split("WeightsUnpickler error:")[-1].strip() for line in text.splitlines()]
+    told = [line for line in told if line and "torch.load" not in line and "weights_only" not in line]
+    reason = told[-1] if told else "no data"
+    raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); {if_damaged}")
+
+
+def read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
+    """The named arrays of a `.npz` file.
+
+    Raises:
+        ValueError: if it is damaged, lacks one of them, or holds pickled objects, which are not read.
+    """
+    try:
+        with np.load(file, allow_pickle=False) as held:
+            return {name: held[name] for name in names}
+    except MemoryError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib each have their own
+        reason = f"{type(error).__name__}: {error}".split(". ")[0]
+    # numpy's message, too, goes on to recommend unpickling
+    raise ValueError(f"{file} is damaged or not of vargen's ({reason}); remove it, and it is made anew")
 
 
 def weights_digest(*networks: torch.nn.Module | None) -> str:
