@@ -51,3 +51,35 @@ def test_schedule_warms_up_holds_and_decays_to_zero():
     factors = [schedule.factor(step) for step in range(101)]
     assert factors[0] == 0.1 and factors[9:70] == [1.0] * 61
     assert all(a >= b for a, b in pairwise(factors[70:])) and factors[100] == 0
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in PACKAGED.glob("*.toml")))
+def test_every_recipe_takes_or_refuses_a_run_of_one_step(name, caplog):
+    """A tokenizer has parts that need their steps; a generator's warm-up is cut, and that is said."""
+    caplog.set_level("WARNING", "vargen")
+    if "tokenizer" in name:
+        with pytest.raises(ValueError, match=r"toml: steps must be at least \d+, got 1: autoencoder_steps \(\d+\) before"):
+            load_recipe(name, TokenizerRecipe, 1)
+        whole = load_recipe(name, TokenizerRecipe)
+        least = whole.autoencoder_steps + whole.decoder_steps + 1
+        assert load_recipe(name, TokenizerRecipe, least).schedule.steps == least
+    else:
+        recipe = load_recipe(name, GeneratorRecipe, 1)
+        assert (recipe.schedule.steps, recipe.schedule.warmup_steps) == (1, 1) and recipe.schedule.factor(0) == 1
+        assert "warm-up of" in caplog.text and "is cut to the run's 1" in caplog.text
+
+
+def test_a_warm_up_is_cut_to_the_run_that_is_asked_for(tmp_path, caplog):
+    caplog.set_level("WARNING", "vargen")
+    (tmp_path / "mine.toml").write_text("[schedule]\nsteps = 7\nwarmup_steps = 40\n[model]\ndim = 32\n")
+    assert load_recipe(tmp_path / "mine.toml", GeneratorRecipe, 100).schedule.warmup_steps == 40 and not caplog.records
+    assert load_recipe(tmp_path / "mine.toml", GeneratorRecipe).schedule.warmup_steps == 7 and len(caplog.records) == 1
+
+
+def test_steps_of_a_tokenizer_must_hold_its_parts():
+    for autoencoder, decoder, steps in ((5, 5, 10), (0, 1, 1), (3, 0, 3)):
+        with pytest.raises(ValueError, match=f"steps must be at least {autoencoder + decoder + 1}, got {steps}"):
+            TokenizerRecipe({}, Schedule(steps=steps), autoencoder_steps=autoencoder, decoder_steps=decoder)
+    for wrong in ("autoencoder_steps", "decoder_steps"):
+        with pytest.raises(ValueError, match=f"{wrong} must be at least 0, got -1"):
+            TokenizerRecipe({}, **{wrong: -1})

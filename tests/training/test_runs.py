@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import pathlib
+import pickle
 import subprocess
 import sys
 
@@ -172,7 +175,8 @@ def test_the_last_steps_train_the_decoder_alone(tmp_path):
 
 @pytest.mark.parametrize("steps", [-1, 10, 14])
 def test_a_decoder_needs_codes_to_learn_from(tmp_path, steps):
-    with pytest.raises(ValueError, match=r"from 0 to less than the 10 steps that are quantised"):
+    message = "decoder_steps must be at least 0" if steps < 0 else f"steps must be at least {5 + steps}, got 14"
+    with pytest.raises(ValueError, match=message):
         train_tokenizer(tmp_path / "run", tokenizer_recipe(decoder_steps=steps))
     assert not (tmp_path / "run").exists()
 
@@ -215,6 +219,90 @@ def test_another_recipe_does_not_resume_the_run(tmp_path):
     train_tokenizer(tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run of another recipe"):
         train_tokenizer(tmp_path / "run", tokenizer_recipe(seed=1))
+
+
+class Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker):
+        self.marker = marker
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.marker),)
+
+
+def _checkpointed(folder):
+    run = TrainingRun(folder, {"kind": "x"}, 9)
+    assert run.resume() is None
+    run.checkpoint(5, model={"weight": torch.zeros(300)})
+    return folder / "state.pt"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda b: b"", "is damaged, incomplete or not a torch checkpoint"),
+        (lambda b: b[:300], "is damaged, incomplete or not a torch checkpoint"),
+        (lambda b: b[: len(b) // 2], "is damaged, incomplete or not a torch checkpoint"),
+        (lambda b: b[:-1], "is damaged, incomplete or not a torch checkpoint"),
+        (lambda b: b"no checkpoint" * 99, "is damaged, incomplete or not a torch checkpoint"),
+        (lambda b: pickle.dumps({"step": 5}), "is (no checkpoint of such a run|damaged, incomplete or not a torch checkpoint)"),
+        (lambda b: pickle.dumps(pathlib.PurePosixPath("x")), "(holds more than tensors|is damaged)"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_said_what_to_do(tmp_path, damage, message):
+    """In our words: torch's recommend to let the file run code."""
+    state = _checkpointed(tmp_path / "run")
+    state.write_bytes(damage(state.read_bytes()))
+    with pytest.raises(ValueError, match=rf"state\.pt {message}.*; remove it to begin anew, or give another") as caught:
+        TrainingRun(tmp_path / "run", {"kind": "x"}, 9).resume()
+    assert "weights_only" not in str(caught.value) and "torch.load" not in str(caught.value) and caught.value.__cause__ is None
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_checkpoint_that_would_run_code_is_refused_and_runs_none(tmp_path, zipped):
+    state = _checkpointed(tmp_path / "run")
+    torch.save({"step": 5, "model": Hostile(tmp_path / "ran")}, state, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"state\.pt holds more than tensors: \w+\.mkdir\. .*; remove it") as caught:
+        TrainingRun(tmp_path / "run", {"kind": "x"}, 9).resume()
+    assert "weights_only" not in str(caught.value) and not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [[1, 2], {}, {"step": 5}, {"step": "5", "seconds": 1.0, "fingerprint": {"kind": "x"}}])
+def test_what_is_no_checkpoint_of_a_run_is_refused(tmp_path, content):
+    state = _checkpointed(tmp_path / "run")
+    torch.save(content, state)
+    with pytest.raises(ValueError, match=r"state\.pt is no checkpoint of such a run; remove it"):
+        TrainingRun(tmp_path / "run", {"kind": "x"}, 9).resume()
+    _checkpointed(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"state\.pt is no checkpoint of such a run"):
+        TrainingRun(tmp_path / "other", {"kind": "x"}, 9).resume(needs=("model", "optimizer"))
+    assert TrainingRun(tmp_path / "other", {"kind": "x"}, 9).resume(needs=("model",))["step"] == 5
+
+
+def test_a_run_cannot_be_resumed_to_less_than_it_has_done(tmp_path):
+    state = _checkpointed(tmp_path / "run")
+    before = state.read_bytes()
+    with pytest.raises(ValueError, match="has 5 steps behind it and cannot end at 4: give more steps"):
+        TrainingRun(tmp_path / "run", {"kind": "x"}, 4).resume()
+    assert state.read_bytes() == before
+    assert TrainingRun(tmp_path / "run", {"kind": "x"}, 5).resume()["step"] == 5
+
+
+def test_a_damaged_line_of_the_log_is_dropped(tmp_path):
+    _checkpointed(tmp_path / "run")
+    (tmp_path / "run" / "log.jsonl").write_bytes(b'{"step": 1}\n7\n[]\n{"loss": 3}\n{"step": "x"}\n\xff\n{"step": 9}\n{"st')
+    run = TrainingRun(tmp_path / "run", {"kind": "x"}, 9)
+    run.resume()
+    assert run.records() == [{"step": 1}]
+
+
+@pytest.mark.parametrize("kept", [b"", b"PK\x03\x04 half", np.array([{}]).dumps()])
+def test_damaged_tokens_are_named(tmp_path, kept):
+    (tmp_path / "tokens.npz").write_bytes(kept)
+    with pytest.raises(ValueError, match=r"tokens\.npz is damaged or not of vargen's .*remove it") as caught:
+        generator.TokenStore(tmp_path / "tokens.npz", data().images, tiny_vq(), generator_recipe(), CPU)
+    assert "allow_pickle" not in str(caught.value)
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):

@@ -279,15 +279,19 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
     """Open a data set written by `build_emoji_dataset`; the pictures stay on disk (memory-mapped).
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: the two files do not belong together.
+        FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
     """
     for name in ("images.npy", "records.json"):
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"{folder / name} is missing; build the data set with `vargen train data`"
             )
-    images = np.load(folder / "images.npy", mmap_mode="r")
-    records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
+    try:
+        images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
+        records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
+    except (ValueError, EOFError, OSError) as error:  # of which numpy's may recommend unpickling
+        what = f"images.npy or records.json is damaged ({type(error).__name__})"
+        raise ValueError(f"{folder}: {what}; build the data set again with `vargen train data`") from None
     if images.ndim != 4 or images.dtype != np.uint8 or len(images) != len(records):
         raise ValueError(
             f"{folder}: images.npy {images.dtype}{list(images.shape)} does not fit {len(records)} records"

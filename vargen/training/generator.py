@@ -22,7 +22,7 @@ from vargen.files import whole_file, whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
-from vargen.models.weights import weights_digest
+from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines.captions import align_left_padded
 from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, captions, sample_caption
@@ -54,10 +54,8 @@ def codes_digest(vqvae: VQModel) -> str:
 def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
     """Raise ValueError if a generator's `run` kept tokens, and they are of another encoder or codebook than `tokenizer`'s."""
     path = run / "tokens.npz"
-    if path.is_file():
-        with np.load(path) as kept:
-            if codes_digest(vqvae) not in str(kept["made_of"]):
-                raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
+    if path.is_file() and codes_digest(vqvae) not in str(read_arrays(path, "made_of")["made_of"]):
+        raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
 
 
 def check_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
@@ -90,11 +88,11 @@ class TokenStore:
         self.made_of = f"tokenizer {codes_digest(vqvae)}, tokens {shape}, offsets {self.offsets}"
         self.tokens = np.full(shape, -1, dtype=np.int32)
         if path.is_file():
-            with np.load(path) as kept:
-                if str(kept["made_of"]) == self.made_of:
-                    self.tokens = kept["tokens"]
-                else:
-                    logger.warning("%s: made of %s; now %s: tokenising again", path, kept["made_of"], self.made_of)
+            kept = read_arrays(path, "made_of", "tokens")
+            if str(kept["made_of"]) == self.made_of:
+                self.tokens = kept["tokens"]
+            else:
+                logger.warning("%s: made of %s; now %s: tokenising again", path, kept["made_of"], self.made_of)
 
     @torch.no_grad()
     def __call__(self, indices: np.ndarray, variants: np.ndarray) -> Tensor:
@@ -309,8 +307,8 @@ def train_generator(
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
 
     Raises:
-        ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, captions without a weight, or
-            pictures, tokenizer and model that do not fit each other.
+        ValueError: for a share of noise outside [0, 1], a negative weight or number of captions, captions without a weight,
+            pictures, tokenizer and model that do not fit each other, or a run or tokens in `folder` that are damaged.
 
     Returns the held-out figures of these weights: `held_out_loss` and `entropy`, nats per token.
     """
@@ -340,7 +338,7 @@ def train_generator(
     steppers = [*optimizers(model, prior, recipe), torch.optim.AdamW(plan.parameters(), lr=recipe.adamw_learning_rate)]
     start, best = 0, float("inf")
     best_weights: dict[str, Tensor] = {}
-    if state := run.resume(device):
+    if state := run.resume(device, ("model", "prior", "optimizers")):
         model.load_state_dict(state["model"])
         prior.load_state_dict(state["prior"])
         if "plan" in state:  # a run begun without it has none

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import logging
 import tomllib
 import types
 import typing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+logger = logging.getLogger("vargen")
 
 PACKAGED = Path(__file__).parent / "recipes"
 
@@ -63,6 +66,14 @@ class TokenizerRecipe:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
+        _at_least(self, 0, "autoencoder_steps", "decoder_steps", "full_fraction")
+        spoken_for = self.autoencoder_steps + self.decoder_steps
+        if self.schedule.steps <= spoken_for:
+            raise ValueError(
+                f"steps must be at least {spoken_for + 1}, got {self.schedule.steps}: autoencoder_steps "
+                f"({self.autoencoder_steps}) before anything is quantised, then some for the codebook, then decoder_steps "
+                f"({self.decoder_steps})"
+            )
 
 
 @dataclass(frozen=True)
@@ -127,12 +138,26 @@ def _at_least(recipe: Any, least: int, *names: str) -> None:
 R = TypeVar("R")
 
 
-def load_recipe(source: str | Path, kind: type[R]) -> R:
+def _warmed_up(recipe: R) -> R:
+    """With a warm-up that ends within the run; else it would never come to the learning rate that it names."""
+    changed: Any = recipe
+    schedule: Schedule = changed.schedule
+    if schedule.warmup_steps <= schedule.steps:
+        return recipe
+    logger.warning("the warm-up of %d steps is cut to the run's %d", schedule.warmup_steps, schedule.steps)
+    return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
+
+
+def load_recipe(source: str | Path, kind: type[R], steps: int | None = None) -> R:
     """Read a recipe from a TOML file, or a packaged one by name (`emoji-tokenizer`, `emoji-generator`, ...).
+
+    Args:
+        steps: length of the run, instead of the recipe's. A warm-up that is longer than the run is cut to it, with a warning.
 
     Raises:
         FileNotFoundError: if neither a file nor a packaged recipe has that name.
-        ValueError: for malformed TOML, a key that the recipe lacks (names the nearest), or a value of a wrong type.
+        ValueError: for malformed TOML, a key that the recipe lacks (names the nearest), a value of a wrong type, or parts that
+            do not fit into the steps.
     """
     path = Path(source)
     if not path.is_file():
@@ -146,7 +171,13 @@ def load_recipe(source: str | Path, kind: type[R]) -> R:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"recipe {path}: not valid TOML: {error}") from error
-    return build(kind, values, str(path))
+    recipe: Any = build(kind, values, str(path))
+    if steps is not None:
+        try:
+            recipe = replace(recipe, schedule=replace(recipe.schedule, steps=steps))
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return _warmed_up(recipe)
 
 
 def build(kind: type[R], values: dict[str, Any], where: str) -> R:

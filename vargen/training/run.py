@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tqdm.auto import tqdm
 
 from vargen.compat import check_matplotlib
 from vargen.files import whole_file
+from vargen.models.weights import unpickle
 
 
 class TrainingRun:
@@ -41,12 +43,16 @@ class TrainingRun:
         """Training time so far, over all resumes."""
         return self.seconds_before + time.monotonic() - self.started
 
-    def resume(self, map_location: torch.device | str = "cpu") -> dict[str, Any] | None:
+    def resume(self, map_location: torch.device | str = "cpu", needs: Iterable[str] = ()) -> dict[str, Any] | None:
         """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run, whose folder is made. It is this process's then.
+
+        Args:
+            needs: names that the checkpoint must hold.
 
         Raises:
             ImportError: without matplotlib, which the curves will need.
-            ValueError: if another process trains in the folder, or it holds a run with another fingerprint.
+            ValueError: if another process trains in the folder, or it holds a run with another fingerprint, one that has more
+                steps behind it than this one is to have, or a checkpoint that is damaged or of something else.
         """
         check_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -54,10 +60,23 @@ class TrainingRun:
         path = self.folder / "state.pt"
         if not path.is_file():
             return None
-        state = torch.load(path, map_location=map_location, weights_only=True)
+        other = "remove it to begin anew, or give another --output"
+        state = unpickle(path, map_location=map_location, if_damaged=other, if_foreign=other)
+        kinds = {"step": int, "seconds": float, "fingerprint": dict}
+        if (
+            not isinstance(state, dict)
+            or not all(isinstance(state.get(name), kind) for name, kind in kinds.items())
+            or not all(name in state for name in needs)
+        ):
+            raise ValueError(f"{path} is no checkpoint of such a run; {other}")
         if state["fingerprint"] != self.fingerprint:
             raise ValueError(
                 f"{self.folder} holds a run of another recipe ({state['fingerprint']}); give another --output or remove it"
+            )
+        if state["step"] > self.steps:
+            raise ValueError(
+                f"the run in {self.folder} has {state['step']} steps behind it and cannot end at {self.steps}: "
+                "give more steps, or another --output"
             )
         self.seconds_before = state["seconds"]
         self._trim_log(state["step"])
@@ -91,13 +110,13 @@ class TrainingRun:
         if not path.is_file():
             return
         kept = []
-        for line in path.read_text().splitlines():
+        for line in path.read_text(errors="replace").splitlines():
             try:
                 record = json.loads(line)
-            except json.JSONDecodeError:  # the kill hit in the middle of a line
+                if record["step"] <= step:
+                    kept.append(line)
+            except (ValueError, TypeError, KeyError):  # the kill hit in the middle of a line, maybe of a number
                 continue
-            if record["step"] <= step:
-                kept.append(line)
         with whole_file(path) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept))
 

@@ -220,15 +220,10 @@ def train_tokenizer(
     The last `recipe.decoder_steps` leave encoder and codebook as they are, and with them the tokens of every picture.
 
     Raises:
-        ValueError: if the decoder's steps begin before anything is quantised.
+        ValueError: if `folder` holds another run, or one that cannot be gone on with; see `TrainingRun.resume`.
 
     Returns the held-out figures of the final model: `psnr` (dB), `codebook_use` (share), `perplexity`.
     """
-    if not 0 <= recipe.decoder_steps < recipe.schedule.steps - recipe.autoencoder_steps:
-        raise ValueError(
-            f"decoder_steps must be from 0 to less than the {recipe.schedule.steps - recipe.autoencoder_steps} steps that are "
-            f"quantised, got {recipe.decoder_steps}"
-        )
     torch.manual_seed(recipe.seed)
     model = VQModel(**recipe.model).to(device)
     trained = [p for name, p in model.named_parameters() if name != "quantize.embedding.weight"]
@@ -240,7 +235,7 @@ def train_tokenizer(
         folder, {"kind": "tokenizer", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
     )
     start = 0
-    if state := run.resume(device):
+    if state := run.resume(device, ("model", "optimizer", "sums", "counts")):
         model.load_state_dict(state["model"])
         optimizer.load_state_dict(state["optimizer"])
         codebook.sums.copy_(state["sums"])
