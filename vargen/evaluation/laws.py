@@ -15,7 +15,7 @@ from torch import Tensor
 from vargen.decoding import Accelerator, decode
 from vargen.evaluation.two_sample import compare_laws
 from vargen.files import whole_file
-from vargen.models.weights import weights_digest
+from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines.checks import check_sampling
 from vargen.pipelines.llamagen import LlamaGenPipeline
 
@@ -54,13 +54,18 @@ def draw_many(
     settings: dict[str, Any],
     weights: str,
     progress: Callable[[int], None] | None = None,
+    not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, sampled by `settings`, and mean statistics.
 
     Every batch is kept in `folder`, so a run that was stopped goes on where it was. `weights` names what drew it.
 
+    Args:
+        not_kept: called where a file cannot be written, on a full disk say, so that the run goes on without it.
+
     Raises:
-        ValueError: if `folder` holds tokens of other weights, prompts, settings or another method.
+        ValueError: if `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
+        OSError: if a file cannot be written and there is no `not_kept`.
     """
     scale, sampling = check_sampling(settings)
     model = pipe.token_model(scale)
@@ -74,15 +79,22 @@ def draw_many(
         "acceptance": getattr(rule, "__name__", type(rule).__name__),
         "method": accelerator.settings,
     }
-    claim(folder, made_of)
+    keep = True
+    try:
+        claim(folder, made_of)
+    except OSError as error:
+        if not_kept is None:
+            raise
+        not_kept(folder, error)
+        keep = False  # tokens that do not say how they were made
     parts, passes, spent = [], [], []
     for start in range(0, pictures, batch):
         file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
         if file.is_file():
-            with np.load(file) as saved:
-                parts.append(torch.from_numpy(saved["tokens"].astype(np.int64)))
-                passes.append(float(saved["tokens_per_pass"]))
-                spent.append(float(saved["relaxation"]))
+            saved = read_arrays(file, "tokens", "tokens_per_pass", "relaxation")
+            parts.append(torch.from_numpy(saved["tokens"].astype(np.int64)))
+            passes.append(float(saved["tokens_per_pass"]))
+            spent.append(float(saved["relaxation"]))
         else:
             numbers = range(start, min(start + batch, pictures))
             condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
@@ -90,9 +102,15 @@ def draw_many(
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)
             spent.append(float(np.mean(result.stats.relaxation_spent)))
-            with whole_file(file) as temporary, temporary.open("wb") as stream:
-                tokens = parts[-1].numpy().astype(np.int32)
-                np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=spent[-1])
+            tokens = parts[-1].numpy().astype(np.int32)
+            try:
+                if keep:
+                    with whole_file(file) as temporary, temporary.open("wb") as stream:
+                        np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=spent[-1])
+            except OSError as error:
+                if not_kept is None:
+                    raise
+                not_kept(file, error)
         if progress:
             progress(len(parts[-1]))
     return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(spent))}
@@ -108,19 +126,21 @@ def laws_report(
     permutations: int = 200,
     settings: dict[str, Any] | None = None,
     progress: Callable[[int], None] | None = None,
+    not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
     """Each method against `ar` with other seeds; `ar` itself, with a third set of seeds, shows how no difference looks."""
     ar = Accelerator(name="ar")
     used = {**pipe.default_sampling, **(settings or {})}
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
-    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", used, weights, progress)
+    shared: tuple[Any, ...] = (used, weights, progress, not_kept)
+    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", *shared)
     codes = pipe.vqvae.quantize.codes().detach().float().cpu()
     columns = pipe.transformer.config.grid_size
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
         seed = number * 10**6
         place = folder / name
-        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, used, weights, progress)
+        tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, *shared)
         tests = compare_laws(baseline, tokens, codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
