@@ -22,6 +22,25 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return lambda *words: runner.invoke(app, [str(word) for word in words])
 
 
+@pytest.fixture
+def full_disk(run: Run) -> Callable[[int], Run]:
+    """`full_disk(size)` is `run` while no file may grow beyond `size` bytes: the kernel itself refuses, as on a full disk."""
+    resource = pytest.importorskip("resource")
+
+    def limited(size: int) -> Run:
+        def call(*words: object) -> Result:
+            before = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            try:
+                return run(*words)
+            finally:
+                resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+        return call
+
+    return limited
+
+
 def tiny_transformer(condition: str) -> "torch.nn.Module":
     from vargen.models.llamagen import LlamaGenTransformer
 

@@ -10,6 +10,7 @@ from PIL import Image
 
 from vargen.cli.compare import chosen
 from vargen.decoding import Jacobi, Speculative
+from vargen.evaluation import laws
 from vargen.evaluation.laws import claim
 from vargen.models.weights import weights_digest
 
@@ -64,6 +65,12 @@ def test_without_a_draft_model_the_default_methods_leave_speculative_out(run: An
         (("--seed", "-1"), "seed"),
         (("--plot", "x.jpg"), "plot"),
         (("-o", "x.txt"), "output"),
+        (("-o", "same.png", "--plot", "same.png"), "plot 'same.png' is also output 'same.png'"),
+        (("--plot", "comparison.png"), "plot 'comparison.png' is also output 'comparison.png'"),
+        (("--plot", "-"), "plot must be a file"),
+        (("--json", ""), "json must be a file"),
+        (("--json", "~nosuchuser/a.json"), "json '~nosuchuser/a.json' begins with a home folder"),
+        (("--plot", "~nosuchuser/a.png"), "plot '~nosuchuser/a.png' begins with a home folder"),
         (("--top-k", "0"), "top_k"),
         (("--guidance-scale", "-1"), "guidance_scale"),
     ],
@@ -153,3 +160,70 @@ def test_an_automatic_window_is_for_chains_too() -> None:
     assert [plain[name].drafter for name in ("scd", "speculative")] == [Jacobi(16, "maximal"), Speculative(4)]
     assert [auto[name].drafter for name in ("scd", "speculative")] == [Jacobi("auto", "maximal"), Speculative("auto")]
     assert chosen("speculative", "8")["speculative"].drafter == Speculative(4)
+
+
+def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> None:
+    Path("prompts.json").write_text("a cat\n")
+    index = text_model / "model_index.json"
+    before = index.read_text()
+    for place, said in (("prompts.json", "would overwrite prompt_file"), (index, "would overwrite a file of model")):
+        for command in (("compare",), ("bench", "laws", "--cache", "kept")):
+            result = run(*command, "--prompt-file", "prompts.json", "--model", text_model, "--json", place)
+            assert result.exit_code == 2 and said in result.stderr, result.output
+    for command in ("step", "ar"):
+        result = run("bench", command, "--model", text_model, "--json", index)
+        assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
+    result = run("bench", "laws", "--prompt-file", "prompts.json", "--model", text_model, "--cache", "prompts.json")
+    assert result.exit_code == 2 and "cache folder 'prompts.json' cannot be written" in result.stderr
+    assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
+    assert [path.name for path in Path().iterdir()] == ["prompts.json"]
+
+
+def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path, prompts: Path) -> None:
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
+    words += ("-o", "grid.png", "--plot", "plot.png", "--json", "a.json")
+    result = full_disk(8000)("compare", *words)  # the figures fit, the pictures do not
+    assert result.exit_code == 1 and "tokens/pass" in result.stdout and "grid.png" not in result.stdout
+    assert [method["name"] for method in json.loads(Path("a.json").read_text())["methods"]] == ["ar", "sjd"]
+    assert [line for line in result.stderr.splitlines() if line.startswith("error")] == [
+        "error: output 'grid.png' was not written: File too large",
+        "error: plot 'plot.png' was not written: File too large",
+    ]
+    assert sorted(path.name for path in Path().iterdir()) == ["a.json", "prompts.txt"]
+    Path("a.json").unlink()
+    result = full_disk(0)("compare", *words)
+    assert result.exit_code == 1 and "tokens/pass" in result.stdout and result.stderr.count("was not written") == 3
+    assert [path.name for path in Path().iterdir()] == ["prompts.txt"]
+
+
+def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk: Any, text_model: Path) -> None:
+    words = ("--model", text_model, "--tokens", "1", "--batch", "1", "--rounds", 1, "--json", "a.json", "--plot", "a.png")
+    result = full_disk(4000)("bench", "step", *words)
+    assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
+    assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
+
+
+def test_laws_are_measured_where_tokens_cannot_be_kept(
+    run: Any, full_disk: Any, text_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ("bench", "laws", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
+    words += ("--pictures", 4, "--batch", 2, "--permutations", 5, "--cache", "kept", "--json", "-")
+    result = full_disk(0)(*words)
+    assert result.exit_code == 1
+    methods = json.loads(result.stdout)["methods"]
+    assert set(methods) == {"ar", "sjd"} and not list(Path("kept").rglob("*.npz"))
+    (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
+    assert "kept/ar' was not written: File too large; the run goes on without keeping its tokens" in line
+    with monkeypatch.context() as patch:  # a folder that cannot say how its tokens are made gets none
+
+        def full(*_: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(laws, "claim", full)
+        assert run(*words).exit_code == 1 and not list(Path("kept").rglob("*.npz"))
+    again = run(*words)
+    assert again.exit_code == 0 and json.loads(again.stdout)["methods"] == methods
+    damaged = next(Path("kept").rglob("*.npz"))
+    damaged.write_bytes(damaged.read_bytes()[:200])
+    result = run(*words)
+    assert result.exit_code == 2 and f"{damaged} is damaged or not of vargen's" in result.stderr

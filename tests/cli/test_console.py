@@ -1,7 +1,9 @@
 """The command around the verbs: start-up, exit codes, logs."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,3 +74,17 @@ def test_verbosity(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_aligns() -> None:
     assert table(["a", "bb"], [["xxx", "1"], ["y", "100"]], "<>") == "a     bb\nxxx    1\ny    100"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no full device")
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize("words", [["--version"], ["info", "presets"]])
+def test_what_does_not_reach_standard_output_is_no_success(words: list[str], buffered: bool) -> None:
+    """In one line, and nothing more when Python closes the stream."""
+    command = [sys.executable, *([] if buffered else ["-u"]), "-c", _RUN + "pass", *words]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, env=environment)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ") and "No space left on device" in line

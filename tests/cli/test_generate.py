@@ -108,25 +108,26 @@ def test_an_output_by_name_is_overwritten(run: Any, text_model: Path) -> None:
     assert sorted(p.name for p in Path().iterdir()) == ["a-cat-1-2.png", "a-cat-1.png", "a.png"]
 
 
-@pytest.mark.parametrize(("raised", "code"), [(OSError("disk full"), 1), (KeyboardInterrupt(), 130)])
+@pytest.mark.parametrize(("raised", "code", "whole"), [(OSError("disk full"), 1, [1, 3]), (KeyboardInterrupt(), 130, [1])])
 def test_an_interrupted_write_leaves_no_half_file(
-    run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int
+    run: Any, text_model: Path, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, whole: list[int]
 ) -> None:
-    whole, calls = Image.Image.save, []
+    """Nor does it take the other pictures of the batch with it."""
+    save_whole, calls = Image.Image.save, []
 
     def save(self: Image.Image, path: Path, *args: Any, **kwargs: Any) -> None:
         calls.append(path)
         if len(calls) == 2:
             Path(path).write_bytes(b"\x89PNG half")
             raise raised
-        whole(self, path, *args, **kwargs)
+        save_whole(self, path, *args, **kwargs)
 
     monkeypatch.setattr(Image.Image, "save", save)
     Path("a-2.png").write_text("old")
     result = run("generate", "a cat", "-n", 3, "--model", text_model, "-o", "a.png")
     assert result.exit_code == code
-    assert "1 of 3 images were written" in result.stderr and "Traceback" not in result.stderr
-    assert sorted(p.name for p in Path().iterdir()) == ["a-1.png", "a-2.png"]
+    assert f"{len(whole)} of 3 images were written" in result.stderr and "Traceback" not in result.stderr
+    assert sorted(p.name for p in Path().iterdir()) == sorted({"a-2.png", *(f"a-{number}.png" for number in whole)})
     assert Path("a-2.png").read_text() == "old"
 
 
@@ -136,4 +137,26 @@ def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
     assert pixels(Path("sheet.png")).shape[1] > 2 * 128
     assert len(list(Path("out").iterdir())) == 2
     refused = run("generate", "a cat", "--model", text_model, "--sheet", "sheet.exe")
-    assert refused.exit_code == 2 and "output must be a folder" in refused.stderr
+    assert refused.exit_code == 2 and "sheet must be a folder" in refused.stderr
+
+
+def test_a_sheet_that_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path) -> None:
+    words = ("a cat", "a dog", "--model", text_model, "--seed", 1, "--json", "-o", "out/", "--sheet", "sheet.png")
+    result = full_disk(1500)("generate", *words)  # tiny pictures with their parameters fit, a sheet does not
+    assert result.exit_code == 1
+    assert [image["file"] for image in json.loads(result.stdout)["images"]] == ["out/a-cat-1.png", "out/a-dog-2.png"]
+    assert all(pixels(path).shape == (8, 8, 3) for path in Path("out").iterdir())
+    assert result.stderr.splitlines()[-1] == "error: sheet 'sheet.png' was not written: File too large"
+    assert sorted(path.name for path in Path().rglob("*")) == ["a-cat-1.png", "a-dog-2.png", "out"]
+
+
+def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any, text_model: Path) -> None:
+    words = ("a cat", "-n", 5, "--batch-size", 2, "--model", text_model, "--seed", 1, "-o", "a.png", "--sheet", "sheet.png")
+    result = full_disk(100)("generate", *words)
+    assert result.exit_code == 1 and result.stdout == ""
+    assert result.stderr.splitlines() == [
+        "error: output 'a-1.png' was not written: File too large",
+        "error: output 'a-2.png' was not written: File too large",
+        "0 of 5 images were written",
+    ]
+    assert list(Path().iterdir()) == []

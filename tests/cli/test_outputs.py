@@ -6,9 +6,22 @@ import string
 from pathlib import Path
 
 import pytest
+import typer
 from PIL import Image
 
-from vargen.cli.outputs import LONGEST_SLUG, Target, check_writable, save_image, slug, targets
+from vargen.cli import outputs
+from vargen.cli.outputs import (
+    LONGEST_SLUG,
+    Target,
+    check_apart,
+    check_writable,
+    ignores_case,
+    result_file,
+    save_image,
+    slug,
+    targets,
+    write_each,
+)
 
 
 def test_slugs_of_ordinary_and_hostile_prompts() -> None:
@@ -88,3 +101,85 @@ def test_writable_is_tried_not_guessed(tmp_path: Path) -> None:
     if Path("/proc").is_dir():  # read-only whoever asks, root included
         with pytest.raises(ValueError, match="cannot be written"):
             check_writable(Path("/proc/vargen"))
+
+
+def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = tmp_path / "there.png"
+    there.write_text("x")
+    (tmp_path / "symbolic.png").symlink_to("there.png")
+    (tmp_path / "hard.png").hardlink_to(there)
+    (tmp_path / "dangling.png").symlink_to("new.png")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "way").symlink_to("folder")
+    pairs = [
+        ("a.png", tmp_path / "a.png"), ("there.png", "symbolic.png"), ("there.png", "hard.png"), ("symbolic.png", "hard.png"),
+        ("new.png", "dangling.png"), ("folder/a.png", "way/a.png"), ("a.png", "folder/../a.png"),
+    ]  # fmt: skip
+    for first, second in pairs:
+        for one, other in ((first, second), (second, first)):
+            with pytest.raises(ValueError, match=r"^plot '.*' is also output '.*'; one would be lost, name two$"):
+                check_apart({"output": [Target(Path(one), named=True)], "json": [None], "plot": [Path(other)]})
+            with pytest.raises(ValueError, match=r"^output '.*' would overwrite prompt_file '.*'; name another file$"):
+                check_apart({"output": [Path(one)]}, {"model": [], "prompt_file": [None, Path(other)]})
+    apart = {"output": [Path("a.png"), Path("b.png")], "plot": [Path("folder/a.png")], "json": [Path("a.json")]}
+    check_apart(apart, {"prompt_file": [there]})
+
+
+def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
+    made_up, given = (Target(tmp_path / "a-1.png", named=named) for named in (False, True))
+    check_apart({"output": [made_up], "sheet": [Target(tmp_path / "a-1.png", named=False)]}, {"prompt_file": [made_up.path]})
+    for first, second in ((made_up, given), (given, made_up)):
+        with pytest.raises(ValueError, match="is also output"):
+            check_apart({"output": [first], "sheet": [second]})
+    numbered = Target(tmp_path / "a-1-2.png", named=True)
+    with pytest.raises(ValueError, match="may be taken by output"):
+        check_apart({"output": [made_up], "sheet": [numbered]})
+    check_apart({"output": [given], "sheet": [numbered]})
+
+
+def test_names_that_differ_in_case_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = {"output": [tmp_path / "a.png"], "sheet": [tmp_path / "A.PNG"]}
+    (tmp_path / "probe").touch()
+    assert ignores_case(tmp_path / "to" / "be" / "made") == (tmp_path / "PROBE").exists()
+    asked: list[Path] = []
+    for answer in (False, True):
+        monkeypatch.setattr(outputs, "ignores_case", lambda folder, answer=answer: asked.append(folder) or answer)
+        if answer:
+            with pytest.raises(ValueError, match="is also output"):
+                check_apart(pair)
+        else:
+            check_apart(pair)
+    assert asked == [tmp_path, tmp_path] and [path.name for path in tmp_path.iterdir()] == ["probe"]
+
+
+def test_each_write_is_tried_whatever_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:
+    done: list[str] = []
+
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    def broken() -> None:
+        raise BrokenPipeError
+
+    writes = [("table", full), ("json", lambda: done.append("json")), ("plot", full), ("end", lambda: done.append("end"))]
+    with pytest.raises(typer.Exit) as ended:
+        write_each(writes)
+    assert ended.value.exit_code == 1 and done == ["json", "end"]
+    assert capsys.readouterr().err.splitlines() == [
+        f"error: {name} was not written: No space left on device" for name in ("table", "plot")
+    ]
+    with pytest.raises(BrokenPipeError):
+        write_each([("table", broken), *writes[1:2]])
+    assert done == ["json", "end", "json"] and capsys.readouterr().err == ""
+    write_each(writes[1:2])
+
+
+def test_a_result_goes_to_a_file_of_its_kind(tmp_path: Path) -> None:
+    assert result_file(None, ".json", "json") is None and result_file("-", ".json", "json") is None
+    assert result_file(str(tmp_path / "a.JSON"), ".json", "json") == tmp_path / "a.JSON"
+    for path in ("", "-", "a.json/", tmp_path):
+        with pytest.raises(ValueError, match=r"plot must be a file ending in \.png"):
+            result_file(path, ".png", "plot")
+    with pytest.raises(ValueError, match=r"json '~nosuchuser/a\.json' begins with a home folder"):
+        result_file("~nosuchuser/a.json", ".json", "json")

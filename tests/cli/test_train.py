@@ -108,6 +108,15 @@ def test_package_joins_the_runs_named(run: Any, repo_root: Path, monkeypatch: py
         (["generator"], ["--tokenizer"]),
         (["package", "--tokenizer", "empty", "--generator", "empty", "--output", "o"], ["empty/vqvae is missing"]),
         (["data", "--size", "4"], ["size must be at least 8"]),
+        (["tokenizer", "--steps", "1"], ["emoji-tokenizer.toml: steps must be at least", "got 1: autoencoder_steps (300)"]),
+        (["tokenizer", "--config", "~nosuchuser/a.toml"], ["config '~nosuchuser/a.toml' begins with a home folder"]),
+        (["tokenizer", "--data", "~nosuchuser/"], ["data '~nosuchuser' begins with a home folder"]),
+        (["tokenizer", "--output", "~nosuchuser/x"], ["output '~nosuchuser/x' begins with a home folder"]),
+        (["generator", "--tokenizer", "~nosuchuser/x"], ["tokenizer '~nosuchuser/x' begins with a home folder"]),
+        (["generator", "--tokenizer", "empty", "--text-encoder", "~nosuchuser/x"], ["text_encoder '~nosuchuser/x' begins"]),
+        (["package", "--generator", "~nosuchuser/x"], ["generator '~nosuchuser/x' begins with a home folder"]),
+        (["package", "--drafter", "~nosuchuser/x"], ["drafter '~nosuchuser/x' begins with a home folder"]),
+        (["data", "--output", "~nosuchuser/x"], ["output '~nosuchuser/x' begins with a home folder"]),
     ],
 )
 def test_bad_input(run: Any, words: list[str], said: list[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from vargen.cli.console import print_json, quiet_libraries, say, table
+from vargen.cli.console import quiet_libraries, say, table
 from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
-from vargen.cli.outputs import check_writable
-from vargen.compat import check_matplotlib
+from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, write_each
 from vargen.device import fix_threads
 from vargen.values import shown
 
@@ -47,9 +45,10 @@ def step(
     """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)
-    check_result_file(as_json, ".json", "json")
-    check_result_file(plot, ".png", "plot")
+    json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
     names = model or ["emoji", "llamagen-b"]
+    read = {"a file of model": [file for name in names for file in model_files(name)]}
+    check_apart({"json": [json_file], "plot": [plot_file]}, read)
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
@@ -71,15 +70,14 @@ def step(
         reports.append(report)
         del network
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
-    if as_json != "-":
-        print(machine_line(machine, chosen, kind))
-        for report in reports:
-            print("\n" + _step_table(report))
-    write_json(as_json, document)
-    if plot:
+    lines = "\n\n".join([machine_line(machine, chosen, kind), *map(_step_table, reports)])
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
+    writes += json_writes(as_json, json_file, document)
+    if plot_file:
         from vargen.evaluation.speed_plot import plot_steps
 
-        plot_steps(reports, plot)
+        writes.append((f"plot {str(plot_file)!r}", lambda: plot_steps(reports, plot_file)))
+    write_each(writes)
 
 
 @app.command()
@@ -97,8 +95,8 @@ def ar(
     batches = whole_numbers(batch, "batch", MOST_IMAGES)
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
-    check_result_file(as_json, ".json", "json")
-    names = model or ["emoji"]
+    json_file, names = result_file(as_json, ".json", "json"), model or ["emoji"]
+    check_apart({"json": [json_file]}, {"a file of model": [file for name in names for file in model_files(name)]})
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
@@ -114,10 +112,9 @@ def ar(
             reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
         del network
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    if as_json != "-":
-        print(machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n")
-        print(_baseline_table(reports))
-    write_json(as_json, document)
+    lines = machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _baseline_table(reports)
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
+    write_each([*writes, *json_writes(as_json, json_file, document)])
 
 
 def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
@@ -132,17 +129,6 @@ def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
         allowed = f"whole numbers of at least 1{limit} with commas between, such as 1,8"
         raise ValueError(f"{name} must be {allowed}, got {shown(text)}")
     return list(dict.fromkeys(int(part) for part in parts))
-
-
-def check_result_file(path: str | Path | None, suffix: str, name: str) -> None:
-    """Before minutes of measuring: can the result be written?"""
-    if path is None or str(path) == "-":
-        return
-    if Path(path).suffix.lower() != suffix or Path(path).is_dir():
-        raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
-    check_writable(Path(path).parent)
-    if name == "plot":
-        check_matplotlib("--plot needs")
 
 
 def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
@@ -162,16 +148,6 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
     if busy is not None and busy > 0.5 * machine["cores"]:
         say(f"warning: the load average is {busy:.1f} on {machine['cores']} cores, so these figures will be unsteady")
     return chosen, pick_dtype(dtype, chosen, folder), machine
-
-
-def write_json(where: str | None, document: dict[str, Any]) -> None:
-    if where == "-":
-        print_json(document)
-    elif where is not None:
-        from vargen.files import whole_file
-
-        with whole_file(Path(where)) as temporary:
-            temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def _step_table(report: StepReport) -> str:

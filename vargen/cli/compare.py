@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from tqdm import tqdm
 
-from vargen.cli.bench import check_result_file, prepare, write_json
+from vargen.cli.bench import prepare
 from vargen.cli.console import say, table
 from vargen.cli.generate import read_model, read_prompts, say_names
 from vargen.cli.options import Device, Dtype
-from vargen.cli.outputs import save_image, targets
+from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
+from vargen.files import expanded
 
 if TYPE_CHECKING:
     from vargen.decoding import Accelerator
@@ -51,8 +52,9 @@ def compare(
     efficiency the one over the other.
     """
     place = targets(output, ["comparison"])[0]
-    check_result_file(as_json, ".json", "json")
-    check_result_file(plot, ".png", "plot")
+    json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
+    inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
+    check_apart({"output": [place], "json": [json_file], "plot": [plot_file]}, inputs)
     prompts = read_prompts(prompt_file)
     given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     settings = {name: value for name, value in given.items() if value is not None}
@@ -79,14 +81,20 @@ def compare(
             bar.update(done - bar.n)
 
         comparison = run(pipe, prompts, chosen_methods, batch, seed, settings, show)
-    save_image(picture_grid(pipe, comparison), place, {"methods": list(chosen_methods), "seeds": comparison.seeds})
-    if plot:
-        plot_comparison(comparison, plot)
-    if as_json != "-":
-        print(machine_line(machine, chosen_device, kind) + "\n")
-        print(comparison_table(comparison))
-        print(f"\n{place.path}")
-    write_json(as_json, {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()})
+
+    def save_pictures() -> None:
+        path = save_image(picture_grid(pipe, comparison), place, {"methods": list(chosen_methods), "seeds": comparison.seeds})
+        if as_json != "-":
+            print(path, flush=True)
+
+    # Measurements first: they took the longest, and are the smallest to write.
+    lines = machine_line(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
+    document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
+    writes += [*json_writes(as_json, json_file, document), (f"output {str(place.path)!r}", save_pictures)]
+    if plot_file:
+        writes.append((f"plot {str(plot_file)!r}", lambda: plot_comparison(comparison, plot_file)))
+    write_each(writes)
 
 
 def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:

@@ -10,6 +10,7 @@ import typer
 
 from vargen.cli.console import quiet_libraries
 from vargen.cli.options import check_range
+from vargen.files import expanded
 
 app = typer.Typer(help="Convert official checkpoints.", no_args_is_help=True)
 
@@ -50,12 +51,12 @@ def llamagen(
     from vargen.convert.llamagen import convert_llamagen
 
     folder = convert_llamagen(
-        transformer,
-        vq,
-        output,
-        text_encoder=text_encoder,
-        tokenizer=tokenizer,
-        id2label=id2label,
+        expanded(transformer, "transformer"),
+        expanded(vq, "vq"),
+        expanded(output, "output"),
+        text_encoder=text_encoder and expanded(text_encoder, "text_encoder"),
+        tokenizer=tokenizer and expanded(tokenizer, "tokenizer"),
+        id2label=id2label and expanded(id2label, "id2label"),
         dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value),
         overwrite=overwrite,
         n_head=n_head,

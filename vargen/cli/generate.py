@@ -12,10 +12,22 @@ from typing import Annotated, Any
 
 import typer
 
-from vargen.cli.console import print_json, quiet_libraries, say
+from vargen.cli.console import quiet_libraries, say
 from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
-from vargen.cli.outputs import Target, save_image, slug, targets
+from vargen.cli.outputs import (
+    Target,
+    Write,
+    check_apart,
+    json_writes,
+    model_files,
+    not_written,
+    save_image,
+    slug,
+    targets,
+    write_each,
+)
 from vargen.device import fix_threads
+from vargen.files import expanded
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -99,7 +111,9 @@ def generate(
     kind = "class " if class_label else ""
     stems = [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)]
     places = targets(output, stems)
-    sheet_place = targets(sheet, ["sheet"])[0] if sheet else None
+    sheet_place = None if sheet is None else targets(sheet, ["sheet"], "sheet")[0]
+    listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
+    check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
     quiet_libraries()
     opened = read_model(model)
     _check_against(opened, given, bool(class_label), negative_prompt)
@@ -127,24 +141,27 @@ def generate(
     if not quiet:
         say_names(pipe, [*([] if class_label else subjects), *([negative_prompt] if negative_prompt else [])])
     images, runs, seconds = _draw(pipe, jobs, options, parameters, batch_size, quiet, silent=as_json)
-    if sheet_place is not None:
-        _write_sheet(images, sheet_place, parameters)
     tokens, loop_seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     rate = tokens / loop_seconds if loop_seconds else 0.0
+    writes: list[Write] = []
     if as_json:
         from vargen.decoding import DecodeStats
 
-        print_json(
-            {
-                "images": images,
-                **parameters,
-                "device": str(chosen_device),
-                "seconds_load": seconds_load,
-                "seconds_generate": seconds,
-                "tokens_per_second": rate,
-                "stats": DecodeStats.joined(runs).to_dict(),
-            }
-        )
+        document = {
+            "images": images,
+            **parameters,
+            "device": str(chosen_device),
+            "seconds_load": seconds_load,
+            "seconds_generate": seconds,
+            "tokens_per_second": rate,
+            "stats": DecodeStats.joined(runs).to_dict(),
+        }
+        writes += json_writes("-", None, document)
+    if sheet_place is not None and images:
+        writes.append((f"sheet {str(sheet_place.path)!r}", lambda: _write_sheet(images, sheet_place, parameters)))
+    write_each(writes)
+    if len(images) < total:
+        raise typer.Exit(1)
     if not quiet:
         count = f"{total} image{'s' if total > 1 else ''}"
         say(f"{count} in {seconds:.1f} s (and {seconds_load:.1f} s to load), {rate:.0f} tokens per second, seed {first}")
@@ -177,6 +194,7 @@ def read_prompts(path: Path) -> list[str]:
     Raises:
         ValueError: if it is not UTF-8 or holds no prompt. FileNotFoundError, IsADirectoryError: as said.
     """
+    path = expanded(path, "prompt_file")
     if not path.exists():
         raise FileNotFoundError(f"prompt_file {str(path)!r} does not exist")
     try:
@@ -250,7 +268,10 @@ def _draw(
     quiet: bool,
     silent: bool,
 ) -> tuple[list[dict[str, Any]], list[Any], float]:
-    """Draw and save, a batch at a time; returns a record per image, statistics per batch, and seconds spent drawing."""
+    """Draw and save, a batch at a time; returns a record per written image, statistics per batch, and seconds spent drawing.
+
+    An image that cannot be written is reported, and the others are; but after a batch of which none could be, no more is drawn.
+    """
     import torch
 
     key = "prompt" if pipe.transformer.config.condition == "text" else "class_label"
@@ -270,11 +291,20 @@ def _draw(
             result = pipe(**subjects, generator=generators, **options)
             seconds += time.perf_counter() - started
             runs.append(result.stats)
+            before = len(images)
             for job, image in zip(batch, result.images, strict=True):
-                path = save_image(image, job.target, {key: job.subject, "seed": job.seed, **parameters})
+                try:
+                    path = save_image(image, job.target, {key: job.subject, "seed": job.seed, **parameters})
+                except OSError as error:
+                    say(not_written(f"output {str(job.target.path)!r}", error))
+                    continue
                 images.append({"file": str(path), key: job.subject, "seed": job.seed})
                 if not silent:
                     print(path, flush=True)
+            if len(images) == before:
+                break
+        if len(images) < len(jobs):
+            say(f"{len(images)} of {len(jobs)} images were written")
     except BaseException:
         if images:
             say(f"{len(images)} of {len(jobs)} images were written before this")

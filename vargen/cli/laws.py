@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from tqdm import tqdm
 
-from vargen.cli.bench import check_result_file, prepare, write_json
+from vargen.cli.bench import prepare
 from vargen.cli.compare import check_fits, chosen
-from vargen.cli.console import table
+from vargen.cli.console import say, table
 from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range
+from vargen.cli.outputs import (
+    Write,
+    check_apart,
+    check_writable,
+    json_writes,
+    model_files,
+    not_written,
+    result_file,
+    write_each,
+)
+from vargen.files import expanded
 
 
 def laws(
@@ -42,7 +53,10 @@ def laws(
     """
     check_range(pictures, "pictures", 2)
     check_range(permutations, "permutations", 1)
-    check_result_file(as_json, ".json", "json")
+    json_file, kept = result_file(as_json, ".json", "json"), expanded(cache, "cache")
+    check_writable(kept, "cache")
+    inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
+    check_apart({"json": [json_file]}, {**inputs, "a file of cache": model_files(str(kept))})
     prompts = read_prompts(prompt_file)
     asked = chosen(methods, window)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
@@ -63,19 +77,33 @@ def laws(
     check_fits(model, accelerators, settings)
     pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
-        report = laws_report(pipe, prompts, accelerators, pictures, batch, cache, permutations, settings, bar.update)
-    if as_json != "-":
-        tests = list(next(iter(report["methods"].values()))["tests"])
-        rows = [
-            [
-                name,
-                values["kind"],
-                f"{values['tokens_per_pass']:.2f}",
-                f"{values['relaxation_per_image']:.1f}",
-                *(f"{values['tests'][test]['p_value']:.3f}" for test in tests),
-            ]
-            for name, values in report["methods"].items()
+        lost: list[Path] = []
+
+        def not_kept(file: Path, error: OSError) -> None:
+            if not lost:
+                say(not_written(f"cache {str(file)!r}", error) + "; the run goes on without keeping its tokens")
+            lost.append(file)
+
+        report = laws_report(pipe, prompts, accelerators, pictures, batch, kept, permutations, settings, bar.update, not_kept)
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(_laws_table(report), flush=True))]
+    write_each([*writes, *json_writes(as_json, json_file, {"machine": machine, **report})])
+    if lost:
+        raise typer.Exit(1)
+
+
+def _laws_table(report: dict[str, Any]) -> str:
+    tests = list(next(iter(report["methods"].values()))["tests"])
+    rows = [
+        [
+            name,
+            values["kind"],
+            f"{values['tokens_per_pass']:.2f}",
+            f"{values['relaxation_per_image']:.1f}",
+            *(f"{values['tests'][test]['p_value']:.3f}" for test in tests),
         ]
-        print(f"{pictures} pictures of each method against ar, p-values of {permutations} permutations\n")
-        print(table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests)))
-    write_json(as_json, {"machine": machine, **report})
+        for name, values in report["methods"].items()
+    ]
+    return (
+        f"{report['pictures']} pictures of each method against ar, p-values of {report['permutations']} permutations\n\n"
+        + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -9,7 +10,8 @@ import typer
 
 from vargen import __version__
 from vargen.cli import bench, compare, convert, generate, info, laws, train
-from vargen.cli.console import Commands, configure_logging
+from vargen.cli.console import Commands, configure_logging, say
+from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
 
 app = typer.Typer(
@@ -55,4 +57,23 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
-    app(prog_name="vargen")
+    try:
+        app(prog_name="vargen")
+    except SystemExit as end:
+        sys.exit(_flushed(end.code))
+    except OSError as error:  # of what options print, such as --version
+        say(not_written("standard output", error))
+        sys.exit(_flushed(1))
+
+
+def _flushed(code: int | str | None) -> int | str | None:
+    """The exit code: 1 where what was printed did not reach standard output. A full disk must not look like success."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if not code:
+            say(not_written("standard output", error))
+        # What is still held back would be tried, and fail, once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return code or 1
+    return code

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, check_range, pick_device
 from vargen.device import fix_threads
+from vargen.files import expanded
 
 if TYPE_CHECKING:
     from vargen.training.emoji import EmojiDataset
@@ -35,6 +35,7 @@ def data(
     from vargen.files import cache_folder
     from vargen.training.emoji import build_emoji_dataset
 
+    output = output and expanded(output, "output")
     built = build_emoji_dataset(output, size=size)
     folder = output or cache_folder() / f"emoji-{size}"
     splits = {split: len(built.indices(split)) for split in ("train", "validation")}
@@ -55,6 +56,7 @@ def tokenizer(
     from vargen.training.recipe import TokenizerRecipe
     from vargen.training.tokenizer import train_tokenizer
 
+    output = expanded(output, "output")
     recipe = _recipe(config, TokenizerRecipe, steps)
     pictures, place = _open_data(data), pick_device(device)
     fix_threads(threads)
@@ -80,8 +82,9 @@ def generator(
     from vargen.training.generator import train_generator
     from vargen.training.recipe import GeneratorRecipe
 
+    output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
     recipe = _recipe(config, GeneratorRecipe, steps)
-    encoder = text_encoder or Path(vargen.assets.__file__).parent / "emoji"
+    encoder = expanded(text_encoder or Path(vargen.assets.__file__).parent / "emoji", "text_encoder")
     for part in (encoder / "text_encoder", encoder / "tokenizer"):
         if not part.is_dir():
             raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
@@ -123,15 +126,14 @@ def _recipe(config: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.recipe import load_recipe
 
     check_range(steps, "steps", 1)
-    recipe: Any = load_recipe(config, kind)
-    return dataclasses.replace(recipe, schedule=dataclasses.replace(recipe.schedule, steps=steps)) if steps else recipe
+    return load_recipe(expanded(config, "config"), kind, steps)
 
 
 def _open_data(folder: Path | None) -> EmojiDataset:
     from vargen.files import cache_folder
     from vargen.training.emoji import load_emoji_dataset
 
-    return load_emoji_dataset(folder or cache_folder() / "emoji-128")
+    return load_emoji_dataset(expanded(folder, "data") if folder else cache_folder() / "emoji-128")
 
 
 def _saved(folder: Path, part: str, name: str) -> Path:
@@ -161,4 +163,12 @@ def package(
     from vargen.training.package import package as join
 
     packaged = Path(vargen.assets.__file__).parent / "emoji"
-    print(join(tokenizer, generator, text_encoder or packaged, output or packaged, note=note, drafter_run=drafter))
+    folder = join(
+        expanded(tokenizer, "tokenizer"),
+        expanded(generator, "generator"),
+        expanded(text_encoder or packaged, "text_encoder"),
+        expanded(output or packaged, "output"),
+        note=note,
+        drafter_run=drafter and expanded(drafter, "drafter"),
+    )
+    print(folder)
