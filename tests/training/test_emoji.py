@@ -270,3 +270,15 @@ def test_sources_are_pinned() -> None:
     assert [source.style for source in SOURCES] == [*STYLES, ""]
     assert all(len(source.sha256) == 64 for source in SOURCES)
     assert SOURCES[0].tarball == "lobehub-fluent-emoji-3d-1.1.0.tgz"
+
+
+@pytest.mark.parametrize("damage", ["images.npy", "records.json"])
+def test_a_damaged_data_set_is_named(tmp_path, damage):
+    np.save(tmp_path / "images.npy", np.zeros((2, 8, 8, 3), np.uint8))
+    (tmp_path / "records.json").write_text("[{}, {}]")
+    whole = (tmp_path / damage).read_bytes()
+    for content in (b"", whole[:-1], b"\x93NUMPY" + b"x" * 200, np.array([{}]).dumps()):
+        (tmp_path / damage).write_bytes(content)
+        with pytest.raises(ValueError, match=r"images\.npy or records\.json is damaged .*vargen train data") as caught:
+            load_emoji_dataset(tmp_path)
+        assert "pickle" not in str(caught.value)
