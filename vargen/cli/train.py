@@ -111,8 +111,9 @@ def scorer(
     from vargen.training.recipe import ScorerRecipe
     from vargen.training.scorer import train_scorer
 
+    output = expanded(output, "output")
     recipe = _recipe(config, ScorerRecipe, steps)
-    parts = model or Path(vargen.assets.__file__).parent / "emoji"
+    parts = expanded(model, "model") if model else Path(vargen.assets.__file__).parent / "emoji"
     for part in (parts / "text_encoder", parts / "tokenizer", parts / "vqvae"):
         if not part.is_dir():
             raise FileNotFoundError(f"model folder {str(parts)!r} must hold text_encoder/, tokenizer/ and vqvae/")

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vargen.pipelines.prompt_names import PromptNames
-from vargen.training.emoji import TONES, default_cache, normalize_hexcode
+from vargen.files import cache_folder
+from vargen.training.emoji import TONES, normalize_hexcode
 from vargen.training.emoji_captions import subject
 from vargen.training.emoji_sources import SOURCES, fetch_sources, read_tarball
 
@@ -39,5 +40,5 @@ def write_emoji_names(folder: Path, cache: Path | None = None) -> None:
         ValueError, OSError: as `fetch_sources`.
     """
     pinned = tuple(source for source in SOURCES if source.style == "")
-    (tarball,) = fetch_sources(cache or default_cache(), pinned).values()
+    (tarball,) = fetch_sources(cache or cache_folder(), pinned).values()
     PromptNames(emoji_names(read_tarball(tarball))).write(folder)
