@@ -6,8 +6,8 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from vargen.pipelines.prompt_names import PromptNames
 from vargen.files import cache_folder
+from vargen.pipelines.prompt_names import PromptNames
 from vargen.training.emoji import TONES, normalize_hexcode
 from vargen.training.emoji_captions import subject
 from vargen.training.emoji_sources import SOURCES, fetch_sources, read_tarball
