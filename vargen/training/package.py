@@ -56,13 +56,17 @@ def package(
             check_tokens(run, vqvae, tokenizer_run)
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
+    settings = dict(DEFAULTS)
+    if settings["top_k"] > transformer.config.vocab_size:  # as in a converted model: a call would be refused
+        del settings["top_k"]
+    settings |= defaults or {}
     pipeline = LlamaGenPipeline(
         vqvae=vqvae,
         transformer=transformer,
         text_encoder=MiniLMTextEncoder.from_pretrained(text_encoder_folder / "text_encoder"),
         tokenizer=AutoTokenizer.from_pretrained(text_encoder_folder / "tokenizer"),
         draft_transformer=drafter,
-        defaults={**DEFAULTS, **(defaults or {})},
+        defaults=settings,
         prompt_names=PromptNames.read(text_encoder_folder),
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
