@@ -191,7 +191,8 @@ def test_diffusers_imports_with_the_root_first_on_the_path(repo_root: Path) -> N
         "import sys; assert sys.path[0] == ''\n"
         "from vargen.compat import ensure_torchvision; ensure_torchvision()\n"
         "from diffusers import DiffusionPipeline; from transformers import CLIPModel\n"
-        "from transformers.utils import is_kernels_available\n"
+        "import transformers.utils\n"
+        "is_kernels_available = getattr(transformers.utils, 'is_kernels_available', lambda: False)\n"  # since 4.51
         "import importlib.metadata\n"
         "owned = any(d.name == 'kernels' for d in importlib.metadata.distributions())\n"
         "assert owned or not is_kernels_available()"
