@@ -126,7 +126,8 @@ def check_tokenizer(folder: Path, kind: str) -> None:
 
     needed = _VOCABULARIES.get(kind.removesuffix("Fast"), ("tokenizer.json",))
     if not any((folder / name).is_file() for name in needed):
-        raise ValueError(f"{folder / needed[0]} is missing{f', and so is {needed[1]}' if needed[1:] else ''}; {_AGAIN}")
+        others = "".join(f", and so is {name}" for name in needed[1:])
+        raise ValueError(f"{folder / needed[0]} is missing{others}; {_AGAIN}")
     for file in sorted(folder.glob("*.json")):
         if file.name != "tokenizer.json":
             check_no_code_keys(read_object(file), file)
