@@ -63,6 +63,14 @@ def slow(engine: Engine) -> Callable[[float], None]:
     return set_pause
 
 
+# Messages vanish by themselves after seconds, which a busy machine may take to look.
+_KEEP_MESSAGES = """
+window.messages = [];
+const keep = () => document.querySelectorAll('.toast-body').forEach(each => window.messages.push(each.innerText));
+new MutationObserver(keep).observe(document.body, {childList: true, subtree: true, characterData: true});
+"""
+
+
 class Browser:
     """One headless Chromium, and the few things that tests do with it.
 
@@ -76,6 +84,7 @@ class Browser:
     def open(self, url: str) -> Browser:
         self.driver.get(url)
         self.until(lambda: self.shown("#generate"))
+        self.script(_KEEP_MESSAGES)
         return self
 
     def script(self, body: str, *arguments: Any) -> Any:
@@ -162,9 +171,8 @@ class Browser:
         self.until(lambda: words in self.text(selector))
 
     def toast(self, words: str) -> None:
-        """Wait until a message holds some words."""
-        shown = "return [...document.querySelectorAll('.toast-body')].map(each => each.innerText).join()"
-        self.until(lambda: words in self.script(shown))
+        """Wait until some message since the page was opened held some words; it may be gone again."""
+        self.until(lambda: words in self.script("return window.messages.join()"))
 
 
 def _keys() -> Any:

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.parse
 import urllib.request
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -179,6 +180,15 @@ def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, 
     assert before and all(each[0] == [] for each in before)
     drawn = [each[1]["tokens_drawn"] for each in before]
     assert drawn == sorted(drawn) and drawn[-1] < 64 and before[0][1]["tokens"] == 64
+
+
+def test_requests_bring_no_warnings_of_pandas(client: gradio_client.Client) -> None:
+    """Gradio would make a table of all requests so far after each one, in ways that pandas gives up."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):  # what is done after an answer is done before the next but one
+            client.predict("a red apple", seed=seed, api_name="/generate")
+    assert not [each for each in caught if "pandas" in each.category.__module__]
 
 
 def resident() -> float:
