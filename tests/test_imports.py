@@ -27,10 +27,11 @@ _ALLOWED: dict[str, set[str]] = {
     "kernels": set(),
     "assets": set(),
     "compat": set(),
+    "device": set(),
     "files": set(),
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "files", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 
