@@ -172,14 +172,16 @@ def test_a_plain_http_caller_that_hangs_up_ends_its_drawing(
 
 
 def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, slow: Callable[[float], None]) -> None:
-    slow(0.03)
+    slow(0.5)
     job = client.submit("a red apple", seed=7, api_name="/generate")
+    wait_until(lambda: len(job.outputs()) >= 2)
+    slow(0.0)
     files, report = job.result()
     *before, last = job.outputs()
     assert len(files) == 1 and report["seed"] == 7 and last[1] == report
     assert before and all(each[0] == [] for each in before)
     drawn = [each[1]["tokens_drawn"] for each in before]
-    assert drawn == sorted(drawn) and drawn[-1] < 64 and before[0][1]["tokens"] == 64
+    assert drawn == sorted(drawn) and 0 <= drawn[0] < 64 and drawn[-1] <= 64 and before[0][1]["tokens"] == 64
 
 
 def test_requests_bring_no_warnings_of_pandas(client: gradio_client.Client) -> None:
