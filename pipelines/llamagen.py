@@ -145,6 +145,12 @@ class LlamaGenPipeline(DiffusionPipeline):
             kwargs["prompt_names"] = PromptNames.read(folder)
         return super().from_pretrained(str(folder), **kwargs)
 
+    @classmethod
+    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> LlamaGenPipeline:
+        """As diffusers has it; `prompt_names`, which is no part of the config, goes along."""
+        kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
+        return super().from_pipe(pipeline, **kwargs)
+
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
 

@@ -93,6 +93,7 @@ def test_names_survive_saving_and_are_the_models_own(tmp_path):
     named = LlamaGenPipeline(**pipe.components, prompt_names={"😺": "grinning cat"})
     expected = pipe.encode_prompt("grinning cat")[0]
     assert torch.equal(named.encode_prompt("😺")[0], expected) and not torch.equal(plain, expected)
+    assert LlamaGenPipeline.from_pipe(named).prompt_names.names == {"😺": "grinning cat"}
     named.save_pretrained(tmp_path / "model")
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model", torch_dtype=torch.float32)
     assert again.prompt_names.names == {"😺": "grinning cat"}
