@@ -52,7 +52,7 @@ TEXT = [
     (["a", "-n", "0"], ["num_images", "at least 1"]),
     (["a", "-n", "5000"], ["1024"]),
     (["a", "--batch-size", "0"], ["batch_size", "at least 1"]),
-    (["a", "--threads", "0"], ["threads", "at least 1"]),
+    (["a", "--threads", "0"], ["threads", "from 1 to"]),
     (["a", "--dtype", "int8"], ["--dtype", "bfloat16"]),
     (["a", "--device", "tpu"], ["--device", "cuda"]),
     (["a", "--negative-prompt", " "], ["negative_prompt"]),

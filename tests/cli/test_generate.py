@@ -58,7 +58,7 @@ def test_json_is_one_document_and_png_says_how_it_was_made(run: Any, text_model:
         said = json.loads(opened.info["vargen"])
     assert said["versions"].pop("torch") and said["versions"]["vargen"] == __version__
     assert said == {
-        "prompt": "a cat", "seed": 6, "model": "tiny-text", "accelerator": "ar", "negative_prompt": "a dog",
+        "prompt": "a cat", "seed": 6, "model": "tiny-text", "accelerator": "auto", "negative_prompt": "a dog",
         "guidance_scale": 3.0, "temperature": 0.9, "top_k": 20, "top_p": 0.95, "dtype": said["dtype"],
         "versions": said["versions"],
     }  # fmt: skip

@@ -41,7 +41,7 @@ def test_every_preset_is_listed_or_says_why_not(engine: Engine) -> None:
 
 def test_previews_are_transparent_where_nothing_is_drawn(engine: Engine, slow: Callable[[float], None]) -> None:
     slow(0.02)
-    run = engine.start(Settings("a red apple"))
+    run = engine.start(Settings("a red apple", "ar"))
     run.result()
     assert run.preview and sum(run.counts) == 64
     with Image.open(io.BytesIO(run.preview[0])) as image:
@@ -61,7 +61,7 @@ def test_a_run_stops_within_a_pass(engine: Engine, slow: Callable[[float], None]
 
 
 def test_what_the_model_cannot_do_is_told(engine: Engine) -> None:
-    with pytest.raises(ValueError, match="Choose one of: ar"):
+    with pytest.raises(ValueError, match="Choose one of: auto, ar"):
         engine.check(Settings("a", "nothing"))
     with pytest.raises(ValueError, match="at most 64"):
         engine.check(Settings("a", top_k=65))

@@ -262,6 +262,8 @@ def test_missing_and_broken_config(folder):
 def test_default_dtypes(saved, monkeypatch):
     monkeypatch.setattr(loading, "cpu_multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32  # small: a seed is a picture
+    monkeypatch.setattr(loading, "_SMALL", 1000)
     pipe = LlamaGenPipeline.from_pretrained(saved)
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vqvae.dtype == torch.float32
     monkeypatch.setattr(loading, "cpu_multiplies_bfloat16", lambda: False)

@@ -4,11 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, TokenizerRecipe, load_recipe
+from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, ScorerRecipe, TokenizerRecipe, load_recipe
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in PACKAGED.glob("*.toml")))
 def test_packaged_recipes_are_valid(name):
+    if "scorer" in name:
+        assert load_recipe(name, ScorerRecipe).model["widths"]
+        return
     kind = TokenizerRecipe if "tokenizer" in name else GeneratorRecipe
     recipe = load_recipe(name, kind)
     assert recipe.model["codebook_size" if "tokenizer" in name else "vocab_size"] == 4096
