@@ -398,9 +398,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
-        codes = self.vqvae.quantize.codes().to(device)
+        codes = self.vqvae.quantize.codebook().to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(self.transformer, *options, step, codes=codes, draft_model=draft, device=device)
+        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
 
     def _device_of(self, component: Any) -> torch.device:
         """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""

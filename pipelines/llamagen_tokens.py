@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vargen.decoding import Tree
+from vargen.decoding import Output, Tree
 from vargen.decoding.sampling import guide
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import Condition, LlamaGenOutput, LlamaGenTransformer
@@ -28,7 +28,7 @@ class LlamaGenTokens:
         negative: condition of the unconditional rows; default: the null condition.
         compress_prefix: store the conditioning as its one exact slot.
         step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
-        codes: float `[V, C]`, the tokenizer's codebook, for rules that ask how alike two tokens are.
+        codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
@@ -41,7 +41,7 @@ class LlamaGenTokens:
         negative: Condition | None = None,
         compress_prefix: bool = True,
         step: Callable[..., LlamaGenOutput] | None = None,
-        codes: Tensor | None = None,
+        codebook: Tensor | None = None,
         draft_model: LlamaGenTokens | None = None,
         device: torch.device | None = None,
     ):
@@ -50,15 +50,10 @@ class LlamaGenTokens:
         self.guidance_scale, self.guidance_interval = guidance_scale, guidance_interval
         self.negative = negative
         self.compress_prefix = compress_prefix
-        self.codes = codes
+        self.codebook = codebook
         self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
-
-    @property
-    def network(self) -> LlamaGenTransformer:
-        """What the cost of a pass depends on."""
-        return self.transformer
 
     @property
     def cost_key(self) -> str:
@@ -78,33 +73,38 @@ class LlamaGenTokens:
     def grid(self) -> tuple[int, int]:
         return self.transformer.config.grid_size, self.transformer.config.grid_size
 
-    def prefill(self, condition: Condition, widest: int) -> tuple[KVCache, Tensor]:
+    def prefill(self, condition: Condition, max_fed: int) -> tuple[KVCache, Output]:
         if self.halves == 2:
             condition = condition.join(self.negative or self.transformer.null_condition(condition))
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
-        cache = self.transformer.new_cache(len(rows), widest, self.compress_prefix, self.device)
-        logits = self.transformer(condition=condition, cache=cache).logits[:, -1]
-        if self.halves == 1:
-            return cache, logits
-        conditional, unconditional = logits.chunk(2)
-        return cache, guide(conditional, unconditional, self.guidance_scale)
+        cache = self.transformer.new_cache(len(rows), max_fed, self.compress_prefix, self.device)
+        out = self.transformer(condition=condition, cache=cache)
+        logits = out.logits[:, -1:]
+        if self.halves == 2:
+            conditional, unconditional = logits.chunk(2)
+            logits = guide(conditional, unconditional, self.guidance_scale)
+        return cache, Output(logits, out.features[:, -1:])
 
-    def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Tensor:
+    def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
         rows = tokens.repeat(self.halves, 1)
         if tree.chain:
-            logits = self.step(rows, cache=state).logits
+            out = self.step(rows, cache=state)
         else:
-            positions = state.length[:, None] + tree.depth
-            logits = self.step(rows, cache=state, positions=positions, ancestors=tree.ancestors).logits
+            depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
+            out = self.step(rows, cache=state, positions=state.length[:, None] + depth, ancestors=ancestors)
         if self.halves == 1:
-            return logits
-        conditional, unconditional = logits.chunk(2)
-        if self.guidance_interval is None:
-            return guide(conditional, unconditional, self.guidance_scale)
-        step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
-        scale = torch.where(step <= self.guidance_interval, self.guidance_scale, 1.0)
-        return guide(conditional, unconditional, scale[..., None])
+            return Output(out.logits, out.features)
+        conditional, unconditional = out.logits.chunk(2)
+        scale: float | Tensor = self.guidance_scale
+        if self.guidance_interval is not None:
+            step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
+            scale = torch.where(step <= self.guidance_interval, self.guidance_scale, 1.0)[..., None]
+        return Output(guide(conditional, unconditional, scale), out.features)
+
+    def _for_rows(self, part: Tensor, dims: int) -> Tensor:
+        """What a tree says of each image, for each row of the network."""
+        return part if part.dim() == dims else part.repeat(self.halves, *[1] * dims)
 
     def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.chain:

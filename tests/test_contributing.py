@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from table_model import TableModel
 
-from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Tree, decode
+from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Tree, decode
 
 
 def test_the_example_of_a_new_rule_works(repo_root: Path) -> None:
@@ -22,4 +22,17 @@ def test_the_example_of_a_new_rule_works(repo_root: Path) -> None:
     accelerator = scope["typical_preset"]
     assert accelerator.kind == "relaxed" and accelerator.name == "typical"
     result = decode(TableModel(vocab=4, tokens=30), torch.zeros(8, dtype=torch.int64), torch.arange(8), accelerator)
-    assert result.finished and result.stats.tokens_per_pass > 1.1 and max(result.stats.relaxation_spent) > 0
+    assert result.finished and result.stats.tokens_per_pass > 1.1 and max(result.stats.relaxation) > 0
+
+
+def test_relaxation_is_counted_alike_by_every_rule(repo_root: Path) -> None:
+    """Where an image has no valid draft, no rule has granted anything."""
+    text = (repo_root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    scope: dict = {"replace": replace}
+    exec(re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)[0], scope)
+    probs = torch.full((1, 3, 4), 0.25)
+    invalid = torch.zeros(1, 2, dtype=torch.bool)
+    draft = Draft(torch.tensor([[0, 1]]), Tree.of_chain(2), torch.full((1, 2, 4), 0.9), invalid)
+    noise = Noise(torch.arange(1), torch.arange(3)[None], step=1)
+    for rule in (scope["typical"], Grouped(size=2, delta=1.0)):
+        assert rule(probs, draft, noise, torch.zeros(1)).relaxation.tolist() == [0.0]

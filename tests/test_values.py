@@ -10,7 +10,7 @@ import torch
 
 from vargen import Accelerator
 from vargen.decoding import Grouped, Jacobi, Sampling, Speculative
-from vargen.decoding.window import Adaptive, Auto
+from vargen.decoding.draft_length import Adaptive, Auto
 from vargen.pipelines import checks
 from vargen.values import real, shown, whole
 
@@ -58,8 +58,8 @@ NUMPY = [
     (lambda x: Grouped(size=x).size, np.int64(5)),
     (lambda x: Grouped(delta=x).delta, np.float32(0.5)),
     (lambda x: Grouped(budget=x).budget, np.float32(0.5)),
-    (lambda x: Adaptive(widest=x).widest, np.int64(20)),
-    (lambda x: Auto(hope=x).hope, np.float32(0.5)),
+    (lambda x: Adaptive(max_fed=x).max_fed, np.int64(20)),
+    (lambda x: Auto(promising=x).promising, np.float32(0.5)),
 ]
 
 
@@ -104,16 +104,16 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Accelerator(drafter=Jacobi)
     with pytest.raises(TypeError, match=r"window must be a whole number.*Adaptive"):
         Jacobi(window=Adaptive)
-    with pytest.raises(TypeError, match=r"tail must be one of.*or a function"):
-        Jacobi(tail=dict)
+    with pytest.raises(TypeError, match=r"coupling must be one of.*or a function"):
+        Jacobi(coupling=dict)
     with pytest.raises(TypeError, match=r"model must be a TokenModel.*got 5"):
         Speculative(model=5)
     with pytest.raises(TypeError, match="shared_noise must be True or False, got 'no'"):
         Speculative(shared_noise="no")
-    with pytest.raises(ValueError, match=r"widest <= 4096, got 4 and 1000"):
-        Adaptive(widest=10**30)
-    with pytest.raises(ValueError, match="widest from 2 to 4096"):
-        Auto(widest=10**30)
+    with pytest.raises(ValueError, match=r"max_fed <= 4096, got 4 and 1000"):
+        Adaptive(max_fed=10**30)
+    with pytest.raises(ValueError, match="max_fed from 2 to 4096"):
+        Auto(max_fed=10**30)
     with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
         Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):

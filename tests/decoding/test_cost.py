@@ -18,6 +18,7 @@ from vargen.decoding import cost
 @pytest.fixture(autouse=True)
 def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
+    forget()
     return tmp_path / "pass-costs.json"
 
 

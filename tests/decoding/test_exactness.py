@@ -1,8 +1,8 @@
-"""The proof: exact rules, tails and first drafts reach the enumerated joint law; known-wrong variants do not.
+"""The proof: exact rules, couplings and initial drafts reach the enumerated joint distribution; known-wrong variants do not.
 
 Two kinds of check. One step of a rule is summed exactly over drafts and coins, to 1e-12. Whole runs are compared with the
-enumerated law of all sequences by total variation, against the noise floor of as many independent draws. The known-wrong
-variants are what released implementations do (research audit of SJD, SCD, SJD-PAC and Lumina-mGPT 2.0).
+enumerated probabilities of all sequences by total variation, against the noise floor of as many independent draws. The
+known-wrong variants are what released implementations do (research audit of SJD, SCD, SJD-PAC and Lumina-mGPT 2.0).
 """
 
 import dataclasses
@@ -13,23 +13,37 @@ import pytest
 import torch
 from table_model import TableModel
 
-from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Sampling, Speculative, Tree, decode, exact, same_noise
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    Grouped,
+    Jacobi,
+    Noise,
+    Sampling,
+    Speculative,
+    Step,
+    Tree,
+    Verdict,
+    decode,
+    exact,
+    shared_noise,
+)
 from vargen.decoding.acceptance import acceptance_rule, chances, judged, residual
+from vargen.decoding.draft_length import Adaptive
+from vargen.decoding.drafters.coupling import maximal
 from vargen.decoding.noise import Purpose, race
-from vargen.decoding.sampling import law
-from vargen.decoding.tails import maximal
-from vargen.decoding.window import Adaptive
+from vargen.decoding.sampling import to_probs
 
 CHAINS = 150_000
 
 
 def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
-    """Total variation from the enumerated law, in units of what `chains` independent draws of that law would show."""
+    """Total variation from the enumerated joint distribution, in units of what `chains` independent draws of it would show."""
     result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
     V, N = model.vocab, model.tokens
     index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
     drawn = torch.bincount(index, minlength=V**N).double() / chains
-    truth = model.joint(0, lambda logits: law(logits, sampling)).flatten()
+    truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
     floor = (truth * (1 - truth) / chains).sqrt().sum() * math.sqrt(2 / math.pi) / 2
     if not isinstance(getattr(accelerator, "acceptance", None), Grouped):
         assert drawn[truth == 0].sum() == 0
@@ -41,32 +55,32 @@ MODEL = {"vocab": 3, "tokens": 5, "seed": 4}
 
 
 @pytest.mark.parametrize("width", [2, 3, 5])
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-@pytest.mark.parametrize("rule", [exact, same_noise])
-def test_every_rule_tail_and_window_reaches_the_joint_law(rule, tail, width):
-    accelerator = Accelerator(drafter=Jacobi(width, tail), acceptance=rule)
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+@pytest.mark.parametrize("rule", [exact, shared_noise])
+def test_every_rule_coupling_and_window_reaches_the_joint_distribution(rule, coupling, width):
+    accelerator = Accelerator(drafter=Jacobi(width, coupling), acceptance=rule)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
 
 
-@pytest.mark.parametrize("first", ["uniform", "left", "above", "previous", "mixture"])
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-def test_every_first_draft_reaches_the_joint_law(first, tail):
+@pytest.mark.parametrize("initial", ["uniform", "left", "above", "previous", "mixture"])
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_every_initial_draft_reaches_the_joint_distribution(initial, coupling):
     model = TableModel(vocab=3, tokens=6, seed=4, rows=3)  # three rows of two: copies from above happen
-    accelerator = Accelerator(drafter=Jacobi(4, tail, first), acceptance=exact)
+    accelerator = Accelerator(drafter=Jacobi(4, coupling, initial), acceptance=exact)
     assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("sampling", [Sampling(top_k=2), Sampling(top_p=0.7), Sampling(0.7, 3, 0.9)], ids=str)
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-def test_filters_and_forced_tokens_reach_the_joint_law(sampling, tail):
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_filters_and_forced_tokens_reach_the_joint_distribution(sampling, coupling):
     model = TableModel(vocab=4, tokens=5, seed=9, forced={2: 1, 4: 3})
-    for rule in (exact, same_noise):
-        accelerator = Accelerator(drafter=Jacobi(4, tail, "mixture"), acceptance=rule)
+    for rule in (exact, shared_noise):
+        accelerator = Accelerator(drafter=Jacobi(4, coupling, "mixture"), acceptance=rule)
         assert joint_distance(accelerator, model, sampling, 60_000) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("vocab,tokens", [(5, 4), (4, 4), (3, 6)])
-def test_other_sizes_reach_the_joint_law(vocab, tokens):
+def test_other_sizes_reach_the_joint_distribution(vocab, tokens):
     model = TableModel(vocab=vocab, tokens=tokens, seed=vocab)
     for drafter in (Jacobi(4, "maximal"), Jacobi(Adaptive(2, 4, ahead=2.0), "maximal")):
         assert joint_distance(Accelerator(drafter=drafter, acceptance=exact), model, Sampling()) < AT_THE_FLOOR
@@ -75,7 +89,7 @@ def test_other_sizes_reach_the_joint_law(vocab, tokens):
 class Changing:
     """Windows that go up and down, through 1, where nothing is drafted."""
 
-    widest, shrinks = 4, False
+    max_fed, shrinks = 4, False
 
     def __init__(self):
         self.sizes = itertools.cycle([4, 2, 1, 3])
@@ -86,33 +100,34 @@ class Changing:
     def widths(self, length):
         return None, next(self.sizes)
 
-    def learn(self, count, active): ...
+    def observe(self, count, active): ...
 
 
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-def test_changing_windows_reach_the_joint_law(tail):
-    accelerator = Accelerator(drafter=Jacobi(Changing(), tail, "mixture"), acceptance=exact)
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_changing_windows_reach_the_joint_distribution(coupling):
+    accelerator = Accelerator(drafter=Jacobi(Changing(), coupling, "mixture"), acceptance=exact)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("rule", [exact, same_noise])
+@pytest.mark.parametrize("rule", [exact, shared_noise])
 @pytest.mark.parametrize("shared", [False, True])
-def test_speculative_drafts_reach_the_joint_law(length, rule, shared):
+def test_speculative_drafts_reach_the_joint_distribution(length, rule, shared):
     small = TableModel(vocab=3, tokens=5, seed=77)
     accelerator = Accelerator(drafter=Speculative(length, small, shared), acceptance=rule)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_changing_chains_reach_the_joint_law(shared, monkeypatch):
+def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
     """Chains of two, one and one draft, then none any more."""
 
-    def turns(chain):
-        chain.probes -= 1
-        return {3: 2, 2: 1, 1: 1}.get(chain.probes, 0)
+    def turns(choice):
+        choice.probes -= 1
+        choice.fed = {3: 3, 2: 2, 1: 2}.get(choice.probes, 1)
+        return choice.fed
 
-    monkeypatch.setattr("vargen.decoding.speculative._Chain.next", turns)
+    monkeypatch.setattr("vargen.decoding.drafters.small_model.ByCost.next", turns)
     small = TableModel(vocab=3, tokens=5, seed=77)
     accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=exact)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
@@ -122,46 +137,47 @@ def test_changing_chains_reach_the_joint_law(shared, monkeypatch):
 
 
 @acceptance_rule(exact=True)
-def refusal_from_p(p, draft, noise, spent):
+def refusal_from_p(p, draft, noise, relaxation):
     """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
-    verdict = exact(p, draft, noise, spent)
+    verdict = exact(p, draft, noise, relaxation)
     row = p[torch.arange(len(p)), verdict.count - 1]
     return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
 
 
 @acceptance_rule(exact=True)
-def uniform_bonus(p, draft, noise, spent):
+def uniform_bonus(p, draft, noise, relaxation):
     """SJD-PAC as released: when the whole draft is accepted, a uniform token is committed."""
-    verdict = exact(p, draft, noise, spent)
+    verdict = exact(p, draft, noise, relaxation)
     drawn = race(torch.ones_like(p[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
     return dataclasses.replace(verdict, next_token=torch.where(verdict.count == p.shape[1], drawn, verdict.next_token))
 
 
 @acceptance_rule(exact=True)
-def least_of_two(p, draft, noise, spent):
+def least_of_two(p, draft, noise, relaxation):
     """SJD at batch 2: every row commits as much as the row that accepted least; the surplus stays a draft (`surplus_tail`)."""
-    verdict = exact(p, draft, noise, spent)
+    verdict = exact(p, draft, noise, relaxation)
     pairs = verdict.count.view(-1, 2)
     least = pairs.amin(1, keepdim=True).expand(-1, 2).reshape(-1)
     cut = draft.tokens.gather(1, (least - 1).clamp(max=draft.tokens.shape[1] - 1)[:, None])[:, 0]
     return dataclasses.replace(verdict, count=least, next_token=torch.where(verdict.count > least, cut, verdict.next_token))
 
 
-def surplus_tail(p, draft, noise):
+def surplus(step):
     """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
+    p, draft, noise = step.probs, step.draft, step.noise
     accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
-    redrawn = noise.draw(p, Purpose.TAIL)
+    redrawn = noise.draw(p, Purpose.REDRAW)
     return torch.cat([torch.where(accepted, draft.tokens, redrawn[:, :-1]), redrawn[:, -1:]], dim=1)
 
 
-class StaleLaw(Jacobi):
-    """SCD as released for Lumina and Janus: drafts that the coupling kept are recorded under their old law."""
+class StaleProbs(Jacobi):
+    """SCD as released for Lumina and Janus: drafts that the coupling kept are recorded with their old probabilities."""
 
-    def learn(self, state, draft, law, verdict, noise):
-        super().learn(state, draft, law, verdict, noise)
-        kept = state.tail[:, :-1] == draft.tokens
-        state.law = state.law.clone()
-        state.law[:, :-1] = torch.where(kept[..., None], draft.law, state.law[:, :-1])
+    def observe(self, state, step):
+        super().observe(state, step)
+        kept = state.last.redrawn[:, :-1] == step.draft.tokens
+        state.last.probs = state.last.probs.clone()
+        state.last.probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, state.last.probs[:, :-1])
 
 
 class Spiky(Jacobi):
@@ -169,14 +185,14 @@ class Spiky(Jacobi):
 
     def propose(self, state, tokens, length, step):
         draft = super().propose(state, tokens, length, step)
-        if state.law is not None:
+        if state.last is not None:
             return draft
-        return dataclasses.replace(draft, law=torch.zeros_like(draft.law).scatter_(2, draft.tokens[..., None], 1.0))
+        return dataclasses.replace(draft, probs=torch.zeros_like(draft.probs).scatter_(2, draft.tokens[..., None], 1.0))
 
 
 WRONG = {
-    "stale q of kept drafts": Accelerator(drafter=StaleLaw(4, "maximal"), acceptance=exact),
-    "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus_tail), acceptance=least_of_two),
+    "stale q of kept drafts": Accelerator(drafter=StaleProbs(4, "maximal"), acceptance=exact),
+    "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus), acceptance=least_of_two),
     "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
     "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
     "grouped acceptance": Accelerator(drafter=Jacobi(4, "maximal"), acceptance=Grouped(size=2, delta=1.0)),
@@ -201,30 +217,30 @@ class Coins(Noise):
     def __init__(self, coin: float, images: int, slots: int):
         super().__init__(torch.zeros(images, dtype=torch.int64), torch.zeros(images, slots, dtype=torch.int64))
         object.__setattr__(self, "coin", coin)
-        object.__setattr__(self, "laws", [])
+        object.__setattr__(self, "drawn_from", [])
 
     def uniform(self, purpose):
         return torch.full(self.position.shape, self.coin, dtype=torch.float64)
 
-    def draw(self, law, purpose):
-        self.laws.append(law)
-        return law.argmax(-1)
+    def draw(self, probs, purpose):
+        self.drawn_from.append(probs)
+        return probs.argmax(-1)
 
     def at(self, slot):
         return self
 
 
-def random_laws(count: int, vocab: int, zeros: bool) -> torch.Tensor:
+def random_probs(count: int, vocab: int, zeros: bool) -> torch.Tensor:
     generator = torch.Generator().manual_seed(count + vocab)
-    laws = torch.rand(count, 2, vocab, generator=generator, dtype=torch.float64) ** 3
+    probs = torch.rand(count, 2, vocab, generator=generator, dtype=torch.float64) ** 3
     if zeros:
-        laws[:, :, ::3] *= torch.rand(count, 2, 1, generator=generator, dtype=torch.float64) > 0.5
-        laws[:, :, 1] += 1e-3
-    return laws / laws.sum(-1, keepdim=True)
+        probs[:, :, ::3] *= torch.rand(count, 2, 1, generator=generator, dtype=torch.float64) > 0.5
+        probs[:, :, 1] += 1e-3
+    return probs / probs.sum(-1, keepdim=True)
 
 
 def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The law of the token after the root under a rule, and the chance to accept each draft: p, q float64 `[B, V]`.
+    """The probabilities of the token after the root under a rule, and the chance to accept each draft: p, q float64 `[B, V]`.
 
     Each draft d is offered with probability q(d); the coin's threshold is found by bisection on the rule itself.
     """
@@ -242,7 +258,7 @@ def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torc
             low, high = torch.where(accepted, middle, low), torch.where(accepted, high, middle)
         refused = Coins(1e300, B, 2)  # no ratio is that large, unless q is 0: then the draft is never offered
         assert ((rule(rows, draft, refused, torch.zeros(B, dtype=torch.float64)).count == 1) | (q[:, d] == 0)).all()
-        left = refused.laws[-1][:, 0]  # the last draw of a rule is the token
+        left = refused.drawn_from[-1][:, 0]  # the last draw of a rule is the token
         total[:, d] += q[:, d] * low
         total += (q[:, d] * (1 - low))[:, None] * left / left.sum(-1, keepdim=True)
         granted[:, d] = low
@@ -252,34 +268,37 @@ def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torc
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("vocab", [2, 5, 9])
 def test_one_step_of_the_exact_rule_sums_to_the_target(vocab, zeros):
-    p, q = random_laws(64, vocab, zeros).unbind(1)
+    p, q = random_probs(64, vocab, zeros).unbind(1)
     total, granted = one_step(exact, p, q)
     assert (total - p).abs().max() < 1e-12
     assert torch.allclose((granted * q).sum(1), torch.minimum(p, q).sum(1), atol=1e-12)
 
 
 def test_one_step_check_tells_a_refusal_from_p():
-    p, q = random_laws(64, 5, False).unbind(1)
+    p, q = random_probs(64, 5, False).unbind(1)
     total, _ = one_step(refusal_from_p, p, q)
     assert (total - p).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_one_step_of_the_maximal_tail_keeps_the_law_and_couples_best(deterministic):
+def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deterministic):
     """Summed over the old draft and the coin, the new token follows p and equals the old one with probability 1 - TV."""
-    p, q = random_laws(64, 6, True).unbind(1)
+    p, q = random_probs(64, 6, True).unbind(1)
     B, V = p.shape
     if deterministic:
         q = torch.zeros_like(q).scatter_(1, torch.full((B, 1), 2), 1.0)
     total, agree = torch.zeros_like(p), torch.zeros(B, dtype=torch.float64)
+    one = torch.ones(B, dtype=torch.int64)
+    verdict = Verdict(path=torch.arange(2).expand(B, 2), count=one, next_token=one)  # in which a coupling has no say
     for d in range(V):
         draft = Draft(torch.full((B, 1), d), Tree.of_chain(1), None if deterministic else q[:, None])
         chance = torch.where(q[:, d] > 0, p[:, d] / q[:, d], 0.0).clamp(max=1)
         for coin, weight in ((chance * (1 - 1e-12), chance), (chance + 1e-12, 1 - chance)):
             coins = Coins(0.0, B, 2)
             coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
-            token = maximal(p[:, None].expand(B, 2, V), draft, coins)[:, 0]
-            left = coins.laws[0][:, 0]
+            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, verdict.count)
+            token = maximal(step)[:, 0]
+            left = coins.drawn_from[0][:, 0]
             redrawn = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()
             keeps = coin * q[:, d] < p[:, d]

@@ -18,11 +18,11 @@ from vargen.decoding import (
     Tree,
     decode,
     exact,
-    same_noise,
+    shared_noise,
 )
 from vargen.decoding.cost import pass_costs
-from vargen.decoding.first_drafts import FIRST_DRAFTS, Context
-from vargen.decoding.window import Adaptive, Auto, Fixed
+from vargen.decoding.draft_length import Adaptive, Auto, ByCost, Fixed, Geometric, Growth
+from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context
 
 METHODS = {
     "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),
@@ -43,7 +43,7 @@ def test_rows_equal_their_solo_runs(method):
     for row in range(7):
         alone = decode(model, condition[row : row + 1], seeds[row : row + 1], METHODS[method])
         assert torch.equal(alone.tokens[0], together.tokens[row])
-        assert math.isclose(alone.stats.relaxation_spent[0], together.stats.relaxation_spent[row], abs_tol=1e-4)
+        assert math.isclose(alone.stats.relaxation[0], together.stats.relaxation[row], abs_tol=1e-4)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -55,45 +55,46 @@ def test_fewer_passes_than_tokens_and_every_token_counted(method):
 
 
 @pytest.mark.parametrize("width", [2, 7, 24])
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-def test_same_noise_draws_the_sequential_picture_at_any_window(width, tail):
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_same_noise_draws_the_sequential_picture_at_any_window(width, coupling):
     model = TableModel(vocab=5, tokens=24, seed=3, rows=4)
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(model, condition, seeds, "ar")
-    for first in FIRST_DRAFTS:
-        fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi(width, tail, first), acceptance=same_noise))
+    for initial in INITIAL_DRAFTS:
+        fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi(width, coupling, initial), acceptance=shared_noise))
         assert torch.equal(plain.tokens, fast.tokens)
 
 
-@pytest.mark.parametrize("known_law", [False, True])
-@pytest.mark.parametrize("first", FIRST_DRAFTS)
-def test_first_drafts_are_drawn_from_the_law_they_record(first, known_law):
-    """Per position, the share of each token over many images against the recorded law; images differ in seeds alone."""
+@pytest.mark.parametrize("known_probs", [False, True])
+@pytest.mark.parametrize("initial", INITIAL_DRAFTS)
+def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, known_probs):
+    """Per position, the share of each token over many images against what is recorded; images differ in seeds alone."""
     images, slots, vocab, columns = 20_000, 5, 6, 3
     tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9, 9, 9]]).expand(images, -1)
-    last_law = torch.tensor([[0.5, 0.0, 0.2, 0.1, 0.1, 0.1]]).expand(images, -1) if known_law else None
+    last_probs = torch.tensor([[0.5, 0.0, 0.2, 0.1, 0.1, 0.1]]).expand(images, -1) if known_probs else None
     position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
     noise = Noise(torch.arange(images), position, 3)
     known = torch.full((images,), 7)
-    drawn, law = FIRST_DRAFTS[first](Context(vocab, columns, tokens, known, last_law, noise))
-    law = law.expand(images, slots, vocab)
-    assert torch.allclose(law.sum(-1), torch.ones(images, slots), atol=1e-6)
-    assert (law[:1] == law).all()
+    drawn, probs = INITIAL_DRAFTS[initial](Context(vocab, columns, tokens, known, last_probs, noise))
+    probs = probs.expand(images, slots, vocab)
+    assert torch.allclose(probs.sum(-1), torch.ones(images, slots), atol=1e-6)
+    assert (probs[:1] == probs).all()
     share = torch.nn.functional.one_hot(drawn, vocab).double().mean(0)
-    error = (share - law[0]).abs()[2:]
-    assert (error <= 5 * (law[0, 2:] * (1 - law[0, 2:]) / images).sqrt() + 1e-9).all()
+    error = (share - probs[0]).abs()[2:]
+    assert (error <= 5 * (probs[0, 2:] * (1 - probs[0, 2:]) / images).sqrt() + 1e-9).all()
 
 
 def test_copies_come_from_the_left_and_from_above():
     tokens = torch.tensor([[4, 1, 0, 5, 2, 2, 3, 9, 9, 9, 9]])
     noise = Noise(torch.tensor([1]), torch.arange(7, 11)[None])
     context = Context(10, 4, tokens, torch.tensor([7]), None, noise)
-    assert FIRST_DRAFTS["left"](context)[0].tolist() == [[3, 3, 3, 3]]
-    drawn, law = FIRST_DRAFTS["above"](context)
+    assert INITIAL_DRAFTS["left"](context)[0].tolist() == [[3, 3, 3, 3]]
+    drawn, probs = INITIAL_DRAFTS["above"](context)
     assert drawn[0, :3].tolist() == [5, 2, 2]  # position 11's neighbour above is position 7, not known yet
-    assert law[0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
-    drawn, law = FIRST_DRAFTS["above"](Context(10, 4, tokens, torch.tensor([4]), None, Noise(noise.seeds, noise.position + 1)))
-    assert torch.allclose(law[0, 0], torch.full((10,), 0.1))
+    assert probs[0, 0].tolist() == [0, 0, 0, 0, 0, 1, 0, 0, 0, 0]
+    later = Noise(noise.seeds, noise.position + 1)
+    drawn, probs = INITIAL_DRAFTS["above"](Context(10, 4, tokens, torch.tensor([4]), None, later))
+    assert torch.allclose(probs[0, 0], torch.full((10,), 0.1))
 
 
 def test_the_adaptive_window_follows_acceptance():
@@ -108,47 +109,55 @@ def test_the_adaptive_window_follows_acceptance():
     assert widths[0] > widths[1] + 2
 
 
-def test_the_automatic_window_takes_the_cheapest_token():
-    condition = torch.zeros(2, dtype=torch.int64)
-    model = TableModel(vocab=4, tokens=60)
-    state = Auto(widest=16, probes=0).start(model, condition, 2)
-    assert set(state.costs) == {1, 2, 3, 4, 6, 8, 12, 16}
+def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
-    state.width, state.costs = 0, {1: 1.0, 4: 1.0, 16: 1.0}
-    assert state.widths(length) == (None, 16)  # passes cost the same: the widest
-    state.costs = {1: 1.0, 4: 4.0, 16: 16.0}
-    assert state.widths(length) == (None, 1)  # as much for each token as one alone: no drafts
-    state.costs = {1: 1.0, 4: 1.0, 16: 1.0}
-    assert state.widths(length) == (None, 1)  # and none from then on
-    state.width, state.costs = 0, {1: 1.0, 4: 1.1, 16: 8.0}
-    assert state.widths(length) == (None, 4)
+
+    def choice(seconds, **options):
+        return ByCost(seconds, Growth(0.4, 0.9), **{"probes": 0, "least": 4, "margin": 1.1, **options})
+
+    assert choice({1: 1.0, 4: 1.0, 16: 1.0}).next() == 16  # steps cost the same: the widest
+    dear = choice({1: 1.0, 4: 4.0, 16: 16.0})
+    assert dear.next() == 1  # as much for each token as one alone: no drafts
+    dear.seconds = {1: 1.0, 4: 1.0, 16: 1.0}
+    assert dear.next() == 1  # and none from then on
+    learning = choice({1: 1.0, 4: 1.1, 16: 8.0})
+    assert learning.next() == 4
     for _ in range(80):
-        state.width = 4
-        state.learn(torch.tensor([1, 4]), active)  # the second image is finished and has no say
-    assert state.gain < 0.01 and state.widths(length) == (None, 1)
-    probing = Auto(widest=16, probes=2).start(model, condition, 2)
-    probing.width, probing.costs = 0, {1: 1.0, 4: 4.0, 16: 16.0}
-    assert [probing.widths(length)[1] for _ in range(3)] == [4, 4, 1]
+        learning.observe(torch.tensor([1, 4]), active)  # the second image is finished and has no say
+    assert learning.expectation.mean < 0.01 and learning.next() == 1
+    probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, probes=2)  # worth a try, and not worth it as drafts are accepted
+    assert [probing.next() for _ in range(3)] == [4, 4, 1]
+    state = Auto(max_fed=16, probes=0).start(TableModel(vocab=4, tokens=60), length, 2)
+    assert set(state.choice.seconds) == {1, 2, 3, 4, 6, 8, 12, 16}
 
 
-def test_the_automatic_window_waits_for_the_slowest_picture():
+def test_the_controller_waits_for_the_slowest_picture():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
-    length, active = torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.bool)
-    costs = {1: 1.0, 8: 2.0}
-    for counts, width in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
-        state = Auto(widest=8, probes=0).start(TableModel(vocab=4, tokens=60), torch.zeros(4, dtype=torch.int64), 4)
-        state.width, state.costs = 8, costs
+    active = torch.ones(4, dtype=torch.bool)
+    for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
+        choice = ByCost({1: 1.0, 8: 2.0}, Growth(0.4, 0.9), probes=0, least=4, margin=1.1, fed=8)
         for _ in range(80):
-            state.learn(torch.tensor(counts), active)
-        assert state.gain > 0.8 and state.widths(length) == (None, width)
-    state.width = 8
-    state.learn(torch.tensor([1, 6, 6, 7]), torch.tensor([False, True, True, True]))  # and for none that is finished
-    assert state.widths(length) == (None, 8)
+            choice.observe(torch.tensor(counts), active)
+        assert choice.expectation.mean > 0.8 and choice.next() == fed
+    choice.fed = 8
+    choice.observe(torch.tensor([1, 6, 6, 7]), torch.tensor([False, True, True, True]))  # and for none that is finished
+    assert choice.next() == 8
+
+
+def test_one_controller_serves_chains_too():
+    """A chain whose drafts always stand is as long as pays; one whose drafts never stand ends."""
+    active = torch.ones(1, dtype=torch.bool)
+    for kept, fed in ((True, 5), (False, 1)):
+        choice = ByCost({1: 1.0, 3: 1.2, 5: 1.4}, Geometric(), probes=2)
+        for _ in range(40):
+            drafted = choice.next()
+            choice.observe(torch.tensor([drafted if kept else 1]), active)
+        assert choice.next() == fed
 
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.window.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.fed) == fed
@@ -160,7 +169,7 @@ def chains(monkeypatch, target, small=0.05):
     def costs(model, condition, images, widths):
         return {width: small if model.vocab_of_small else target(width) for width in widths}
 
-    monkeypatch.setattr("vargen.decoding.speculative.pass_costs", costs)
+    monkeypatch.setattr("vargen.decoding.drafters.small_model.pass_costs", costs)
 
 
 def speculative(small, rule=exact, **options):
@@ -194,12 +203,13 @@ def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch)
     chains(monkeypatch, lambda width: 1 + 0.05 * width)
     target, small, condition, seeds = models(seed=seed)
     plain = decode(target, condition, seeds)
-    assert torch.equal(decode(target, condition, seeds, speculative(small, same_noise, shared_noise=True)).tokens, plain.tokens)
+    fast = decode(target, condition, seeds, speculative(small, shared_noise, shared_noise=True))
+    assert torch.equal(fast.tokens, plain.tokens)
 
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
 def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.window.pass_costs", lambda *_: costs)
+    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
@@ -207,13 +217,13 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
     assert set(fast.stats.fed) <= set(costs)
 
 
-@pytest.mark.parametrize("tail", ["independent", "maximal", "gumbel"])
-def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(tail, monkeypatch):
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(coupling, monkeypatch):
     """Widths go up and down, through 1, where nothing is drafted."""
     widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
-    monkeypatch.setattr("vargen.decoding.window._AutoState.widths", lambda self, length: (None, next(widths)))
+    monkeypatch.setattr("vargen.decoding.draft_length._Steered.widths", lambda self, length: (None, next(widths)))
     model = TableModel(vocab=4, tokens=40)
-    accelerator = Accelerator(drafter=Jacobi("auto", tail, "mixture"), acceptance=exact)
+    accelerator = Accelerator(drafter=Jacobi("auto", coupling, "mixture"), acceptance=exact)
     result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
     assert result.finished and result.stats.tokens == 120 and set(result.stats.fed) == {1, 2, 3, 4, 5}
 
@@ -237,10 +247,10 @@ def test_the_cost_curve_is_measured_once_per_network_and_batch():
         (lambda: Jacobi(2.5), TypeError, "window must be"),
         (lambda: Jacobi(True), TypeError, "window must be"),
         (lambda: Jacobi("autoo"), ValueError, "did you mean 'auto'"),
-        (lambda: Jacobi(tail="maximum"), ValueError, "did you mean 'maximal'"),
-        (lambda: Jacobi(first="uniformly"), ValueError, "did you mean 'uniform'"),
-        (lambda: Jacobi(first=3), TypeError, "first must be"),
-        (lambda: Adaptive(4, 3), ValueError, "narrowest"),
+        (lambda: Jacobi(coupling="maximum"), ValueError, "did you mean 'maximal'"),
+        (lambda: Jacobi(initial="uniformly"), ValueError, "did you mean 'uniform'"),
+        (lambda: Jacobi(initial=3), TypeError, "initial must be"),
+        (lambda: Adaptive(4, 3), ValueError, "min_fed"),
         (lambda: Adaptive(ahead=0.0), ValueError, "ahead"),
         (lambda: Speculative(0), ValueError, "length"),
         (lambda: Speculative("automatic"), ValueError, "whole number of at least 1, or 'auto', got 'automatic'"),
@@ -257,15 +267,21 @@ def test_bad_parts_are_refused_with_a_reason(make, error, message):
 
 def test_a_rule_for_chains_refuses_trees():
     class Trees:
-        widest, topology = 3, "tree"
+        max_fed, topology = 3, "tree"
+
+        def bind(self, model): ...
+
+        def start(self, model, condition, seeds, sampling, first): ...
 
         def propose(self, state, tokens, length, step): ...
+
+        def observe(self, state, step): ...
 
     with pytest.raises(ValueError, match="cannot judge a tree"):
         Accelerator(drafter=Trees(), acceptance=exact)
     with pytest.raises(ValueError, match="siblings"):
         Accelerator(drafter=Trees(), topology="chain")
-    assert Accelerator(drafter=Trees(), acceptance=same_noise).topology == "tree"
+    assert Accelerator(drafter=Trees(), acceptance=shared_noise).topology == "tree"
 
 
 def test_a_window_above_the_grid_is_refused_before_the_model_runs():

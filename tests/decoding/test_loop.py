@@ -1,4 +1,4 @@
-"""Laws of the one loop: the right joint law, rows that do not see each other, drafts that change speed and nothing else."""
+"""Laws of the one loop: the right joint probs, rows that do not see each other, drafts that change speed and nothing else."""
 
 import itertools
 import math
@@ -16,10 +16,10 @@ from vargen.decoding import (
     Tree,
     decode,
     resolve_accelerator,
-    same_noise,
+    shared_noise,
 )
 from vargen.decoding.noise import race
-from vargen.decoding.sampling import law
+from vargen.decoding.sampling import to_probs
 
 TREES = {
     "chain of 1": (-1, 0),
@@ -38,14 +38,14 @@ def counts(tokens: torch.Tensor, vocab: int) -> torch.Tensor:
 def test_ar_draws_the_enumerated_joint_law(sampling):
     model, n = TableModel(vocab=4, tokens=4, seed=3), 40_000
     result = decode(model, torch.zeros(n, dtype=torch.int64), torch.arange(n), "ar", sampling)
-    exact = model.joint(0, lambda logits: law(logits, sampling))
+    exact = model.joint(0, lambda logits: to_probs(logits, sampling))
     drawn = counts(result.tokens, 4) / n
     noise = (exact * (1 - exact) / n).sqrt().sum() * math.sqrt(2 / math.pi) / 2  # expected total variation of n draws
     distance = (drawn - exact).abs().sum() / 2
     assert distance < 1.5 * noise
     assert drawn[exact == 0].sum() == 0
-    # The same check tells a wrong law from the right one.
-    wrong = model.joint(1, lambda logits: law(logits, sampling))
+    # The same check tells a wrong probs from the right one.
+    wrong = model.joint(1, lambda logits: to_probs(logits, sampling))
     assert (drawn - wrong).abs().sum() / 2 > 5 * noise
 
 
@@ -171,7 +171,7 @@ def test_same_noise_verdict_against_a_plain_walk():
             draft = drafter.propose(torch.Generator().manual_seed(trial), torch.zeros(1, 1), torch.ones(1), 1)
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
-            verdict = same_noise(target, draft, Noise(seeds, position), torch.zeros(1))
+            verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))
             drawn = race(target, seeds, position)[0].tolist()
             path = [0]
             while True:

@@ -62,20 +62,20 @@ def test_uniform_fills_the_unit_interval_evenly():
 @pytest.mark.parametrize("draw", [uniform, coins])
 def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
     seeds, position = torch.arange(40) * 7919 - 3, torch.arange(500).expand(40, -1)
-    one = draw(seeds, position, Purpose.TAIL, 9)
+    one = draw(seeds, position, Purpose.REDRAW, 9)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(one, draw(seeds, position, Purpose.TAIL, 9))
+    assert torch.equal(one, draw(seeds, position, Purpose.REDRAW, 9))
     assert one.min() > 0 and one.max() < 1 and one.unique().numel() > 19_900
 
 
 def test_draws_of_one_coin_follow_their_law_pass_by_pass():
-    law, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
+    probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]
-    one, two = (Noise(torch.tensor([9]), position, step).draw(law.expand(1, n, 5), Purpose.TAIL)[0] for step in (1, 2))
+    one, two = (Noise(torch.tensor([9]), position, step).draw(probs.expand(1, n, 5), Purpose.REDRAW)[0] for step in (1, 2))
     for drawn in (one, two):
-        assert (torch.bincount(drawn, minlength=5) / n - law).abs().max() < 5 * math.sqrt(0.25 / n)
+        assert (torch.bincount(drawn, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
-    assert (together - law[:, None] * law).abs().max() < 5 * math.sqrt(0.25 / n)
+    assert (together - probs[:, None] * probs).abs().max() < 5 * math.sqrt(0.25 / n)
 
 
 def test_exponential_has_its_mean_and_tail():
@@ -86,12 +86,12 @@ def test_exponential_has_its_mean_and_tail():
 
 
 def test_race_draws_from_its_law_and_never_what_has_no_probability():
-    law = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
+    probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     n = 200_000
-    drawn = race(law.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    drawn = race(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
     share = torch.bincount(drawn, minlength=5) / n
     assert share[1] == 0
-    assert (share - law).abs().max() < 5 * math.sqrt(0.25 / n)
+    assert (share - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     certain = torch.tensor([0.0, 1.0, 0.0])
     assert (race(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()
 
@@ -111,25 +111,19 @@ def test_the_bits_of_many_draws_are_balanced_across_positions_and_tokens():
 
 def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_images_own():
     seeds, position = torch.arange(3), torch.arange(5).expand(3, -1)
-    law = torch.full((3, 5, 64), 1 / 64)
+    probs = torch.full((3, 5, 64), 1 / 64)
     one, two = Noise(seeds, position, 1), Noise(seeds, position, 2)
-    assert torch.equal(one.tokens(law), two.tokens(law))
-    assert torch.equal(one.tokens(law), race(law, seeds, position))
+    assert torch.equal(one.draw(probs, Purpose.TOKEN), two.draw(probs, Purpose.TOKEN))
+    assert torch.equal(one.draw(probs, Purpose.TOKEN), race(probs, seeds, position))
     for purpose in Purpose:
         same = torch.equal(one.uniform(purpose), two.uniform(purpose))
         assert same == (purpose == Purpose.TOKEN)
     assert torch.equal(one.at(torch.tensor([1, 0, 4])).position[:, 0], torch.tensor([1, 0, 4]))
 
 
-def test_memory_of_token_draws_does_not_mix_up_laws():
-    noise = Noise(torch.tensor([1]), torch.arange(50)[None])
-    first, second = torch.eye(4)[0].expand(1, 50, 4), torch.eye(4)[3].expand(1, 50, 4)
-    assert (noise.tokens(first) == 0).all() and (noise.tokens(second) == 3).all() and (noise.tokens(first) == 0).all()
-
-
 def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
     position = torch.tensor([[0, 5, 10**12, -3]]).expand(len(SEEDS), -1)
-    for purpose in (Purpose.TOKEN, Purpose.TAIL):
+    for purpose in (Purpose.TOKEN, Purpose.REDRAW):
         numpy = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
         with monkeypatch.context() as patch:
             patch.setattr("vargen.decoding.noise._in_numpy", lambda keys: False)

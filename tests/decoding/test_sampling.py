@@ -1,4 +1,4 @@
-"""One function makes every law; it equals the official filters, ties and edges included."""
+"""One function makes every probs; it equals the official filters, ties and edges included."""
 
 import json
 import math
@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from vargen.decoding import Sampling
-from vargen.decoding.sampling import filtered, guide, law
+from vargen.decoding.sampling import filtered, guide, to_probs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 def test_filters_equal_the_official_ones(name, top_k, top_p):
     io = load_file(GOLDEN / name / "io.safetensors")
     temperature = json.loads((GOLDEN / name / "config.json").read_text())["filter_temperature"]
-    probabilities = law(io["filter_logits"], Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
+    probabilities = to_probs(io["filter_logits"], Sampling(temperature=temperature, top_k=top_k, top_p=top_p))
     expected = io[f"filter_probs_k{top_k or 0}_p{top_p}"]
     assert torch.allclose(probabilities, expected, atol=1e-6)
     assert torch.equal(probabilities > 0, expected > 0)
@@ -31,7 +31,7 @@ def test_guidance_comes_before_temperature_and_filters():
     guided = unconditional + 3 * (conditional - unconditional)
     kept = guided >= guided.topk(5).values[..., -1:]
     expected = (guided / 0.7).masked_fill(~kept, -math.inf).softmax(-1)
-    assert torch.allclose(law(guide(conditional, unconditional, 3.0), sampling), expected, atol=1e-7)
+    assert torch.allclose(to_probs(guide(conditional, unconditional, 3.0), sampling), expected, atol=1e-7)
 
 
 def test_ties_with_the_kth_value_stay():
@@ -46,14 +46,14 @@ def test_top_p_keeps_the_crossing_token_and_always_one():
 
 
 def test_laws_are_float32_from_any_dtype_and_sum_to_one():
-    probabilities = law(torch.randn(4, 7, 300).bfloat16(), Sampling(top_k=40, top_p=0.9))
+    probabilities = to_probs(torch.randn(4, 7, 300).bfloat16(), Sampling(top_k=40, top_p=0.9))
     assert probabilities.dtype == torch.float32
     assert torch.allclose(probabilities.sum(-1), torch.ones(4, 7), atol=1e-5)
 
 
 def test_temperature_zero_is_greedy():
     logits = torch.randn(64, 500, generator=torch.Generator().manual_seed(1))
-    probabilities = law(logits, Sampling(temperature=0))
+    probabilities = to_probs(logits, Sampling(temperature=0))
     assert torch.equal(probabilities.argmax(-1), logits.argmax(-1))
     assert probabilities.amax(-1).min() > 0.99
 

@@ -85,8 +85,8 @@ def test_codes_are_compared_in_float32_whatever_the_weights_are(dtype: torch.dty
     quantize = _tiny().quantize
     weight = quantize.embedding.weight.to(dtype)
     quantize.to(dtype)
-    assert quantize.codes().dtype == quantize.lookup(torch.zeros(1, 2, 2, dtype=torch.int64)).dtype == torch.float32
-    assert torch.equal(quantize.codes(), F.normalize(weight.float(), dim=-1))
+    assert quantize.codebook().dtype == quantize.lookup(torch.zeros(1, 2, 2, dtype=torch.int64)).dtype == torch.float32
+    assert torch.equal(quantize.codebook(), F.normalize(weight.float(), dim=-1))
     every = torch.arange(50).view(1, 5, 10)
     assert torch.equal(quantize.nearest(quantize.lookup(every)), every)
 

@@ -41,7 +41,7 @@ def test_halves_draw_the_same_pictures(pipe, monkeypatch, caplog):
         halves = draw(pipe, 5)
     assert tries == [5, 2, 3] and "two halves" in caplog.text
     assert torch.equal(halves.images, whole.images)
-    for name in ("images", "tokens", "seeds", "accepted_histogram", "relaxation_spent"):
+    for name in ("images", "tokens", "seeds", "accepted_histogram", "relaxation"):
         assert getattr(halves.stats, name) == getattr(whole.stats, name)
     assert halves.stats.passes == 2 * whole.stats.passes
     assert halves.stats.fed == {1: 2 * whole.stats.fed[1]}

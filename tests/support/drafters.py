@@ -9,17 +9,20 @@ from vargen.decoding import Draft, Tree
 
 
 class GuessingDrafter:
-    """Random tokens in a fixed tree; siblings differ. `learn` records what it is shown."""
+    """Random tokens in a fixed tree; siblings differ. `observe` records what it is shown."""
 
     def __init__(self, parents: tuple[int, ...], vocab: int, seed: int = 0):
         self.tree = Tree.of(parents)
-        self.widest = len(parents)
+        self.max_fed = len(parents)
         self.topology = "chain" if self.tree.chain else "tree"
         self.vocab = vocab
         self.seed = seed
         self.verdicts: list = []
 
-    def start(self, model, condition, seeds: Tensor, sampling) -> torch.Generator:
+    def bind(self, model) -> GuessingDrafter:
+        return self
+
+    def start(self, model, condition, seeds: Tensor, sampling, first) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
 
     def propose(self, state: torch.Generator, tokens: Tensor, length: Tensor, step: int) -> Draft:
@@ -30,5 +33,5 @@ class GuessingDrafter:
         drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
         return Draft(drafted[:, 1:], self.tree)
 
-    def learn(self, state, draft, law, verdict, noise) -> None:
-        self.verdicts.append(verdict)
+    def observe(self, state, step) -> None:
+        self.verdicts.append(step.verdict)

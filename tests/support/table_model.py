@@ -1,4 +1,4 @@
-"""A tiny causal model whose joint law can be enumerated: logits from a table over position and the two previous tokens."""
+"""A tiny causal model whose joint probs can be enumerated: logits from a table over position and the two previous tokens."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.decoding import Tree
+from vargen.decoding import Output, Tree
 
 
 @dataclass
@@ -43,18 +43,19 @@ class TableModel:
         self.grid = (rows, tokens // rows)
         self.device = torch.device("cpu")
         self.passes: list[int] = []
+        self.codebook = self.draft_model = self.cost_key = None
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
 
-    def prefill(self, condition: Tensor, widest: int) -> tuple[tuple[Tensor, TableState], Tensor]:
+    def prefill(self, condition: Tensor, max_fed: int) -> tuple[tuple[Tensor, TableState], Output]:
         B = len(condition)
         start = torch.full((B,), self.vocab)
-        history = torch.zeros(B, self.tokens + widest + 1, dtype=torch.int64)
+        history = torch.zeros(B, self.tokens + max_fed + 1, dtype=torch.int64)
         state = TableState(history, torch.zeros(B, dtype=torch.int64))
-        return (condition, state), self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)
+        return (condition, state), Output(self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)[:, None])
 
-    def forward(self, tokens: Tensor, state: tuple[Tensor, TableState], tree: Tree) -> Tensor:
+    def forward(self, tokens: Tensor, state: tuple[Tensor, TableState], tree: Tree) -> Output:
         condition, held = state
         held.fed = tokens
         self.passes.append(tokens.shape[1])
@@ -67,7 +68,7 @@ class TableModel:
                 previous = held.history.gather(1, (held.length - 1).clamp_min(0)[:, None])[:, 0]
                 before = torch.where(held.length > 0, previous, self.vocab)
             rows.append(self.logits(condition, held.length + 1 + tree.depth[slot], before, tokens[:, slot]))
-        return torch.stack(rows, dim=1)
+        return Output(torch.stack(rows, dim=1))
 
     def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:
         _, held = state
@@ -81,8 +82,8 @@ class TableModel:
     def rollback(self, state: tuple[Tensor, TableState], length: Tensor) -> None:
         state[1].length = length.clone()
 
-    def joint(self, condition: int, law) -> Tensor:
-        """Probabilities of all V^N sequences, `[V] * N`, under laws made by `law(logits)`."""
+    def joint(self, condition: int, probs) -> Tensor:
+        """Probabilities of all V^N sequences, `[V] * N`, under laws made by `to_probs(logits)`."""
         V, N = self.vocab, self.tokens
         total = torch.ones(())
         sequences = torch.cartesian_prod(*[torch.arange(V)] * N) if N > 1 else torch.arange(V)[:, None]
@@ -92,6 +93,6 @@ class TableModel:
             last = sequences[:, n - 1] if n else start
             before = sequences[:, n - 2] if n > 1 else start
             where = torch.full((len(sequences),), n)
-            probabilities = law(self.logits(torch.full_like(where, condition), where, before, last)).double()
+            probabilities = probs(self.logits(torch.full_like(where, condition), where, before, last)).double()
             total *= probabilities.gather(1, sequences[:, n : n + 1])[:, 0]
         return total.view([V] * N)

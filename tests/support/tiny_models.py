@@ -28,7 +28,7 @@ def tiny_transformer(condition: str = "text", **overrides) -> LlamaGenTransforme
         "caption_dim": 384, "cls_token_num": 12, "multiple_of": 32, **overrides,
     }  # fmt: skip
     model = LlamaGenTransformer(condition=condition, **arguments).eval()
-    torch.nn.init.normal_(model.output.weight, std=0.3)  # zero as built: every law would be uniform
+    torch.nn.init.normal_(model.output.weight, std=0.3)  # zero as built: every probs would be uniform
     for layer in model.layers:
         torch.nn.init.normal_(layer.attention.wqkv.weight, std=0.2)
     return model

@@ -124,6 +124,7 @@ def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, 
     Raises:
         ValueError: if not, saying why.
     """
+    from vargen.decoding import Jacobi, Speculative
     from vargen.pipelines import checks
 
     _, sampling = checks.check_sampling(settings)
@@ -132,9 +133,8 @@ def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, 
         raise ValueError("model must draw from text, and this one draws classes")
     sampling.check_vocabulary(opened.vocab_size)
     for method in methods.values():
-        check = getattr(method.drafter, "check_grid", None)
-        if check is not None:
-            check(opened.tokens)
+        if isinstance(method.drafter, Jacobi | Speculative):
+            method.drafter.check_grid(opened.tokens)
 
 
 def comparison_table(comparison: Comparison) -> str:

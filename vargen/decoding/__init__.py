@@ -1,29 +1,40 @@
-"""Algorithms: one loop, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
+"""Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
-from vargen.decoding.accelerator import DEFAULT, PRESETS, Accelerator, resolve_accelerator
-from vargen.decoding.acceptance import Grouped, acceptance_rule, exact, same_noise
-from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.loop import NonFiniteLogitsError, decode
+from vargen.decoding.accelerator import Accelerator
+from vargen.decoding.acceptance import Grouped, acceptance_rule, exact, shared_noise
+from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.drafters import Jacobi, Speculative
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.speculative import Speculative
+from vargen.decoding.presets import DEFAULT, PRESETS, resolve_accelerator
+from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
+from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
+from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.types import Decoded, Draft, Progress, Sampling, TokenModel, Tree, Verdict
+from vargen.decoding.tokens import decode
 
 __all__ = [
     "DEFAULT",
     "PRESETS",
     "Accelerator",
+    "AcceptanceRule",
+    "Adaptive",
+    "Auto",
     "DecodeStats",
     "Decoded",
     "Draft",
+    "Drafter",
+    "Fixed",
     "Grouped",
     "Jacobi",
     "Noise",
     "NonFiniteLogitsError",
+    "Output",
     "Progress",
     "Purpose",
     "Sampling",
     "Speculative",
+    "Step",
     "TokenModel",
     "Tree",
     "Verdict",
@@ -31,5 +42,5 @@ __all__ = [
     "decode",
     "exact",
     "resolve_accelerator",
-    "same_noise",
+    "shared_noise",
 ]

@@ -1,15 +1,12 @@
-"""A method is data: who drafts, in what shape, and which rule accepts. Presets are named instances."""
+"""A method is data: who drafts, in what shape, and which rule accepts."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Literal
 
-from vargen.decoding.acceptance import Grouped, exact, same_noise
-from vargen.decoding.jacobi import Jacobi
-from vargen.decoding.naming import nearest
-from vargen.decoding.speculative import Speculative
-from vargen.decoding.types import AcceptanceRule, Drafter
+from vargen.decoding.acceptance import FunctionRule, shared_noise
+from vargen.decoding.protocols import AcceptanceRule, Drafter
 from vargen.values import shown
 
 
@@ -32,7 +29,7 @@ class Accelerator:
 
     name: str = "custom"
     drafter: Drafter | None = None
-    acceptance: AcceptanceRule = same_noise
+    acceptance: AcceptanceRule = shared_noise
     topology: Literal["chain", "tree"] | None = None
     summary: str = ""
     source: str = ""
@@ -42,116 +39,80 @@ class Accelerator:
             raise TypeError(f"name must be a string, got {shown(self.name)}")
         if self.topology not in (None, "chain", "tree"):
             raise ValueError(f"topology must be 'chain', 'tree' or None, got {shown(self.topology)}")
-        if isinstance(self.acceptance, type) or not callable(self.acceptance):
-            raise TypeError(f"acceptance must be a rule, such as same_noise, exact or Grouped(), got {self.acceptance!r}")
+        if isinstance(self.acceptance, type) or not isinstance(self.acceptance, AcceptanceRule):
+            raise TypeError(
+                "acceptance must be a rule, such as shared_noise, exact or Grouped(), or a function that acceptance_rule marks "
+                f"as one, got {self.acceptance!r}"
+            )
         if self.drafter is None:
             if self.topology not in (None, "chain"):
                 raise ValueError("topology 'tree' needs a drafter that proposes trees; without a drafter nothing is proposed")
             return
-        if isinstance(self.drafter, type) or not hasattr(self.drafter, "propose"):
+        if isinstance(self.drafter, type) or not isinstance(self.drafter, Drafter):
             made = ", a class: call it" if isinstance(self.drafter, type) else ""
             given = shown(self.drafter) + made
             raise TypeError(f"drafter must be a drafter, such as Jacobi() or Speculative(), or None, got {given}")
-        proposes = getattr(self.drafter, "topology", "tree")
         if self.topology is None:
-            object.__setattr__(self, "topology", proposes)
-        who = type(self.drafter).__name__
-        if self.topology == "tree" and proposes == "chain":
+            object.__setattr__(self, "topology", self.drafter.topology)
+        self._check_topology(self.drafter)
+
+    def _check_topology(self, drafter: Drafter) -> None:
+        """Raise ValueError unless the drafter proposes the topology and the rule judges it."""
+        who = type(drafter).__name__
+        if self.topology == "tree" and drafter.topology == "chain":
             raise ValueError(f"topology 'tree' cannot go with {who}: it draws one token per position, which is a chain")
-        if self.topology == "chain" and proposes == "tree":
+        if self.topology == "chain" and drafter.topology == "tree":
             raise ValueError(f"topology 'chain' cannot go with {who}: it proposes siblings, which need a tree")
-        judges = getattr(self.acceptance, "topologies", ("chain",))
-        if self.topology not in judges:
-            rule = getattr(self.acceptance, "__name__", type(self.acceptance).__name__)
+        if self.topology not in self.acceptance.topologies:
             raise ValueError(
-                f"acceptance {rule} cannot judge a {self.topology}: it follows one {judges[0]} of drafts, and siblings would "
-                "each be tested against the full law; same_noise judges trees"
+                f"acceptance {name_of(self.acceptance)} cannot judge a {self.topology}: it follows one "
+                f"{self.acceptance.topologies[0]} of drafts, and siblings would each be tested against the full probabilities; "
+                "shared_noise judges trees"
             )
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` when the output follows the target's own law. Rules that do not say so count as relaxed."""
-        return "exact" if getattr(self.acceptance, "exact", False) else "relaxed"
+        """`"exact"` when the output follows the target's own probabilities."""
+        return "exact" if self.acceptance.exact else "relaxed"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters of the drafter and of the rule that are set, by name."""
-        parts: tuple[Any, ...] = (self.drafter, self.acceptance)
-        return {
-            field.name: value
-            for part in parts
-            if is_dataclass(part)
-            for field in fields(part)
-            if field.init and isinstance(value := getattr(part, field.name), int | float | str)
-        }
+        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them."""
+        parts = [part for part in (self.drafter, self.acceptance) if not isinstance(part, FunctionRule) and is_dataclass(part)]
+        return {name: value for part in parts for name, value in _fields(part).items() if value is not None}
+
+    def spec(self) -> dict[str, Any]:
+        """What the method is, whole, as plain values: two methods with equal specs draw alike. For caches and reports.
+
+        Raises:
+            ValueError: for a part that cannot be named, such as a function without a name of its own.
+        """
+        return {"drafter": spec_of(self.drafter), "acceptance": spec_of(self.acceptance), "topology": self.topology}
 
 
-DEFAULT = "auto"  # what pipelines, page and command draw with
-PRESETS: dict[str, Accelerator] = {
-    preset.name: preset
-    for preset in (
-        Accelerator(
-            name=DEFAULT,
-            drafter=Jacobi(window="auto", tail="gumbel"),
-            acceptance=same_noise,
-            summary="the picture of ar, by gumbel where measured costs say that drafting pays, else token by token",
-            source="as gumbel",
-        ),
-        Accelerator(
-            name="ar",
-            summary="one token a pass, in raster order: the sequential baseline",
-            source="Sun et al. 2024, LlamaGen",
-        ),
-        Accelerator(
-            name="sjd",
-            drafter=Jacobi(window=16, tail="independent"),
-            acceptance=exact,
-            summary="a window of drafts, redrawn from the last pass; p/q acceptance",
-            source="Teng et al. 2024, arXiv 2410.01699",
-        ),
-        Accelerator(
-            name="scd",
-            drafter=Jacobi(window=16, tail="maximal"),
-            acceptance=exact,
-            summary="sjd whose drafts survive by maximal coupling",
-            source="SCD 2025, arXiv 2510.24211",
-        ),
-        Accelerator(
-            name="gumbel",
-            drafter=Jacobi(window=16, tail="gumbel"),
-            acceptance=same_noise,
-            summary="the same picture as ar for the same seed, in fewer passes",
-            source="SCD 2025, arXiv 2510.24211, with same-noise acceptance",
-        ),
-        Accelerator(
-            name="gsd",
-            drafter=Jacobi(window=16, tail="maximal"),
-            acceptance=Grouped(),
-            summary="scd that judges a draft by the mass of a group around it",
-            source="So et al. 2025, arXiv 2508.07747",
-        ),
-        Accelerator(
-            name="speculative",
-            drafter=Speculative(),
-            acceptance=exact,
-            summary="a small model drafts a chain; p/q acceptance",
-            source="Leviathan et al. 2023, arXiv 2211.17192",
-        ),
-    )
-}
+def name_of(part: Any) -> str:
+    """What a rule or a drafter is called: the name of the function or of the class."""
+    return getattr(part, "__name__", type(part).__name__)
 
 
-def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator:
-    """A preset by name, or the object itself.
+def spec_of(part: Any) -> Any:
+    """Plain values that say all that `part` is: scalars as they are, dataclasses by name and fields, functions by their place.
 
     Raises:
-        ValueError: for an unknown name (names the nearest).
-        TypeError: for anything else.
+        ValueError: for what none of these describes.
     """
-    if isinstance(accelerator, Accelerator):
-        return accelerator
-    if not isinstance(accelerator, str):
-        raise TypeError(f"accelerator must be a preset's name or an Accelerator, got {shown(accelerator)}")
-    if accelerator not in PRESETS:
-        raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, PRESETS)}")
-    return PRESETS[accelerator]
+    if part is None or isinstance(part, str | bool | int | float):
+        return part
+    if isinstance(part, list | tuple):
+        return [spec_of(each) for each in part]
+    if is_dataclass(part) and not isinstance(part, type):
+        return {"name": f"{type(part).__module__}.{type(part).__qualname__}", **_fields(part)}
+    place, name = getattr(part, "__module__", None), getattr(part, "__qualname__", "<")
+    if callable(part) and place and "<" not in name:  # lambdas and local functions may be anything
+        return f"{place}.{name}"
+    raise ValueError(f"cannot say what {shown(part)} is: give it as a dataclass of plain values, or as a function of a module")
+
+
+def _fields(part: Any) -> dict[str, Any]:
+    """Of a dataclass, as far as its constructor takes them."""
+    return {each.name: spec_of(getattr(part, each.name)) for each in fields(part) if each.init}

@@ -17,7 +17,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from vargen.decoding.types import TokenModel, Tree
+from vargen.decoding.draft import Tree
+from vargen.decoding.protocols import TokenModel
 from vargen.device import chosen_threads, cores, cpu_model, threads
 from vargen.files import cache_folder, whole_file
 
@@ -28,8 +29,9 @@ _WIDEST = 16  # tokens a pass by which a half-drawn image is made, and at which 
 _WORTH = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
 _MONTH = 30 * 86400.0  # seconds
 
-Place = tuple[Any, ...]  # what a cost belongs to, beside the network itself
-_measured: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()
+Place = tuple[Any, ...]
+_measured: dict[Place, dict[int, float]] = {}
+_nameless: WeakKeyDictionary[TokenModel, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
 
 
 def pass_costs(
@@ -58,7 +60,7 @@ def suitable_threads(model: TokenModel, condition: Any, images: int, width: int)
 
     A number that a person chose stays. So does torch's for models that do not say by `cost_key` what their costs depend on.
     """
-    if model.device.type != "cpu" or not hasattr(model, "cost_key") or chosen_threads() is not None:
+    if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
         yield torch.get_num_threads()
         return
     count = best_threads(model, condition, images, min(width, _WIDEST))
@@ -98,11 +100,11 @@ def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
     return now() - start
 
 
-def _half_full(model: TokenModel, condition: Any, images: int, widest: int) -> Any:
+def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:
     """A state that holds half of the grid: what a pass attends to is part of its cost."""
     half = model.grid[0] * model.grid[1] // 2
-    fed = max(1, min(max(widest, _WIDEST), half))
-    state, _ = model.prefill(condition, max(fed, widest))
+    fed = max(1, min(max(max_fed, _WIDEST), half))
+    state, _ = model.prefill(condition, max(fed, max_fed))
     tree = Tree.of_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
     path = torch.arange(fed, device=model.device).expand(images, fed)
@@ -122,8 +124,8 @@ def _wait(device: torch.device) -> None:
 
 def _known(model: TokenModel, images: int) -> dict[int, float]:
     """Seconds by width under the threads in force: as measured in this process, or else in another one on this machine."""
-    place = (images, str(model.device), torch.get_num_threads(), getattr(model, "cost_key", None))
-    mine = _measured.setdefault(getattr(model, "network", model), {})
+    place = (model.cost_key, images, str(model.device), torch.get_num_threads())
+    mine = _nameless.setdefault(model, {}) if model.cost_key is None else _measured
     if place not in mine:
         mine[place] = _stored(model, images)
     return mine[place]
@@ -135,8 +137,8 @@ def _file() -> Path:
 
 def _name(model: TokenModel, images: int) -> str | None:
     """What a measurement is filed under; None for models whose costs are not kept."""
-    key = getattr(model, "cost_key", None)
-    return key and f"{key}, batch {images}, {torch.get_num_threads()} threads, {machine(model.device)}"
+    key = model.cost_key
+    return None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {machine(model.device)}"
 
 
 def machine(device: torch.device) -> str:

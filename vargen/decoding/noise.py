@@ -10,7 +10,7 @@ Shape suffixes: B images, T positions, V vocabulary.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
 
@@ -28,8 +28,8 @@ class Purpose(IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     DRAFT = 3
-    TAIL_ACCEPT = 4
-    TAIL = 5
+    REDRAW_ACCEPT = 4
+    REDRAW = 5
     CHOICE = 6
 
 
@@ -147,13 +147,13 @@ def _lanes(vocab: int, device: torch.device) -> Tensor:
 
 
 def race(
-    law: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int = 0
+    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int = 0
 ) -> Tensor:
-    """Draw int64 `[B, T]` tokens from laws `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
+    """Draw int64 `[B, T]` tokens from probabilities `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
 
-    Laws need not sum to 1. A token of probability 0 is never drawn. NaN laws give a meaningless index: guard the logits.
+    Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.
     """
-    return (law / exponential(seeds, position, law.shape[-1], purpose, step)).argmax(-1)
+    return (probs / exponential(seeds, position, probs.shape[-1], purpose, step)).argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Noise:
     """The coins of one pass.
 
     Every pass has its own, but for `Purpose.TOKEN`, which belongs to the image: what it draws at a position depends on the
-    law there and on nothing that was drafted.
+    probabilities there and on nothing that was drafted.
 
     Attributes:
         seeds: int64 `[B]`.
@@ -172,26 +172,19 @@ class Noise:
     seeds: Tensor
     position: Tensor
     step: int = 0
-    _drawn: list[tuple[Tensor, Tensor]] = field(default_factory=list, repr=False, compare=False)
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """float32 `[B, T]` in (0, 1)."""
         return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
-    def draw(self, law: Tensor, purpose: Purpose) -> Tensor:
-        """int64 `[B, T]`, drawn from laws `[B, T, V]`, which need not sum to 1.
+    def draw(self, probs: Tensor, purpose: Purpose) -> Tensor:
+        """int64 `[B, T]`, drawn from probabilities `[B, T, V]`, which need not sum to 1.
 
-        Only the image's own noise is raced, so that like laws draw like tokens in every pass; other draws take one coin.
+        Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
         """
         if purpose == Purpose.TOKEN:
-            return race(law, self.seeds, self.position)
-        return categorical(law, coins(self.seeds, self.position, purpose, self.step))
-
-    def tokens(self, law: Tensor) -> Tensor:
-        """int64 `[B, T]`: what the image's own noise draws from the laws of the pass; drawn once, however often asked."""
-        if not (self._drawn and self._drawn[0][0] is law):
-            self._drawn[:] = [(law, self.draw(law, Purpose.TOKEN))]
-        return self._drawn[0][1]
+            return race(probs, self.seeds, self.position)
+        return categorical(probs, coins(self.seeds, self.position, purpose, self.step))
 
     def at(self, slot: Tensor) -> Noise:
         """The noise of one slot `[B]` of each image: T = 1."""

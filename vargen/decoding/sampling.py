@@ -1,17 +1,55 @@
-"""From logits to the law that tokens are drawn from: guidance, temperature, top-k, top-p, softmax; in this order, in float32.
+"""From logits to the probabilities that tokens are drawn with: guidance, temperature, top-k, top-p, softmax, in this order, in
+float32.
 
-Every method, `ar` included, takes its laws from here: that is what "the same distribution" means in this library.
+Every method, `ar` included, takes its probabilities from here: that is what "the same distribution" means in this library.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
-from vargen.decoding.types import Sampling
 from vargen.kernels.kth_largest import kth_largest
+from vargen.values import real, shown, whole
 
 LOWEST_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How probabilities are made from guided logits; see `to_probs`.
+
+    Args:
+        temperature: 0 or more; 0 is greedy.
+        top_k: 1 to V, or None to keep all.
+        top_p: in (0, 1].
+
+    Raises:
+        ValueError: for values outside these ranges.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        temperature, top_k, top_p = real(self.temperature), whole(self.top_k, 1), real(self.top_p)
+        if temperature is None or temperature < 0:
+            raise ValueError(f"temperature must be a finite number of at least 0 (0 is greedy), got {shown(self.temperature)}")
+        if top_k is None and self.top_k is not None:
+            given = shown(self.top_k)
+            raise ValueError(f"top_k must be a whole number of at least 1, or None to keep every token, got {given}")
+        if top_p is None or not 0 < top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1], where 1 keeps every token, got {shown(self.top_p)}")
+        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
+            object.__setattr__(self, name, value)  # NumPy's numbers as Python's, which JSON knows
+
+    def check_vocabulary(self, vocab: int) -> None:
+        """Raise ValueError if `top_k` is larger than the vocabulary."""
+        if self.top_k is not None and self.top_k > vocab:
+            raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
@@ -36,7 +74,7 @@ def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     return logits
 
 
-def law(logits: Tensor, sampling: Sampling) -> Tensor:
+def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities float32 `[..., V]` of guided logits `[..., V]`."""
     scaled = logits.float() / max(sampling.temperature, LOWEST_TEMPERATURE)
     return filtered(scaled, sampling.top_k, sampling.top_p).softmax(-1)

@@ -21,7 +21,7 @@ class DecodeStats:
         seconds: wall-clock of the loop, prefill included.
         accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
         fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
-        relaxation_spent: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
+        relaxation: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
         seeds: per image, the one that draws it again: as passed to `decode`; of a pipeline's call, that of a generator.
         stopped: whether a callback ended it early.
@@ -35,7 +35,7 @@ class DecodeStats:
     seconds: float = 0.0
     accepted_histogram: list[int] = field(default_factory=list)
     fed: dict[int, int] = field(default_factory=dict)
-    relaxation_spent: list[float] = field(default_factory=list)
+    relaxation: list[float] = field(default_factory=list)
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
@@ -54,7 +54,7 @@ class DecodeStats:
             seconds=sum(run.seconds for run in runs),
             accepted_histogram=[sum(column) for column in columns],
             fed=dict(sum((Counter(run.fed) for run in runs), Counter())),
-            relaxation_spent=[value for run in runs for value in run.relaxation_spent],
+            relaxation=[value for run in runs for value in run.relaxation],
             seconds_by_part=dict(parts),
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
@@ -74,7 +74,7 @@ class DecodeStats:
     @property
     def relaxation_per_token(self) -> float:
         """Acceptance granted beyond the exact rule, per token; 0 for exact rules."""
-        return sum(self.relaxation_spent) / self.tokens if self.tokens else 0.0
+        return sum(self.relaxation) / self.tokens if self.tokens else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, whose keys are text."""

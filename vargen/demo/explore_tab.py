@@ -32,7 +32,7 @@ class Knob:
         """The method at a setting; at 0 it is the exact rule."""
         chosen = int(value) if self.field == "size" else value
         rule = exact if value == 0 else Grouped(**{**self.others, self.field: chosen})
-        return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, tail="maximal"), acceptance=rule)
+        return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, coupling="maximal"), acceptance=rule)
 
     def values(self, strongest: float, count: int) -> list[float]:
         """`count` settings from 0, the exact rule, to the strongest; fewer where whole numbers run out."""
@@ -144,7 +144,7 @@ def _lane(engine: Engine, knob: Knob, value: float, run: Run | None) -> Lane:
     image = drawn.images[0] if drawn and not drawn.stopped else partial
     caption = f"{run.seconds:.1f} s"
     if drawn is not None:
-        spent = sum(drawn.stats.relaxation_spent)
+        spent = sum(drawn.stats.relaxation)
         caption = f"relaxation {spent:.1f}, {drawn.relaxation_per_token:.3f} per token; {drawn.stats.passes} passes"
         caption = f"stopped after {drawn.seconds:.1f} s" if drawn.stopped else caption
     per_pass = run.tokens / len(run.counts) if run.counts else 0.0

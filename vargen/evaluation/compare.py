@@ -205,7 +205,7 @@ def _result(
     longest = max(len(run.accepted_histogram) for run in own)
     padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
     result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]
-    relaxation = [value for run in own for value in run.relaxation_spent]
+    relaxation = [value for run in own for value in run.relaxation]
     result.relaxation_per_image = statistics.mean(relaxation)
     result.same_as_ar = int((tokens[name] == tokens["ar"]).all(1).sum())
     return result

@@ -69,15 +69,12 @@ def draw_many(
     """
     scale, sampling = check_sampling(settings)
     model = pipe.token_model(scale)
-    rule = accelerator.acceptance
     made_of = {
         "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
         "prompts": list(prompts),
         "sampling": settings,
-        "drafter": type(accelerator.drafter).__name__,
-        "acceptance": getattr(rule, "__name__", type(rule).__name__),
-        "method": accelerator.settings,
+        "method": accelerator.spec(),
     }
     keep = True
     try:
@@ -101,7 +98,7 @@ def draw_many(
             result = decode(model, condition, torch.arange(seed + start, seed + start + count), accelerator, sampling)
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)
-            spent.append(float(np.mean(result.stats.relaxation_spent)))
+            spent.append(float(np.mean(result.stats.relaxation)))
             tokens = parts[-1].numpy().astype(np.int32)
             try:
                 if keep:
@@ -134,7 +131,7 @@ def laws_report(
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
     shared: tuple[Any, ...] = (used, weights, progress, not_kept)
     baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", *shared)
-    codes = pipe.vqvae.quantize.codes().detach().float().cpu()
+    codes = pipe.vqvae.quantize.codebook().detach().float().cpu()
     columns = pipe.transformer.config.grid_size
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):

@@ -204,7 +204,7 @@ class VectorQuantizer(nn.Module):
         nn.init.normal_(self.embedding.weight)
         self.register_buffer("codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
 
-    def codes(self) -> Tensor:
+    def codebook(self) -> Tensor:
         """`[V, E]` float32 unit-norm rows, whatever the weights' type: what decoding looks up."""
         weight = self.embedding.weight
         if weight.is_meta:  # offloaded layer by layer: weights come only with their module's forward
@@ -217,7 +217,7 @@ class VectorQuantizer(nn.Module):
 
     def cosines(self, z_BERG: Tensor) -> Tensor:
         """Of every latent with every code, `[B, R, G, V]` float32."""
-        return F.normalize(z_BERG.float().movedim(1, -1), dim=-1) @ self.codes().T
+        return F.normalize(z_BERG.float().movedim(1, -1), dim=-1) @ self.codebook().T
 
     def lookup(self, indices_BRG: Tensor) -> Tensor:
         """Code vectors `[B, E, R, G]` float32 of indices `[B, R, G]`."""

@@ -327,7 +327,7 @@ def train_generator(
         folder, {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
     )
     store = TokenStore(folder / "tokens.npz", data.images, vqvae, recipe, device)
-    prior = CodePrior(vqvae.quantize.codes().detach().float(), model.config.dim).to(device)
+    prior = CodePrior(vqvae.quantize.codebook().detach().float(), model.config.dim).to(device)
     evaluated = LlamaGenTransformer.from_config(model.config).to(device)  # the ordinary model that would be saved
     features = CaptionFeatures(text_encoder_folder, model.config.cls_token_num, device)
     held_out = data.indices("validation")

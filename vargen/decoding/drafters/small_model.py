@@ -13,60 +13,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vargen.decoding.cost import BESIDE, pass_costs
+from vargen.decoding.cost import pass_costs
+from vargen.decoding.draft import Draft, Output, Step, Tree
+from vargen.decoding.draft_length import ByCost, Geometric
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.sampling import law
-from vargen.decoding.types import Draft, Sampling, TokenModel, Tree, Verdict
+from vargen.decoding.protocols import TokenModel
+from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import shown, whole
 
-
-@dataclass
-class _Chain:
-    """How long the next chain is, from what passes cost and how often drafts stood.
-
-    With each draft standing with probability a, a chain of L commits (1 - a^(L + 1)) / (1 - a) tokens (Leviathan et al. 2023,
-    equation 1); a is estimated from the last passes.
-    """
-
-    target: dict[int, float]  # seconds of a pass that feeds that many tokens
-    small: dict[int, float]
-    stood: float = 3.0  # of `judged` drafts; starts at 0.6 with the weight of five drafts
-    judged: float = 5.0
-    probes: int = 4
-    over: bool = False
-
-    def rate(self, length: int, acceptance: float) -> float:
-        """Tokens a second."""
-        tokens = sum(acceptance**drafts for drafts in range(length + 1))
-        return tokens / (self.target[length + 1] + _drafting(self.small, length)) * (BESIDE if length else 1.0)
-
-    def best(self, acceptance: float, least: int = 0) -> int:
-        return max(range(least, _LONGEST + 1), key=lambda length: self.rate(length, acceptance))
-
-    def next(self) -> int:
-        """Drafts of the next pass; 0 from the pass on that finds drafting not to pay, for the small model falls behind."""
-        if self.over:
-            return 0
-        self.probes -= 1
-        length = self.best(self.stood / self.judged, least=1 if self.probes >= 0 else 0)
-        self.over = length == 0
-        return length
-
-    def learn(self, count: Tensor, active: Tensor, length: int) -> None:
-        if length:
-            kept = (count[active] - 1).float()
-            self.stood = _MEMORY * self.stood + float(kept.sum()) / max(len(kept), 1)
-            self.judged = _MEMORY * self.judged + float((kept + 1).clamp(max=length).sum()) / max(len(kept), 1)
+_LONGEST = 8  # drafts of an automatic chain
 
 
 def _drafting(small: dict[int, float], drafts: int) -> float:
     """Seconds of the small model's passes behind a chain: one over two tokens (see `propose`), then one a draft."""
     return small[2] + (drafts - 1) * small[1] if drafts else 0.0
-
-
-_LONGEST = 8
-_HOPE = 0.8  # acceptance that is worth probing for
-_MEMORY = 0.9
 
 
 @dataclass
@@ -77,7 +37,7 @@ class _State:
     seeds: Tensor
     total: int
     length: int
-    chain: _Chain | None
+    choice: ByCost | None
 
 
 @dataclass(frozen=True)
@@ -87,14 +47,15 @@ class Speculative:
     Args:
         length: drafted tokens a pass, 1 or more; each takes a pass of the small model. Or `"auto"`: up to 8, whatever draws
             most tokens a second by the measured cost of both models' passes and recent acceptance, and none from where
-            drafting does not pay. That follows a clock and the batch, as `vargen.decoding.window.Auto` does: the law is the
-            same, but a picture repeats only with the rule `same_noise`. On a GPU the length is settled before the first pass.
+            drafting does not pay. That follows a clock and the batch, as the window `Auto` does: the
+            distribution is the same, but a picture repeats only with the rule `shared_noise`. On a GPU the length is settled
+            before the first pass.
         model: the small model. None: the target's own `draft_model`, as a pipeline with a `draft_transformer` has it.
         shared_noise: draw drafts with the image's own noise, which couples them to what the target draws with it: for the rule
-            `same_noise`. Otherwise the drafts have coins of their own.
+            `shared_noise`. Otherwise the drafts have coins of their own.
 
     Raises:
-        ValueError: for a length below 1; by `start` for one that the grid does not hold, if there is no small model, or one of
+        ValueError: for a length below 1; by `bind` for one that the grid does not hold, if there is no small model, or one of
             another vocabulary or grid.
     """
 
@@ -123,7 +84,7 @@ class Speculative:
         return _LONGEST if isinstance(self.length, str) else self.length
 
     @property
-    def widest(self) -> int:
+    def max_fed(self) -> int:
         return self.longest + 1
 
     def small_model(self, model: TokenModel) -> TokenModel:
@@ -132,7 +93,7 @@ class Speculative:
         Raises:
             ValueError: if there is none, or it has another vocabulary or grid.
         """
-        small = self.model or getattr(model, "draft_model", None)
+        small = self.model or model.draft_model
         if small is None:
             raise ValueError(
                 "speculative decoding needs a draft model, and this pipeline has none: load one with a draft_transformer, "
@@ -145,23 +106,33 @@ class Speculative:
             )
         return small
 
+    def bind(self, model: TokenModel) -> Speculative:
+        """This drafter.
+
+        Raises:
+            ValueError: if there is no small model that fits, or the chain does not fit behind the first token of the grid.
+        """
+        self.small_model(model)
+        self.check_grid(model.grid[0] * model.grid[1])
+        return self
+
     def check_grid(self, tokens: int) -> None:
         """Raise ValueError unless a chain fits behind the first of so many tokens."""
         if not isinstance(self.length, str) and self.length >= tokens:
             given = shown(self.length)
             raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling) -> _State:
-        small, total = self.small_model(model), model.grid[0] * model.grid[1]
-        self.check_grid(total)
-        chain = None
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        small, choice, length = self.small_model(model), None, self.longest
         if isinstance(self.length, str):
-            images, widths = len(seeds), range(1, _LONGEST + 2)
-            chain = _Chain(pass_costs(model, condition, images, widths), pass_costs(small, condition, images, [1, 2]))
-            chain.over = chain.best(_HOPE) == 0
+            images = len(seeds)
+            costs = pass_costs(model, condition, images, range(1, _LONGEST + 2))
+            drafting = pass_costs(small, condition, images, [1, 2])
+            steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
+            choice = ByCost(steps, Geometric())
+            length = choice.next() - 1
         held, _ = small.prefill(condition, max(2, self.longest))
-        length = chain.next() if chain else self.longest
-        return _State(small, held, sampling, seeds, total, length, chain)
+        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the small model's passes behind a chain of `drafts`, measured."""
@@ -178,25 +149,25 @@ class Speculative:
         pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
         root = (length - 1 - start)[:, None]  # slot of the root: 0 when only one token is committed
         two, one = Tree.of_chain(1, device), Tree.of_chain(0, device)
-        logits = model.forward(pair, held, two)
+        logits = model.forward(pair, held, two).logits
         logits = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[-1]))
         model.commit(held, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
         drafted: list[Tensor] = []
-        laws: list[Tensor] = []
+        probs: list[Tensor] = []
         position = length[:, None]
         for drafts in range(state.length):
             if drafts:
-                logits = model.forward(drafted[-1], held, one)
+                logits = model.forward(drafted[-1], held, one).logits
                 model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
-            laws.append(law(logits, state.sampling))
-            drafted.append(Noise(state.seeds, position + drafts, step).draw(laws[-1], purpose))
+            probs.append(to_probs(logits, state.sampling))
+            drafted.append(Noise(state.seeds, position + drafts, step).draw(probs[-1], purpose))
         slots = torch.arange(state.length, device=device)
         valid = length[:, None] + slots < state.total
-        return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(laws, 1), valid)
+        return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
 
-    def learn(self, state: _State, draft: Draft, law: Tensor, verdict: Verdict, noise: Noise) -> None:
+    def observe(self, state: _State, step: Step) -> None:
         """Of the drafts nothing: the next proposal rolls the small model back to what was committed."""
-        if state.chain and law.device.type == "cpu":
-            state.chain.learn(verdict.count, noise.position[:, 0] < state.total, state.length)
-            state.length = state.chain.next()
+        if state.choice and step.count.device.type == "cpu":
+            state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+            state.length = state.choice.next() - 1

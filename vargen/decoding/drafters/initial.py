@@ -1,7 +1,7 @@
-"""First drafts: what a Jacobi window proposes at positions that no pass has seen yet, and under which law.
+"""Initial drafts: what a Jacobi window proposes at positions that no pass has seen yet, and with which probabilities.
 
-Each returns tokens int64 `[B, S]` and their true law, for S consecutive positions per image, of which those where `fresh` is
-False are not used: laws float32 `[B, S, V]`, or `[1, 1, V]` where all are alike.
+Each returns tokens int64 `[B, S]` and the probabilities they are drawn with, float32 `[B, S, V]` or `[1, 1, V]` where all are
+alike, for S consecutive positions per image, of which those that are not fresh are not used.
 
 Shape suffixes: B images, S positions, N tokens of the grid, V vocabulary.
 """
@@ -19,14 +19,14 @@ from vargen.decoding.noise import Noise, Purpose
 
 @dataclass(frozen=True)
 class Context:
-    """What is known when first drafts are made.
+    """What is known when initial drafts are made.
 
     Attributes:
         vocab, columns: V and the width of the grid.
         tokens: int64 `[B, M]`, by position: committed tokens, then the window's older drafts; later entries are meaningless.
         known: int64 `[B]`, how many of them are meaningful, at least 1. Every fresh position is at or past it.
-        last_law: float32 `[B, V]`, the target's law at the last position that the window has seen, or None before the first
-            pass.
+        last_probs: float32 `[B, V]`, the target's probabilities at the last position that the window has seen, or None before
+            the first pass.
         noise: coins at the S positions.
     """
 
@@ -34,11 +34,11 @@ class Context:
     columns: int
     tokens: Tensor
     known: Tensor
-    last_law: Tensor | None
+    last_probs: Tensor | None
     noise: Noise
 
     @property
-    def uniform_law(self) -> Tensor:
+    def uniform_probs(self) -> Tensor:
         return torch.full((1, 1, self.vocab), 1.0 / self.vocab, device=self.tokens.device)
 
     @property
@@ -54,13 +54,13 @@ class Context:
         return self.tokens.gather(1, torch.where(known, up, 0)), known
 
 
-FirstDraft = Callable[[Context], tuple[Tensor, Tensor]]
+InitialDraft = Callable[[Context], tuple[Tensor, Tensor]]
 
 
 def uniform(context: Context) -> tuple[Tensor, Tensor]:
-    """Any token alike, with that as its law (a one-hot record would be exact too, and is accepted far less often)."""
+    """Any token alike, with that as its probability (a one-hot record would be exact too, and is accepted far less often)."""
     coin = context.noise.uniform(Purpose.DRAFT)
-    return (coin * context.vocab).long().clamp_(max=context.vocab - 1), context.uniform_law
+    return (coin * context.vocab).long().clamp_(max=context.vocab - 1), context.uniform_probs
 
 
 def left(context: Context) -> tuple[Tensor, Tensor]:
@@ -71,20 +71,20 @@ def left(context: Context) -> tuple[Tensor, Tensor]:
 def above(context: Context) -> tuple[Tensor, Tensor]:
     """A copy of the token above; uniform where there is none yet."""
     copied, known = context.above
-    drawn, law = uniform(context)
+    drawn, probs = uniform(context)
     tokens = torch.where(known, copied, drawn)
-    return tokens, torch.where(known[..., None], _copy(tokens, context.vocab)[1], law)
+    return tokens, torch.where(known[..., None], _copy(tokens, context.vocab)[1], probs)
 
 
 def previous(context: Context) -> tuple[Tensor, Tensor]:
-    """A draw from the target's law at the last position that the window has seen; uniform before the first pass.
+    """A draw from the target's probabilities at the last position that the window has seen; uniform before the first pass.
 
     It is drawn with the image's own noise, so it agrees often with what that noise draws later.
     """
-    if context.last_law is None:
+    if context.last_probs is None:
         return uniform(context)
-    law = context.last_law[:, None].expand(-1, context.noise.position.shape[1], -1)
-    return context.noise.draw(law, Purpose.TOKEN), law
+    probs = context.last_probs[:, None].expand(-1, context.noise.position.shape[1], -1)
+    return context.noise.draw(probs, Purpose.TOKEN), probs
 
 
 def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1, 0.25, 0.25, 0.4)) -> tuple[Tensor, Tensor]:
@@ -99,21 +99,21 @@ def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1,
     above_token, known = context.above
     left_token = context.left
     north_weight = known * north
-    base = context.uniform_law.expand(len(left_token), 1, -1) * (even + (last if context.last_law is None else 0.0))
-    if context.last_law is not None:
-        base = base + last * context.last_law[:, None]
-    law = base + (north - north_weight)[..., None] * context.uniform_law
-    law = law.scatter_add(2, left_token[..., None], torch.full_like(law[..., :1], west))
-    law = law.scatter_add(2, above_token[..., None], north_weight[..., None])
-    return context.noise.draw(law, Purpose.DRAFT), law
+    base = context.uniform_probs.expand(len(left_token), 1, -1) * (even + (last if context.last_probs is None else 0.0))
+    if context.last_probs is not None:
+        base = base + last * context.last_probs[:, None]
+    probs = base + (north - north_weight)[..., None] * context.uniform_probs
+    probs = probs.scatter_add(2, left_token[..., None], torch.full_like(probs[..., :1], west))
+    probs = probs.scatter_add(2, above_token[..., None], north_weight[..., None])
+    return context.noise.draw(probs, Purpose.DRAFT), probs
 
 
 def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    law = torch.zeros(*tokens.shape, vocab, device=tokens.device)
-    return tokens, law.scatter_(2, tokens[..., None], 1.0)
+    probs = torch.zeros(*tokens.shape, vocab, device=tokens.device)
+    return tokens, probs.scatter_(2, tokens[..., None], 1.0)
 
 
-FIRST_DRAFTS: dict[str, FirstDraft] = {
+INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "uniform": uniform,
     "left": left,
     "above": above,

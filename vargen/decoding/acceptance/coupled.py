@@ -1,0 +1,37 @@
+"""Shared-noise coupling: the draft and the target are drawn with the same Gumbel noise, and must be equal.
+
+Shape suffixes: B images, T fed tokens of one pass, A slots of the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.acceptance.rule import acceptance_rule
+from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.noise import Noise, Purpose
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"))
+def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Exact, and the sequential picture itself: a draft stands where it equals what its position's noise draws.
+
+    With the Gumbel noise G fixed per image and position, the token at a position *is* argmax(log p + G) (Maddison et al. 2014);
+    a draft is accepted exactly when it is that token. With an empty draft this is sequential sampling. The draft's own
+    probabilities do not matter. Arguments: see `AcceptanceRule`.
+    """
+    drawn = noise.draw(probs, Purpose.TOKEN)  # [B, T]: what follows each slot
+    tree = draft.tree
+    agrees = drawn.new_ones(drawn.shape).bool()
+    agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))
+    if tree.chain:
+        count = agrees.cumprod(1).sum(1)
+        path = torch.arange(tree.longest, device=probs.device).expand_as(drawn)
+    else:
+        accepted = (agrees[:, None, :] | ~tree.ancestors).all(-1)  # itself and every ancestor agree
+        count = accepted.sum(1)
+        # Stable: accepted slots first, parents before children.
+        path = accepted.to(drawn.dtype).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
+    last = path.gather(1, count[:, None] - 1)
+    return Verdict(path=path, count=count, next_token=drawn.gather(1, last)[:, 0], drawn=drawn)

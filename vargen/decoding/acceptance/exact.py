@@ -1,0 +1,66 @@
+"""Speculative sampling: p/q acceptance and the residual, and the pieces that other rules of chains are made of.
+
+Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.acceptance.rule import acceptance_rule
+from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.noise import Noise, Purpose
+
+
+@acceptance_rule(exact=True)
+def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Speculative sampling: accept a draft d while u < p(d) / q(d), draw norm((p - q)+) at the first refusal.
+
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. What follows a fully accepted draft is drawn from p. The
+    output follows the target if q is what the draft was really drawn with. Arguments: see `AcceptanceRule`.
+    """
+    p, q = chances(probs, draft)
+    coins = noise.uniform(Purpose.ACCEPT)[:, :-1]
+    return judged(coins * q < p, probs, draft, noise)
+
+
+def chances(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
+    """What p and q gave each drafted token, `[B, T - 1]` each; q of a deterministic draft is 1."""
+    index = draft.tokens[..., None]
+    p = probs[:, :-1].gather(2, index)[..., 0]
+    return p, torch.ones_like(p) if draft.probs is None else draft.probs.gather(2, index)[..., 0]
+
+
+def draft_probs(probs: Tensor, draft: Draft) -> Tensor:
+    """q as `[B, T - 1, V]`, one-hot for a deterministic draft."""
+    return draft.probs if draft.probs is not None else torch.zeros_like(probs[:, 1:]).scatter_(2, draft.tokens[..., None], 1.0)
+
+
+def residual(p: Tensor, q: Tensor) -> Tensor:
+    """(p - q)+, not normalised, `[..., V]`; p itself where nothing is left, that is where p equals q up to rounding."""
+    left = (p - q).clamp_min_(0)
+    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+
+
+def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
+    """The verdict of a chain whose drafts passed or failed their own tests, `accepted` bool `[B, T - 1]`.
+
+    Commits up to the first failure, where the residual is drawn; behind the last draft, and where an image has none, the
+    target's probabilities are.
+    """
+    B, T, _ = probs.shape
+    if draft.valid is not None:
+        accepted = accepted & draft.valid
+    count = 1 + accepted.cumprod(1).sum(1)
+    row, at = count - 1, torch.arange(B, device=probs.device)
+    target = probs[at, row]
+    if T > 1:
+        slot = row.clamp(max=T - 2)
+        refused = row < T - 1
+        if draft.valid is not None:
+            refused = refused & draft.valid[at, slot]
+        target = torch.where(refused[:, None], residual(target, draft_probs(probs, draft)[at, slot]), target)
+    next_token = noise.at(row).draw(target[:, None], Purpose.RESIDUAL)[:, 0]
+    path = torch.arange(T, device=probs.device).expand(B, T)
+    return Verdict(path=path, count=count, next_token=next_token)

@@ -1,0 +1,103 @@
+"""Grouped speculative decoding (GSD): a draft is judged by the mass of the tokens around it.
+
+Shape suffixes: B images, T fed tokens of one pass, G members of a group, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.acceptance.exact import chances, judged
+from vargen.decoding.acceptance.relaxation import granted_in, within_budget
+from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.protocols import TokenModel
+from vargen.values import real, shown, whole
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """Relaxed: a draft is judged by the mass of a group of tokens around it instead of by its own.
+
+    Grouped speculative decoding (So et al. 2025, GSD, section 3): the `size` tokens whose probabilities under the present p are
+    nearest in rank to the draft's, half of them above and half below, less those that differ by `delta` or more in
+    probability or by `distance` or more in code. Accepts while u < min(1, sum p / sum q) over draft and group, keeps the draft
+    itself, and draws norm((p - q)+) at a refusal. The output does not follow the target: each acceptance granted beyond
+    min(1, p / q) is relaxation, reported per image. The sums can also fall *below* p / q; then p / q counts, because refusing
+    more would bias the output for nothing. Tokens that the filters leave without probability join no group.
+
+    Args:
+        size: most tokens in a group besides the draft, 1 or more.
+        delta: in (0, 1]; 1 switches this filter off.
+        distance: squared Euclidean distance of codebook vectors (unit vectors: 0 to 4); None switches this filter off.
+        budget: most relaxation per image, 0 or more; past it the rule is exact. None: no limit.
+
+    Raises:
+        ValueError: for values outside these ranges.
+    """
+
+    exact: ClassVar[bool] = False
+    topologies: ClassVar[tuple[str, ...]] = ("chain",)
+
+    size: int = 14
+    delta: float = 0.15
+    distance: float | None = None
+    budget: float | None = None
+    codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, which `bind` sets
+
+    def __post_init__(self) -> None:
+        size, delta, distance, budget = whole(self.size, 1), real(self.delta), real(self.distance), real(self.budget)
+        if size is None:
+            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {shown(self.size)}")
+        if delta is None or not 0 < delta <= 1:
+            raise ValueError(f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {shown(self.delta)}")
+        if self.distance is not None and (distance is None or not distance > 0):
+            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {shown(self.distance)}")
+        if self.budget is not None and (budget is None or not budget >= 0):
+            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {shown(self.budget)}")
+        for name, value in (("size", size), ("delta", delta), ("distance", distance), ("budget", budget)):
+            object.__setattr__(self, name, value)
+
+    def bind(self, model: TokenModel) -> Grouped:
+        """This rule with the model's codebook.
+
+        Raises:
+            ValueError: if `distance` is set and the model has none.
+        """
+        if self.distance is not None and model.codebook is None:
+            raise ValueError("distance needs a model with a codebook; pass distance=None to group whatever the codes")
+        bound = replace(self)
+        object.__setattr__(bound, "codebook", model.codebook)
+        return bound
+
+    def members(self, p: Tensor, tokens: Tensor) -> Tensor:
+        """int64 `[B, T - 1, G]` groups of `tokens` `[B, T - 1]` under `p`; the draft itself stands for who is left out."""
+        own = p.gather(2, tokens[..., None])
+        others = p.scatter(2, tokens[..., None], -1.0)
+        below = min((self.size + 1) // 2, p.shape[-1] - 1)
+        above = min(self.size // 2, p.shape[-1] - 1)
+        low, index = torch.where(others <= own, others, -1.0).topk(below, dim=2)
+        high, higher = torch.where(others > own, -others, -2.0).topk(above, dim=2)  # the smallest of the larger
+        value, member = torch.cat([low, -high], 2), torch.cat([index, higher], 2)
+        joins = (value > 0) & (value <= 1) & ((value - own).abs() < self.delta)
+        if self.distance is not None and self.codebook is not None:
+            gap = self.codebook[member] - self.codebook[tokens][..., None, :]
+            joins &= gap.square().sum(-1) < self.distance
+        return torch.where(joins, member, tokens[..., None])
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        """See `AcceptanceRule`; `relaxation` counts against the budget."""
+        p, q = chances(probs, draft)
+        member = self.members(probs[:, :-1], draft.tokens)
+        joined = member != draft.tokens[..., None]
+        group_p = p + (probs[:, :-1].gather(2, member) * joined).sum(2)
+        group_q = q if draft.probs is None else q + (draft.probs.gather(2, member) * joined).sum(2)
+        chance = torch.where(q > 0, p / q, 0.0).clamp(max=1.0)
+        granted = (torch.where(group_q > 0, group_p / group_q, 0.0).clamp(max=1.0) - chance).clamp_min(0)
+        granted = within_budget(granted, draft, relaxation, self.budget)
+        verdict = judged(noise.uniform(Purpose.ACCEPT)[:, :-1] < chance + granted, probs, draft, noise)
+        return replace(verdict, relaxation=granted_in(granted, verdict, draft))

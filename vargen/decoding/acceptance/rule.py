@@ -1,0 +1,38 @@
+"""A function as an acceptance rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.noise import Noise
+from vargen.decoding.protocols import TokenModel
+
+Judge = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
+
+
+@dataclass(frozen=True)
+class FunctionRule:
+    """An `AcceptanceRule` that is one function, and needs to know nothing of a model."""
+
+    judge: Judge
+    exact: bool
+    topologies: tuple[str, ...]
+
+    @property
+    def __name__(self) -> str:
+        return self.judge.__name__
+
+    def bind(self, model: TokenModel) -> FunctionRule:
+        return self
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        return self.judge(probs, draft, noise, relaxation)
+
+
+def acceptance_rule(*, exact: bool, topologies: tuple[str, ...] = ("chain",)) -> Callable[[Judge], FunctionRule]:
+    """Make a function an `AcceptanceRule`: does it keep the target's probabilities, and what can it judge?"""
+    return lambda judge: FunctionRule(judge, exact, topologies)

@@ -1,0 +1,7 @@
+"""Drafters: who proposes tokens, and with which probabilities."""
+
+from vargen.decoding.drafters.jacobi import Jacobi
+from vargen.decoding.drafters.sequential import Sequential
+from vargen.decoding.drafters.small_model import Speculative
+
+__all__ = ["Jacobi", "Sequential", "Speculative"]

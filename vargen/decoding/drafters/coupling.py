@@ -1,0 +1,57 @@
+"""Couplings: how a Jacobi window redraws the drafts that were not committed, from what the pass that judged them says.
+
+Each returns int64 `[B, T]`: a token for what follows every fed slot, drawn from that slot's p `[B, T, V]`. All three draw with
+exactly p given everything at earlier positions, so p is the q to record; they differ in how often the old draft survives. Those
+of committed positions are not used.
+
+Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.acceptance import chances, draft_probs
+from vargen.decoding.draft import Step
+from vargen.decoding.noise import Purpose
+
+Coupling = Callable[[Step], Tensor]
+
+
+def independent(step: Step) -> Tensor:
+    """Fresh draws, whatever was drafted (Teng et al. 2024, SJD)."""
+    return step.noise.draw(step.probs, Purpose.REDRAW)
+
+
+def maximal(step: Step) -> Tensor:
+    """Maximal coupling: keep the old draft d with probability min(1, p(d) / q(d)), else draw norm((p - q)+).
+
+    The old and the new token agree with probability 1 - TV(p, q), which no coupling exceeds (SCD, section 4; the same step is
+    called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
+    """
+    probs, draft, noise = step.probs, step.draft, step.noise
+    p, q = chances(probs, draft)
+    keeps = noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p
+    valid = torch.ones_like(keeps) if draft.valid is None else draft.valid
+    left = probs.clone()  # (p - q)+ where there was a draft, p elsewhere; in place, because these are wide
+    left[:, :-1].addcmul_(draft_probs(probs, draft), valid[..., None].to(probs.dtype), value=-1).clamp_(min=0)
+    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
+    redrawn = noise.draw(left, Purpose.REDRAW)
+    redrawn[:, :-1] = torch.where(keeps & valid | empty, draft.tokens, redrawn[:, :-1])
+    return redrawn
+
+
+def gumbel(step: Step) -> Tensor:
+    """Gumbel coupling: argmax(log p + G) with the image's own noise G of the position, the same in every pass.
+
+    The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). The rule `shared_noise` has
+    drawn the same tokens already.
+    """
+    drawn = step.verdict.drawn
+    return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
+
+
+COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel}

@@ -1,0 +1,155 @@
+"""Jacobi drafting: a window of tokens is fed at once, and what the pass says of them drafts the next window.
+
+No second model and no training: the drafts of a pass are drawn from the target's own probabilities of the pass before, one pass
+stale (Teng et al. 2024, speculative Jacobi decoding). A draft may be anything whose probabilities given the earlier positions
+are known, which leaves open how drafts that were not committed are redrawn (`coupling`) and how positions begin that no pass
+has seen (`initial`).
+
+Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens of the grid, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.draft import Draft, Output, Step, Tree
+from vargen.decoding.draft_length import Fixed, Window, WindowState, window_of
+from vargen.decoding.drafters.coupling import COUPLINGS, Coupling
+from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context, InitialDraft
+from vargen.decoding.naming import lookup
+from vargen.decoding.noise import Noise
+from vargen.decoding.protocols import TokenModel
+from vargen.decoding.sampling import Sampling
+from vargen.values import shown
+
+
+@dataclass
+class _Pass:
+    """What the last pass left: its probabilities `[B, T, V]`, redrawn tokens `[B, T]`, committed counts `[B]`, and how many of
+    the T fed tokens were the image's own, `[B]`."""
+
+    probs: Tensor
+    redrawn: Tensor
+    count: Tensor
+    own: Tensor
+
+
+@dataclass
+class _State:
+    """Of B images. `own`: fed tokens of the present pass that are the image's own `[B]`; None: all."""
+
+    vocab: int
+    total: int
+    columns: int
+    seeds: Tensor
+    window: WindowState
+    own: Tensor | None = None
+    last: _Pass | None = None
+
+
+@dataclass(frozen=True)
+class Jacobi:
+    """Drafts from the last pass.
+
+    Args:
+        window: fed tokens of a pass, the last committed one included: a whole number from 2 to the grid, a `Window`, or its
+            name: `"adaptive"` or `"auto"`.
+        coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), or a
+            function like those in `vargen.decoding.drafters.coupling`.
+        initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, or a function like
+            those in `vargen.decoding.drafters.initial`.
+
+    Raises:
+        ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid.
+    """
+
+    window: int | str | Window = 16
+    coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "independent"
+    initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
+    topology: str = field(default="chain", init=False)
+
+    def __post_init__(self) -> None:
+        policy = window_of(self.window)
+        if isinstance(policy, Fixed):
+            object.__setattr__(self, "window", policy.max_fed)  # also where NumPy's number was given
+        lookup("coupling", self.coupling, COUPLINGS)
+        lookup("initial", self.initial, INITIAL_DRAFTS)
+
+    @property
+    def max_fed(self) -> int:
+        return window_of(self.window).max_fed
+
+    def bind(self, model: TokenModel) -> Jacobi:
+        """This drafter.
+
+        Raises:
+            ValueError: for a window above the grid that does not shrink to it.
+        """
+        self.check_grid(model.grid[0] * model.grid[1])
+        return self
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
+        window = window_of(self.window)
+        if window.max_fed > tokens and not window.shrinks:
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.max_fed)}")
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        rows, columns = model.grid
+        window = window_of(self.window).start(model, condition, len(seeds))
+        return _State(model.vocab, rows * columns, columns, seeds, window)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+        state.own, T = state.window.widths(length)
+        S, device = T - 1, tokens.device
+        if S == 0:  # no drafts; should the window widen again, it begins with initial ones
+            state.last = None
+            return Draft.empty(len(tokens), state.vocab, device)
+        slots = torch.arange(S, device=device)
+        position = length[:, None] + slots
+        valid = position < state.total
+        if state.own is not None:
+            valid &= slots < state.own[:, None] - 1
+        noise = Noise(state.seeds, position, step)
+        initial: InitialDraft = lookup("initial", self.initial, INITIAL_DRAFTS)
+        if state.last is None:
+            drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
+            probs = probs.expand(len(tokens), S, -1)
+        else:
+            drafted, probs = _shifted(state, state.last, initial, tokens, length, noise)
+        return Draft(drafted, Tree.of_chain(S, device), probs, valid)
+
+    def observe(self, state: _State, step: Step) -> None:
+        T = step.probs.shape[1]
+        if T > 1:
+            coupling: Coupling = lookup("coupling", self.coupling, COUPLINGS)
+            own = torch.full_like(step.count, T) if state.own is None else state.own
+            state.last = _Pass(step.probs, coupling(step), step.verdict.count, own)
+        state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+
+
+def _shifted(
+    state: _State, last: _Pass, initial: InitialDraft, tokens: Tensor, length: Tensor, noise: Noise
+) -> tuple[Tensor, Tensor]:
+    """Drafts `[B, S]` and their probabilities `[B, S, V]`: what was committed shifts out, initial drafts fill the end.
+
+    Row t of the last pass is of the position (old length + t).
+    """
+    (B, T_old, _), device = last.probs.shape, tokens.device
+    at = torch.arange(B, device=device)
+    source = last.count[:, None] + torch.arange(noise.position.shape[1], device=device)
+    fresh = source >= last.own[:, None]
+    kept = last.redrawn.gather(1, source.clamp(max=T_old - 1))
+    known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
+    reach = length + (last.own - last.count).clamp(min=0)
+    drafted, probs = initial(Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], noise))
+    if probs.shape[1] == 1:  # alike for all: an extra row to pick, which is cheaper than selecting element by element
+        rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
+        probs = rows[at[:, None], torch.where(fresh, T_old, source)]
+    else:
+        probs = torch.where(fresh[..., None], probs, last.probs[at[:, None], source.clamp(max=T_old - 1)])
+    return torch.where(fresh, drafted, kept), probs

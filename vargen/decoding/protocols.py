@@ -1,0 +1,125 @@
+"""What decoding sees of its parts: a model, a drafter, an acceptance rule, a controller of draft lengths.
+
+Shape suffixes: B images, T fed tokens of one pass, N tokens of the grid, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.noise import Noise
+from vargen.decoding.sampling import Sampling
+
+State = TypeVar("State")
+
+
+@runtime_checkable
+class TokenModel(Protocol):
+    """A next-token model. Guidance rows, caches and conditions are its own business.
+
+    Attributes:
+        codebook: float `[V, C]`, vectors that say how alike two tokens are; None where there are none.
+        draft_model: a smaller model of the same tokens; None where there is none.
+        cost_key: names what the seconds of a pass depend on beside batch and machine: sizes, dtype, guidance, compilation. None
+            for models whose costs are not to be kept.
+    """
+
+    @property
+    def vocab(self) -> int:
+        """Legal image tokens, 0 to V - 1."""
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of tokens, decoded in raster order."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def codebook(self) -> Tensor | None: ...
+
+    @property
+    def draft_model(self) -> TokenModel | None: ...
+
+    @property
+    def cost_key(self) -> Hashable: ...
+
+    def prefill(self, condition: Any, max_fed: int) -> tuple[Any, Output]:
+        """Start B images: the state, and the output whose one row says what token 0 is. No later pass feeds more than `max_fed`
+        tokens."""
+
+    def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
+        """Feed tokens `[B, T]` behind what each row holds; the output says what follows each."""
+
+    def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
+        """Keep the first `count` slots of `path` from the last pass (see `Verdict`), forget the others."""
+
+    def rollback(self, state: Any, length: Tensor) -> None:
+        """Forget all but the first `length` `[B]` tokens that each row was fed."""
+
+
+@runtime_checkable
+class Drafter(Protocol[State]):
+    """Proposes tokens. Holds no state of its own between images: what it needs lives in the object `start` returns."""
+
+    @property
+    def max_fed(self) -> int:
+        """Most tokens T that a pass feeds, the root included."""
+
+    @property
+    def topology(self) -> str:
+        """`"chain"` or `"tree"`, what it proposes."""
+
+    def bind(self, model: TokenModel) -> Drafter[State]:
+        """The drafter for a model, before anything is allocated.
+
+        Raises:
+            ValueError: if it cannot draft for this model, saying why.
+        """
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> State:
+        """The state of B new images, behind the prefill, whose output is `first`."""
+
+    def propose(self, state: State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+        """The draft of pass `step`. `tokens` `[B, N + max_fed]` are meaningful up to `length` `[B]`; the last is the root."""
+
+    def observe(self, state: State, step: Step) -> None:
+        """See what the pass made of the draft."""
+
+
+@runtime_checkable
+class AcceptanceRule(Protocol):
+    """A pure function of the target's probabilities behind each fed slot, the draft, the noise, and the relaxation so far.
+
+    Attributes:
+        exact: whether the output follows the target's probabilities.
+        topologies: what it can judge, `"chain"` and `"tree"`.
+    """
+
+    @property
+    def exact(self) -> bool: ...
+
+    @property
+    def topologies(self) -> tuple[str, ...]: ...
+
+    def bind(self, model: TokenModel) -> AcceptanceRule:
+        """The rule for a model: it fills in what it needs to know of it, such as its codebook. Most need nothing.
+
+        Raises:
+            ValueError: if the model lacks it.
+        """
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        """Judge a draft.
+
+        Args:
+            probs: float32 `[B, T, V]`; row t is the target's behind fed slot t.
+            draft: T - 1 tokens per image.
+            noise: its positions `[B, T]` are those of the token that follows each slot.
+            relaxation: float32 `[B]`, granted to the image by earlier passes. Exact rules ignore it.
+        """

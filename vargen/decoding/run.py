@@ -1,0 +1,178 @@
+"""The harness of every loop: a clock by part, a watch for non-finite logits, the callback, and when to stop.
+
+On a GPU it does not wait for the device: whether images are finished, and whether logits were finite, is read through an event
+one or more passes later.
+
+Shape suffixes: B images, N units (tokens) of an image, T of one pass.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.stats import DecodeStats
+
+
+class NonFiniteLogitsError(RuntimeError):
+    """The model returned NaN or infinite logits; no picture is made of them."""
+
+
+@dataclass
+class Progress:
+    """What a callback sees after each pass.
+
+    Attributes:
+        step: target passes so far, the prefill counted as the first.
+        tokens: int64 `[B, N]`; entries at or past `length` are not drawn yet.
+        length: int64 `[B]`, tokens drawn per image.
+        total: N.
+        accepted: int64 `[B]`, tokens that this pass committed.
+    """
+
+    step: int
+    tokens: Tensor
+    length: Tensor
+    total: int
+    accepted: Tensor
+
+
+@dataclass
+class Decoded:
+    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics."""
+
+    tokens: Tensor
+    length: Tensor
+    stats: DecodeStats
+    finished: bool = field(default=True)
+
+
+Callback = Callable[[Progress], bool | None]
+
+
+class Run:
+    """One call of a loop.
+
+    Args:
+        device: of the passes.
+        total: N.
+        callback: called after every pass; returning False stops the run. What it raises passes through.
+        profile: on CUDA, wait for the device between parts, so that their seconds are known.
+
+    Attributes:
+        passes: of the target so far.
+        finished: whether the loop is to end: all images are drawn, the callback stopped it, or as many passes were made as
+            there are tokens, of which each commits one.
+        stopped: whether the callback did.
+    """
+
+    def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
+        self.total, self.callback = total, callback
+        self.passes, self.finished, self.stopped = 0, False, False
+        self._clock, self._watch = _Clock(device, profile), _Watch(device)
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What the block takes counts as `name`."""
+        if not self._clock.detailed:
+            yield
+            return
+        start = self._clock.now()
+        yield
+        self._clock.parts[name] += self._clock.now() - start
+
+    def record(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
+        """A pass is over.
+
+        Args:
+            logits: float `[B, T, V]`. position: int64 `[B, T]`, of what each says; past N it does not matter.
+            tokens: int64 `[B, N]`. length: int64 `[B]`, how many are drawn. count: int64 `[B]`, how many by this pass.
+
+        Raises:
+            NonFiniteLogitsError: for logits of this pass or, on a GPU, of one before.
+        """
+        self.passes += 1
+        drawn = self._watch.see(logits, position, length, self.total, self.passes)
+        if self.callback and self.callback(Progress(self.passes, tokens, length, self.total, count)) is False:
+            self.stopped = not drawn
+        self.finished = drawn or self.stopped or self.passes >= self.total
+
+    def close(self, stats: DecodeStats) -> None:
+        """Wait for what is outstanding, and fill in passes and seconds.
+
+        Raises:
+            NonFiniteLogitsError: so that no picture is made of non-finite logits.
+        """
+        self._watch.settle()
+        stats.passes, stats.stopped = self.passes, self.stopped
+        stats.seconds, stats.seconds_by_part = self._clock.now() - self._clock.started, dict(self._clock.parts)
+
+
+class _Clock:
+    """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to."""
+
+    def __init__(self, device: torch.device, profile: bool):
+        self.device = device
+        self.detailed = profile or device.type != "cuda"
+        self.parts: dict[str, float] = defaultdict(float)
+        self.started = self.now()
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+_AHEAD = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
+
+
+class _Watch:
+    """Reads two device values late enough not to wait for them: are all images finished, were all logits finite."""
+
+    def __init__(self, device: torch.device):
+        self.immediate = device.type != "cuda"
+        self.pending: list[tuple[Any, Tensor, int]] = []
+        self.total = 0
+
+    def see(self, logits: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
+        """True when a pass that has completed left every image finished. One reduction over the logits."""
+        bad = ~logits.sum(-1).isfinite() & (position < total)
+        where = torch.where(bad, position, total).amin()
+        report = torch.stack([where, length.amin()])
+        self.total = total
+        if self.immediate:
+            return self._read(report, step)
+        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
+        host.copy_(report, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(report.device))  # which is not that of the current device, if another one draws
+        self.pending.append((event, host, step))
+        finished = False
+        while self.pending and (len(self.pending) > _AHEAD or self.pending[0][0].query()):
+            event, host, seen = self.pending.pop(0)
+            event.synchronize()
+            finished |= self._read(host, seen)
+        return finished
+
+    def settle(self) -> None:
+        """Wait for what is outstanding."""
+        for event, host, step in self.pending:
+            event.synchronize()
+            self._read(host, step)
+        self.pending.clear()
+
+    def _read(self, report: Tensor, step: int) -> bool:
+        position, shortest = report.tolist()
+        if position < self.total:
+            raise NonFiniteLogitsError(
+                f"the model returned NaN or infinite logits at token {position} of {self.total}, pass {step}; nothing is kept. "
+                "Check the checkpoint, or run with torch_dtype=torch.float32"
+            )
+        return shortest >= self.total

@@ -1,0 +1,178 @@
+"""The token loop: prefill; draft; one target pass over the draft; judge; commit; repeat.
+
+Each image of a batch keeps its own length.
+
+Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slots of the longest path, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.compat import outside_autocast
+from vargen.decoding.accelerator import Accelerator
+from vargen.decoding.acceptance import shared_noise
+from vargen.decoding.cost import suitable_threads
+from vargen.decoding.draft import Draft, Step, Verdict
+from vargen.decoding.drafters import Sequential
+from vargen.decoding.noise import Noise
+from vargen.decoding.presets import resolve_accelerator
+from vargen.decoding.protocols import TokenModel
+from vargen.decoding.run import Callback, Decoded, Run
+from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.stats import DecodeStats
+from vargen.values import shown
+
+
+@torch.no_grad()
+@outside_autocast
+def decode(
+    model: TokenModel,
+    condition: Any,
+    seeds: Tensor,
+    accelerator: str | Accelerator = "ar",
+    sampling: Sampling | None = None,
+    *,
+    callback: Callback | None = None,
+    profile: bool = False,
+) -> Decoded:
+    """Draw the tokens of B images.
+
+    Args:
+        model: see `TokenModel`.
+        condition: passed to `model.prefill`; B rows.
+        seeds: int64 `[B]`; image i depends on `seeds[i]` and its condition alone, not on the batch around it.
+        accelerator: a preset's name or an `Accelerator`.
+        sampling: temperature and filters; default: the plain softmax.
+        callback: called after every pass with a `Progress`; returning False stops the run. What it raises passes through.
+        profile: on CUDA, wait for the device between parts so that `seconds_by_part` is filled.
+
+    Returns:
+        Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
+
+    Raises:
+        ValueError: for an unknown accelerator, one that this model cannot run, a `top_k` over the vocabulary, or no seeds.
+        TypeError: for an accelerator, seeds, a sampling or a callback of another type.
+        NonFiniteLogitsError: with the pass and position of the first non-finite logits.
+    """
+    accelerator = resolve_accelerator(accelerator)
+    sampling = Sampling() if sampling is None else sampling
+    _check(model, seeds, sampling, callback)
+    sampling.check_vocabulary(model.vocab)
+    max_fed = 1 if accelerator.drafter is None else accelerator.drafter.max_fed
+    with suitable_threads(model, condition, len(seeds), max_fed) as threads:
+        run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
+        image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
+        stats = image.stats(accelerator.name, threads)
+        run.close(stats)
+    return Decoded(image.tokens[:, : run.total].contiguous(), image.length, stats, finished=not run.stopped)
+
+
+def _loop(
+    run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
+) -> _Images:
+    """The algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
+    drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
+    with run.part("prefill"):
+        cache, out = model.prefill(condition, drafter.max_fed)
+        state = drafter.start(model, condition, seeds, sampling, out)
+    images = _Images(seeds, run.total, drafter.max_fed, model)
+    images.begin(run, out.logits, to_probs(out.logits, sampling))
+    while not run.finished:
+        with run.part("draft"):
+            draft = drafter.propose(state, images.tokens, images.length, run.passes + 1)
+            fed = images.fed(draft)
+        with run.part("target"):
+            out = model.forward(fed, cache, draft.tree)
+        with run.part("accept"):
+            noise = images.noise(draft, run.passes + 1)
+            probs = to_probs(out.logits, sampling)
+            verdict = rule(probs, draft, noise, images.relaxation)
+        with run.part("commit"):
+            count = images.commit(fed, verdict)
+            model.commit(cache, verdict.path, count, draft.tree)
+            drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
+        run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
+    return images
+
+
+class _Images:
+    """The tokens of B images while they are drawn.
+
+    Attributes:
+        tokens: int64 `[B, N + max_fed]`; behind the grid lies what passes near its end write past it.
+        length: int64 `[B]`, tokens drawn.
+        relaxation: float32 `[B]`, granted so far.
+        histogram: int64 `[max_fed + 1]`, passes times images that committed k tokens.
+        widths: passes by the tokens they fed.
+    """
+
+    def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
+        B, device = len(seeds), seeds.device
+        self.seeds, self.total, self.model = seeds, total, model
+        self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
+        self.length = torch.ones(B, dtype=torch.int64, device=device)
+        self.relaxation = torch.zeros(B, device=device)
+        self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
+        self.widths: dict[int, int] = {}
+
+    def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
+        """Token 0, from the prefill's row of logits and probabilities `[B, 1, V]`."""
+        B = len(self.seeds)
+        if len(logits) != B:
+            raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
+        position = torch.zeros(B, 1, dtype=torch.int64, device=self.seeds.device)
+        empty = Draft.empty(B, self.model.vocab, self.seeds.device)
+        self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position), self.relaxation).next_token
+        self.histogram[1] += B
+        run.record(logits, position, self.tokens[:, : self.total], self.length, torch.ones_like(self.length))
+
+    def fed(self, draft: Draft) -> Tensor:
+        """int64 `[B, T]`: the root, then the draft."""
+        return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
+
+    def noise(self, draft: Draft, step: int) -> Noise:
+        """At the positions of what follows each fed slot."""
+        return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step)
+
+    def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
+        """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""
+        count = torch.minimum(verdict.count, self.total - self.length)
+        committed = verdict.committed(fed)
+        self.tokens.scatter_(1, self.length[:, None] + torch.arange(committed.shape[1], device=fed.device), committed)
+        self.histogram.scatter_add_(0, count, torch.ones_like(count))
+        if verdict.relaxation is not None:
+            self.relaxation += verdict.relaxation * (count > 0)
+        self.length = self.length + count
+        self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
+        return count
+
+    def stats(self, name: str, threads: int) -> DecodeStats:
+        self.histogram[0] = 0  # passes that an image sat out, finished
+        return DecodeStats(
+            accelerator=name,
+            images=len(self.seeds),
+            tokens=int(self.length.sum()),
+            accepted_histogram=self.histogram.tolist(),
+            fed=self.widths,
+            relaxation=self.relaxation.tolist(),
+            seeds=self.seeds.tolist(),
+            threads=threads,
+        )
+
+
+def _check(model: Any, seeds: Any, sampling: Any, callback: Any) -> None:
+    if isinstance(model, type) or not isinstance(model, TokenModel):
+        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
+        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
+        raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")
+    if not len(seeds):
+        raise ValueError("seeds must hold one number per image, got none")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")
