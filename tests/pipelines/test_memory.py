@@ -31,7 +31,8 @@ def scarce(monkeypatch, most: int) -> list[int]:
 
 def draw(pipe, count: int, **options):
     generators = [torch.Generator().manual_seed(seed) for seed in range(count)]
-    return pipe(class_labels=list(range(count)), generator=generators, output_type="latent", guidance_scale=2.0, accelerator="ar", **options)
+    settings = {"output_type": "latent", "guidance_scale": 2.0, "accelerator": "ar", **options}
+    return pipe(class_labels=list(range(count)), generator=generators, **settings)
 
 
 def test_halves_draw_the_same_pictures(pipe, monkeypatch, caplog):
