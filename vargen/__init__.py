@@ -9,12 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vargen.decoding import Accelerator, DecodeStats
     from vargen.models.llamagen import LlamaGenTransformer
+    from vargen.models.multi_scale_vq import MultiScaleVQModel
+    from vargen.models.var import VARTransformer
     from vargen.models.vq import VQModel
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
 __version__ = "0.1.0"
 
-__all__ = ["Accelerator", "DecodeStats", "LlamaGenPipeline", "LlamaGenTransformer", "VQModel", "__version__"]
+__all__ = [
+    "Accelerator",
+    "DecodeStats",
+    "LlamaGenPipeline",
+    "LlamaGenTransformer",
+    "MultiScaleVQModel",
+    "VARTransformer",
+    "VQModel",
+    "__version__",
+]
 
 # Public name -> the module that defines it.
 _HOMES = {
@@ -22,6 +33,8 @@ _HOMES = {
     "DecodeStats": "vargen.decoding",
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
     "LlamaGenTransformer": "vargen.models.llamagen",
+    "MultiScaleVQModel": "vargen.models.multi_scale_vq",
+    "VARTransformer": "vargen.models.var",
     "VQModel": "vargen.models.vq",
 }
 

@@ -9,7 +9,6 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import ClassVar
 
 import torch
@@ -25,7 +24,9 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-NORM_GROUPS = 32
+from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
+
+_NAMING = Naming(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
 CODEBOOK_USED_SLOTS = 65536  # length of the usage buffer that official files carry
 
 
@@ -35,148 +36,6 @@ class VQModelOutput(BaseOutput):
 
     sample: Tensor
     indices: Tensor
-
-
-def group_norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(NORM_GROUPS, channels, eps=1e-6, affine=True)
-
-
-class ResnetBlock(nn.Module):
-    """norm, swish, 3x3 conv, twice, plus the input (through a 1x1 conv where the width changes)."""
-
-    def __init__(self, in_channels: int, out_channels: int):
-        super().__init__()
-        self.norm1 = group_norm(in_channels)
-        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, padding=1)
-        self.norm2 = group_norm(out_channels)
-        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1)
-        if in_channels != out_channels:
-            self.nin_shortcut = nn.Conv2d(in_channels, out_channels, 1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        h = self.conv1(F.silu(self.norm1(x_BCYX)))
-        h = self.conv2(F.silu(self.norm2(h)))
-        return h + (self.nin_shortcut(x_BCYX) if hasattr(self, "nin_shortcut") else x_BCYX)
-
-
-class AttnBlock(nn.Module):
-    """Single-head self-attention over all positions of the feature map, with 1x1 convolutions."""
-
-    def __init__(self, channels: int):
-        super().__init__()
-        self.norm = group_norm(channels)
-        self.q = nn.Conv2d(channels, channels, 1)
-        self.k = nn.Conv2d(channels, channels, 1)
-        self.v = nn.Conv2d(channels, channels, 1)
-        self.proj_out = nn.Conv2d(channels, channels, 1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        B, C, Y, X = x_BCYX.shape
-        h = self.norm(x_BCYX)
-        q, k, v = (conv(h).flatten(2).transpose(1, 2).unsqueeze(1) for conv in (self.q, self.k, self.v))
-        attended = F.scaled_dot_product_attention(q, k, v)  # [B, 1, Y*X, C], scale 1/sqrt(C)
-        return x_BCYX + self.proj_out(attended.squeeze(1).transpose(1, 2).reshape(B, C, Y, X))
-
-
-class Downsample(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, stride=2)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(F.pad(x_BCYX, (0, 1, 0, 1)))  # right and bottom only, as trained
-
-
-class Upsample(nn.Module):
-    def __init__(self, channels: int):
-        super().__init__()
-        self.conv = nn.Conv2d(channels, channels, 3, padding=1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(F.interpolate(x_BCYX, scale_factor=2.0, mode="nearest"))
-
-
-class Level(nn.Module):
-    """The blocks of one resolution; attention follows each residual block at the deepest one only."""
-
-    def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool):
-        super().__init__()
-        widths = [in_channels] + [out_channels] * blocks
-        self.res = nn.ModuleList(ResnetBlock(a, b) for a, b in pairwise(widths))
-        self.attn = nn.ModuleList(AttnBlock(out_channels) for _ in range(blocks if attention else 0))
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        for i, block in enumerate(self.res):
-            x_BCYX = block(x_BCYX)
-            if len(self.attn):
-                x_BCYX = self.attn[i](x_BCYX)
-        return x_BCYX
-
-
-def middle(channels: int) -> nn.ModuleList:
-    return nn.ModuleList([ResnetBlock(channels, channels), AttnBlock(channels), ResnetBlock(channels, channels)])
-
-
-class Encoder(nn.Module):
-    """Pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
-
-    def __init__(self, in_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int):
-        super().__init__()
-        self.conv_in = nn.Conv2d(in_channels, ch, 3, padding=1)
-        widths = [ch] + [ch * m for m in ch_mult]
-        last = len(ch_mult) - 1
-        self.conv_blocks = nn.ModuleList()
-        for i in range(len(ch_mult)):
-            level = Level(widths[i], widths[i + 1], num_res_blocks, attention=i == last)
-            if i != last:
-                level.downsample = Downsample(widths[i + 1])
-            self.conv_blocks.append(level)
-        self.mid = middle(widths[-1])
-        self.norm_out = group_norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], z_channels, 3, padding=1)
-
-    def forward(self, x_BCYX: Tensor) -> Tensor:
-        h = self.conv_in(x_BCYX)
-        for level in self.conv_blocks:
-            h = level(h)
-            if hasattr(level, "downsample"):
-                h = level.downsample(h)
-        for block in self.mid:
-            h = block(h)
-        return self.conv_out(F.silu(self.norm_out(h)))
-
-
-class Decoder(nn.Module):
-    """The encoder's mirror, one residual block deeper per level; level 0 is the deepest."""
-
-    def __init__(self, out_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int):
-        super().__init__()
-        widths = [ch * m for m in reversed(ch_mult)]
-        self.conv_in = nn.Conv2d(z_channels, widths[0], 3, padding=1)
-        self.mid = middle(widths[0])
-        self.conv_blocks = nn.ModuleList()
-        for i, width in enumerate(widths):
-            level = Level(widths[max(i - 1, 0)], width, num_res_blocks + 1, attention=i == 0)
-            if i != len(widths) - 1:
-                level.upsample = Upsample(width)
-            self.conv_blocks.append(level)
-        self.norm_out = group_norm(widths[-1])
-        self.conv_out = nn.Conv2d(widths[-1], out_channels, 3, padding=1)
-
-    @property
-    def last_layer(self) -> Tensor:
-        """Weight that adaptive adversarial training balances its losses on."""
-        return self.conv_out.weight
-
-    def forward(self, z_BCRG: Tensor) -> Tensor:
-        h = self.conv_in(z_BCRG)
-        for block in self.mid:
-            h = block(h)
-        for level in self.conv_blocks:
-            h = level(h)
-            if hasattr(level, "upsample"):
-                h = level.upsample(h)
-        return self.conv_out(F.silu(self.norm_out(h)))
 
 
 class NonFinitePixelsError(RuntimeError):
@@ -262,8 +121,8 @@ class VQModel(ModelMixin, ConfigMixin):
             )
         if ch % NORM_GROUPS:
             raise ValueError(f"ch must be a multiple of {NORM_GROUPS} (group norm), got {ch}")
-        self.encoder = Encoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels)
-        self.decoder = Decoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels)
+        self.encoder = Encoder(in_channels, ch, tuple(encoder_ch_mult), num_res_blocks, z_channels, _NAMING)
+        self.decoder = Decoder(out_channels, ch, tuple(decoder_ch_mult), num_res_blocks, z_channels, _NAMING)
         self.quantize = VectorQuantizer(codebook_size, codebook_embed_dim)
         self.quant_conv = nn.Conv2d(z_channels, codebook_embed_dim, 1)
         self.post_quant_conv = nn.Conv2d(codebook_embed_dim, z_channels, 1)

@@ -1,0 +1,216 @@
+"""The multi-scale image tokenizer against the official one, and the laws of its sum over scales."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vargen.models.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel, phi_table
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+Golden = tuple[MultiScaleVQModel, dict[str, Tensor]]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(scope="module")
+def official() -> Golden:
+    """The tiny model that the official code ran, and what it gave."""
+    config = json.loads((_GOLDEN / "var" / "config.json").read_text())
+    model = MultiScaleVQModel(
+        codebook_size=config["vocab_size"],
+        codebook_embed_dim=config["z_channels"],
+        ch=config["ch"],
+        scales=tuple(config["patch_nums"]),
+        shared_phi=config["share_quant_resi"],
+    ).eval()
+    model.load_state_dict({k: v.float() for k, v in load_file(_GOLDEN / "var" / "vae.safetensors").items()})
+    return model, load_file(_GOLDEN / "var" / "io.safetensors")
+
+
+def _hybrid(**overrides: Any) -> MultiScaleVQModel:
+    torch.manual_seed(0)
+    shape: dict[str, Any] = {
+        "codebook_size": 50, "codebook_embed_dim": 8, "ch": 16, "ch_mult": (1, 2), "num_res_blocks": 1, "scales": (1, 2, 3, 5),
+        "patch_size": 2, "transformer_blocks": 1, **overrides,
+    }  # fmt: skip
+    model = MultiScaleVQModel("hybrid", **shape).eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("weight") and not parameter.any():  # as built, residual branches add nothing
+            torch.nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+# -- parity with the official code ---------------------------------------------------------------------------------
+
+
+def test_pixels_become_the_official_tokens_of_every_scale(official: Golden) -> None:
+    model, io = official
+    tokens = model.encode(io["pixels"])
+    assert [t.shape[1:] for t in tokens] == [(s, s) for s in model.scales]
+    for k, of_scale in enumerate(tokens):
+        assert of_scale.dtype == torch.int64 and torch.equal(of_scale.flatten(1), io[f"encoded_scale{k}"])
+    assert len(tokens[-1].unique()) > 4, "a picture of one token would prove nothing"
+
+
+def test_tokens_become_the_official_pixels(official: Golden) -> None:
+    model, io = official
+    torch.testing.assert_close(model(io["pixels"]).sample, io["reconstruction"], atol=1e-4, rtol=0)
+    sampled = [io[f"greedy_tokens_cfg1.5_scale{k}"] for k in range(4)]
+    torch.testing.assert_close(model.decode(sampled) / 2 + 0.5, io["greedy_image_cfg1.5"], atol=1e-4, rtol=0)
+
+
+def test_teacher_forcing_feeds_the_official_input(official: Golden) -> None:
+    model, io = official
+    inputs = model.teacher_inputs(model.encode(io["pixels"]))
+    torch.testing.assert_close(inputs, io["var_input"], atol=1e-4, rtol=0)
+    assert inputs.std() > 0.01
+
+
+def test_the_official_phi_of_each_scale() -> None:
+    """Ten scales have two exact ties, which a float decides wrongly in some precision; the others have none."""
+    tables = {10: "0011122333", 12: "000111222333", 13: "0001112222333", 14: "00011112222333", 6: "001233", 4: "0123"}
+    assert {S: "".join(map(str, phi_table(S, 4))) for S in tables} == tables
+    assert phi_table(3, 1) == (0, 0, 0) and phi_table(1, 4) == (0,) and phi_table(4, 2) == (0, 0, 1, 1)
+
+
+@pytest.mark.parametrize("scales", [SCALES_256, SCALES_512])
+def test_tensors_and_parameters_are_the_official_ones(scales: tuple[int, ...]) -> None:
+    official = json.loads((_GOLDEN / "var_manifest.json").read_text())["vae_ch160v4096z32"]
+    with torch.device("meta"):
+        model = MultiScaleVQModel(scales=scales)
+    assert {key: list(value.shape) for key, value in model.state_dict().items()} == official["tensors"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == official["params"]
+    assert model.downsampling == 16 and model.image_size == 16 * scales[-1]
+
+
+# -- the sum over scales -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gains", [False, True])
+def test_steps_add_up_to_the_whole(gains: bool) -> None:
+    """Sampling's step by step is teacher forcing's and decoding's sum; nothing is changed in place."""
+    model = _hybrid(scale_gains=gains, scale_codes=(8, 20, 50, 50))
+    if gains:
+        model.quantize.gains.copy_(torch.tensor([3.0, 1.5, 0.7, 0.2]))
+    tokens = model.encode(torch.rand(3, 3, 20, 20) * 2 - 1)
+    f_hat, inputs = model.empty_latent(3), []
+    for k, of_scale in enumerate(tokens):
+        before = f_hat.clone()
+        following, given = model.next_input(f_hat, of_scale.flatten(1), k)
+        assert torch.equal(f_hat, before)
+        f_hat = following
+        if given is None:
+            assert k == 3
+        else:
+            assert given.shape == (3, model.scales[k + 1] ** 2, 8)
+            inputs.append(given)
+    assert torch.equal(torch.cat(inputs, 1), model.teacher_inputs(tokens))
+    assert torch.equal(f_hat, model.sum_latent(tokens))
+    assert torch.equal(model.decode_latent(f_hat), model.decode(tokens))
+
+
+def test_each_scale_takes_the_nearest_of_its_codes_for_what_is_left() -> None:
+    model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
+    model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
+    rest = model.latent(torch.rand(2, 3, 20, 20) * 2 - 1)
+    for k, tokens in enumerate(model.quantise_latent(rest)):
+        cells = torch.nn.functional.adaptive_avg_pool2d(rest, model.scales[k]).movedim(1, -1)
+        codes = model.codebook[: model.scale_codes[k]] * model.quantize.gains[k]
+        assert torch.equal(tokens, (cells[..., None, :] - codes).square().sum(-1).argmin(-1))
+        rest = rest - model.quantize.lookup(tokens, k)
+    assert tokens.max() >= 20 > 8, "the last scale uses codes that the first may not"
+
+
+def test_first_scales_alone_give_a_picture_and_the_rest_changes_it() -> None:
+    model = _hybrid()
+    tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
+    previews = [model.decode(tokens[:count]) for count in range(1, 5)]
+    assert all(p.shape == (2, 3, 20, 20) and p.abs().max() <= 1 for p in previews)
+    assert len({p.sum().item() for p in previews}) == 4
+    for wrong in ([], [*tokens, tokens[-1]]):
+        with pytest.raises(ValueError, match=f"tokens must be of 1 to 4 scales, got {len(wrong)}"):
+            model.decode(wrong)
+    with pytest.raises(ValueError, match=r"tokens of scale 1 must be \[B, 2, 2\] or \[B, 4\], got \[2, 3, 3\]"):
+        model.decode([tokens[0], tokens[2]])
+    with pytest.raises(ValueError, match="tokens of scale 2 must be"):
+        model.next_input(model.empty_latent(2), tokens[1], 2)
+
+
+def test_a_picture_does_not_depend_on_its_batch() -> None:
+    model = _hybrid()
+    pixels = torch.rand(4, 3, 20, 20) * 2 - 1
+    together, latents = model.encode(pixels), model.latent(pixels)
+    pictures = model.decode(together)
+    for row in range(4):
+        torch.testing.assert_close(model.latent(pixels[row : row + 1])[0], latents[row], atol=1e-5, rtol=0)
+        alone = model.decode([tokens[row : row + 1] for tokens in together])
+        torch.testing.assert_close(alone[0], pictures[row], atol=1e-5, rtol=0)
+
+
+# -- shapes, dtypes, files -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"architecture": "cnn"}, "architecture must be one of convolutional, hybrid, got 'cnn'"),
+        ({"scales": (1, 2, 2)}, r"scales must grow from a first of at least 1, got \(1, 2, 2\)"),
+        ({"scales": ()}, r"scales must grow .*got \(\)"),
+        ({"scales": (0, 2)}, r"scales must grow .*got \(0, 2\)"),
+        ({"scales": (1, 2), "scale_codes": (8,)}, r"scale_codes must be 2 numbers from 1 to 4096, none falling, got \(8,\)"),
+        ({"scales": (1, 2), "scale_codes": (8, 5000)}, "scale_codes must be 2 numbers from 1 to 4096"),
+        ({"scales": (1, 2), "scale_codes": (9, 8)}, "none falling"),
+        ({"scales": (1, 2), "scale_codes": (0, 8)}, "numbers from 1"),
+        ({"shared_phi": 0}, "shared_phi must be at least 1, got 0"),
+        ({"ch": 48}, r"ch must be a multiple of 32 \(group norm\), got 48"),
+        ({"architecture": "hybrid", "ch": 8, "ch_mult": (1, 2)}, r"ch \* ch_mult\[-1\] must be a multiple of 32 .*got 16"),
+    ],
+)
+def test_shapes_that_cannot_be_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=message):
+        MultiScaleVQModel(**arguments)
+
+
+def test_pictures_of_another_size_are_refused() -> None:
+    model = _hybrid()
+    assert (model.image_size, model.downsampling, model.tokens) == (20, 4, 39)
+    for sides in ((20, 16), (40, 40)):
+        with pytest.raises(ValueError, match=rf"pixels must be 20x20 for scales \(1, 2, 3, 5\), got {sides[0]}x{sides[1]}"):
+            model.encode(torch.zeros(1, 3, *sides))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_codes_are_compared_and_summed_in_float32(dtype: torch.dtype) -> None:
+    model = _hybrid()
+    rounded = _hybrid().to(dtype)
+    for parameter in model.parameters():
+        parameter.copy_(parameter.to(dtype))
+    tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
+    assert rounded.codebook.dtype == rounded.sum_latent(tokens).dtype == torch.float32
+    assert torch.equal(rounded.sum_latent(tokens), model.sum_latent(tokens))
+    assert torch.equal(rounded.quantise_latent(model.sum_latent(tokens))[0], model.quantise_latent(model.sum_latent(tokens))[0])
+    assert rounded.decode(tokens).dtype == dtype
+
+
+@pytest.mark.parametrize("architecture", ["hybrid", "convolutional"])
+def test_saved_and_opened_it_is_the_same_model(architecture: str, tmp_path: Path) -> None:
+    if architecture == "hybrid":
+        model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
+        model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
+    else:
+        model = MultiScaleVQModel(codebook_size=50, ch=32, ch_mult=(1, 1, 1), num_res_blocks=1, scales=(1, 2, 3, 5)).eval()
+    model.save_pretrained(tmp_path)
+    again = MultiScaleVQModel.from_pretrained(tmp_path, low_cpu_mem_usage=False).eval()
+    pixels = torch.rand(2, 3, 20, 20) * 2 - 1
+    assert torch.equal(again(pixels).sample, model(pixels).sample) and again.scales == model.scales
+    assert again.scale_codes == model.scale_codes

@@ -1,0 +1,297 @@
+"""The next-scale transformer against the official one, and against itself: cached, in one pass, batched, with captions."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vargen.decoding.sampling import filtered
+from vargen.models.llamagen import Condition
+from vargen.models.var import SCALES, VARTransformer, is_rebuilt, official_config
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden"
+_CLOSE = 1e-4  # float32, same operations in another order
+
+
+def _official() -> tuple[VARTransformer, dict[str, Tensor]]:
+    """The tiny model that the official code ran, and what it gave."""
+    config = json.loads((_GOLDEN / "var" / "config.json").read_text())
+    names = {"patch_nums": "scales", "depth": None, "vocab_size": None, "z_channels": "code_dim", "num_classes": None}
+    model = VARTransformer(**{new or old: config[old] for old, new in names.items()}).eval()
+    state = load_file(_GOLDEN / "var" / "var.safetensors")
+    model.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
+    return model, load_file(_GOLDEN / "var" / "io.safetensors")
+
+
+class _Quantiser:
+    """How the official tokenizer turns the tokens of a scale into the next scale's input; written anew from the paper."""
+
+    def __init__(self, model: VARTransformer):
+        state = {name: value.float() for name, value in load_file(_GOLDEN / "var" / "vae.safetensors").items()}
+        self.codes = state["quantize.embedding.weight"]
+        self.phi = [(state[f"quantize.quant_resi.qresi_ls.{i}.weight"], state[f"quantize.quant_resi.qresi_ls.{i}.bias"])
+                    for i in range(4)]  # fmt: skip
+        self.scales = model.scales
+
+    def next_input(self, f_hat: Tensor | float, tokens_RT: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
+        side, last = self.scales[scale], self.scales[-1]
+        h = self.codes[tokens_RT].mT.unflatten(-1, (side, side))
+        h = F.interpolate(h, size=(last, last), mode="bicubic") if side != last else h
+        weight, bias = self.phi[scale]  # four scales, four convolutions
+        f_hat = f_hat + 0.5 * h + 0.5 * F.conv2d(h, weight, bias, padding=1)
+        if side == last:
+            return f_hat, None
+        following = self.scales[scale + 1]
+        return f_hat, F.interpolate(f_hat, size=(following, following), mode="area").flatten(2).mT
+
+
+def _random(condition: str = "class", **overrides: Any) -> VARTransformer:
+    """Weights large enough that attention is far from uniform; much is zero as built."""
+    shape: dict[str, Any] = {
+        "scales": (1, 2, 3), "depth": 2, "dim": 48, "n_head": 3, "vocab_size": 40, "code_dim": 6, "num_classes": 10,
+        "caption_dim": 12, "caption_rows": 5, **overrides,
+    }  # fmt: skip
+    model = VARTransformer(condition=condition, **shape).eval()  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5, generator=generator)
+    return model
+
+
+def _random_condition(model: VARTransformer, rows: int) -> Condition:
+    """Captions of 5, 4, ... valid rows, padded on the left."""
+    if model.config.condition == "class":
+        return Condition(class_labels=torch.arange(rows) % 10)
+    generator = torch.Generator().manual_seed(1)
+    embeds = torch.randn(rows, 5, model.config.caption_dim, generator=generator)
+    return Condition(caption_embeds=embeds, caption_mask=torch.arange(5) >= torch.arange(rows)[:, None] % 5)
+
+
+def _inputs(model: VARTransformer, rows: int) -> Tensor:
+    return torch.randn(rows, model.tokens - model.ends[0], model.config.code_dim, generator=torch.Generator().manual_seed(2))
+
+
+def _prefix(condition: Condition) -> int:
+    return 0 if condition.caption_embeds is None else condition.caption_embeds.shape[1]
+
+
+def _step_by_step(model: VARTransformer, inputs: Tensor, condition: Condition, groups: list[int]) -> tuple[Tensor, Tensor]:
+    """Logits and features of passes that feed these numbers of scales each."""
+    cache = model.new_cache(len(inputs), _prefix(condition))
+    outputs, fed = [], 0
+    for count in groups:
+        start, end = (model.start_of(k) - model.ends[0] for k in (fed, fed + count))
+        part = inputs[:, max(start, 0) : end] if end > 0 else None
+        outputs.append(model(part, condition=None if fed else condition, cache=cache))
+        fed += count
+    return torch.cat([o.logits for o in outputs], 1), torch.cat([o.features for o in outputs], 1)
+
+
+# -- parity with the official code -------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_teacher_forced_logits_are_the_official_ones() -> None:
+    model, io = _official()
+    logits = model(io["var_input"], Condition(class_labels=io["class_labels"])).logits
+    torch.testing.assert_close(logits, io["teacher_forced_logits"], atol=_CLOSE, rtol=0)
+
+
+@torch.inference_mode()
+def test_cached_greedy_sampling_with_guidance_is_the_official_one() -> None:
+    """Guidance grows linearly from none at the first scale."""
+    model, io = _official()
+    quantiser = _Quantiser(model)
+    condition = Condition(class_labels=io["class_labels"])
+    cache = model.new_cache(4)
+    f_hat: Tensor | float = 0.0
+    inputs: Tensor | None = None
+    for scale in range(len(model.scales)):
+        rows = condition.join(model.null_condition(condition)) if scale == 0 else None
+        logits = model(None if inputs is None else inputs.repeat(2, 1, 1), condition=rows, cache=cache).logits
+        conditional, null = logits.chunk(2)
+        strength = 1.5 * scale / (len(model.scales) - 1)
+        guided = (1 + strength) * conditional - strength * null
+        torch.testing.assert_close(guided, io[f"greedy_logits_cfg1.5_scale{scale}"], atol=_CLOSE, rtol=0)
+        tokens = guided.argmax(-1)
+        assert torch.equal(tokens, io[f"greedy_tokens_cfg1.5_scale{scale}"]), scale
+        f_hat, inputs = quantiser.next_input(f_hat, tokens, scale)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 0.8), (10, 0.0), (20, 0.9)])
+def test_our_filters_are_the_official_ones(top_k: int, top_p: float) -> None:
+    """There, the nucleus is cut from below, and 0 switches a filter off."""
+    io = load_file(_GOLDEN / "var" / "io.safetensors")
+    probs = filtered(io["filter_logits"], top_k or None, top_p or 1.0).softmax(-1)
+    torch.testing.assert_close(probs, io[f"filter_probs_k{top_k}_p{top_p}"], atol=1e-6, rtol=0)
+
+
+_MANIFEST: dict[str, dict[str, Any]] = json.loads((_GOLDEN / "var_manifest.json").read_text())
+
+
+@pytest.mark.parametrize("name", [name for name in _MANIFEST if name.startswith("var_")])
+def test_tensors_and_parameters_are_the_official_ones(name: str) -> None:
+    depth = int(name.removeprefix("var_d"))
+    with torch.device("meta"):
+        model = VARTransformer(**official_config(depth, 512 if depth == 36 else 256))
+    expected = _MANIFEST[name]["tensors"]
+    found = {key: list(value.shape) for key, value in model.state_dict().items()}
+    assert found == {key: shape for key, shape in expected.items() if not is_rebuilt(key)}
+    assert sum(parameter.numel() for parameter in model.parameters()) == _MANIFEST[name]["params"]
+    assert list(model.scales) == _MANIFEST[name]["patch_nums"] and model.tokens == expected["pos_1LC"][1]
+    assert list(model.lvl_1L.shape) == expected["lvl_1L"]
+
+
+# -- the passes agree ---------------------------------------------------------------------------------------------
+
+_MODELS: list[dict[str, Any]] = [
+    {}, {"attn_l2_norm": False}, {"shared_aln": True}, {"condition": "text"}, {"condition": "text", "shared_aln": True},
+    {"scales": (2, 3)},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("groups", [[1, 1, 1], [2, 1], [1, 2], [3]])
+@pytest.mark.parametrize("overrides", _MODELS, ids=lambda o: " ".join(f"{k}={v}" for k, v in o.items()) or "class")
+@torch.inference_mode()
+def test_scale_by_scale_is_teacher_forcing(overrides: dict[str, Any], groups: list[int]) -> None:
+    """Also where one pass feeds several scales, as when a model takes over from another or verifies its drafts."""
+    model = _random(**overrides)
+    groups = groups if len(model.scales) == 3 else [1, 1]
+    condition, inputs = _random_condition(model, 4), _inputs(model, 4)
+    expected = model(inputs, condition)
+    assert expected.logits.shape == (4, model.tokens, 40) and expected.logits.std() > 0.3
+    logits, features = _step_by_step(model, inputs, condition, groups)
+    torch.testing.assert_close(logits, expected.logits, atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(features, expected.features, atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_a_scale_sees_itself_and_coarser_ones_only() -> None:
+    model = _random()
+    condition, inputs = _random_condition(model, 1), _inputs(model, 1)
+    before = model(inputs, condition).logits
+    for scale in (1, 2):
+        changed = inputs.clone()
+        start, end = (model.start_of(k) - 1 for k in (scale, scale + 1))
+        changed[:, end - 1] += 1.0  # the last token of the scale
+        after = model(changed, condition).logits
+        assert torch.equal(after[:, : start + 1], before[:, : start + 1])
+        assert (after[:, start + 1 :] != before[:, start + 1 :]).any(-1).all()
+
+
+@torch.inference_mode()
+def test_fewer_scales_are_the_first_of_all() -> None:
+    """Training on early scales alone asks for the same laws."""
+    model = _random("text")
+    condition, inputs = _random_condition(model, 3), _inputs(model, 3)
+    full = model(inputs, condition).logits
+    for last, end in enumerate(model.ends[:-1]):
+        part = model(inputs[:, : end - 1], condition)
+        torch.testing.assert_close(part.logits, full[:, :end], atol=2e-5, rtol=1e-5)
+        only = model(inputs[:, : end - 1], condition, logits_of=1).logits
+        torch.testing.assert_close(only, full[:, model.start_of(last) : end], atol=2e-5, rtol=1e-5)
+
+
+@torch.inference_mode()
+def test_going_back_to_a_scale_forgets_the_later_ones() -> None:
+    model = _random("text")
+    condition, inputs = _random_condition(model, 2), _inputs(model, 2)
+    expected = model(inputs, condition).logits
+    cache = model.new_cache(2, 5)
+    model(inputs + 1.0, condition=condition, cache=cache)  # scale 0 has no input: only later ones are wrong
+    cache.truncate(1)
+    logits = [model(part, cache=cache).logits for part in inputs.split([b - a for a, b in pairwise(model.ends)], dim=1)]
+    torch.testing.assert_close(torch.cat(logits, 1), expected[:, 1:], atol=2e-5, rtol=1e-5)
+    for scale in (0, 4):
+        with pytest.raises(ValueError, match="scale must be from 1 to the 3"):
+            cache.truncate(scale)
+
+
+# -- captions -----------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_padding_of_a_caption_is_not_read() -> None:
+    model = _random("text")
+    condition, inputs = _random_condition(model, 4), _inputs(model, 4)
+    assert condition.caption_embeds is not None and condition.caption_mask is not None
+    before = model(inputs, condition).logits
+    noise = torch.where(condition.caption_mask[..., None], condition.caption_embeds, torch.tensor(9.0))
+    torch.testing.assert_close(model(inputs, Condition(None, noise, condition.caption_mask)).logits, before)
+    short = Condition(None, condition.caption_embeds[3:, 3:], condition.caption_mask[3:, 3:])
+    torch.testing.assert_close(model(inputs[3:], short).logits, before[3:], atol=2e-5, rtol=1e-5)
+    swapped = Condition(None, condition.caption_embeds.flip(0), condition.caption_mask)
+    assert (model(inputs, swapped).logits - before).abs().amax((1, 2)).min() > 0.1  # and the rest is
+
+
+@torch.inference_mode()
+def test_the_null_caption_is_the_same_for_every_caption() -> None:
+    model = _random("text")
+    condition, inputs = _random_condition(model, 3), _inputs(model, 1).repeat(3, 1, 1)
+    logits = model(inputs, model.null_condition(condition)).logits
+    torch.testing.assert_close(logits, logits[:1].expand_as(logits))
+    assert (model(inputs, condition).logits - logits).abs().amax((1, 2)).min() > 0.1
+
+
+@torch.inference_mode()
+def test_bfloat16_stays_near_float32() -> None:
+    model = _random("text")
+    condition, inputs = _random_condition(model, 4), _inputs(model, 4)
+    exact = model(inputs, condition).logits
+    output = model.bfloat16()(inputs, condition)
+    assert output.logits.dtype == torch.float32
+    assert (output.logits - exact).abs().max() < 0.06 * exact.abs().max()
+
+
+# -- as built, saved, and misused ---------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def test_a_new_model_is_uniform_and_a_saved_one_the_same(tmp_path: Path) -> None:
+    model = VARTransformer("text", (1, 2), depth=2, dim=16, n_head=2, vocab_size=8, code_dim=4, caption_dim=6, caption_rows=3)
+    inputs, condition = _inputs(model, 2), Condition(caption_embeds=torch.randn(2, 3, 6))
+    assert not model(inputs, condition).logits.any()
+    model = _random("text")
+    model.save_pretrained(tmp_path)
+    opened = VARTransformer.from_pretrained(tmp_path)
+    inputs, condition = _inputs(model, 2), _random_condition(model, 2)
+    assert torch.equal(opened(inputs, condition).logits, model(inputs, condition).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"condition": "words"}, "condition must be 'class' or 'text'"),
+        ({"dim": 50}, "dim must be divisible by n_head, got 50 / 3"),
+        ({"scales": (1, 3, 2)}, r"scales must be sides that grow, at least one, got \(1, 3, 2\)"),
+        ({"scales": ()}, "scales must be"),
+    ],
+)
+def test_bad_shapes_are_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        _random(**arguments)
+
+
+def test_bad_passes_are_named() -> None:
+    model = _random("text")
+    condition, inputs = _random_condition(model, 2), _inputs(model, 2)
+    with pytest.raises(ValueError, match="whole scales, ending at 1, 5, 14 tokens, got 4"):
+        model(inputs[:, :3], condition)
+    with pytest.raises(ValueError, match=r"pass \(inputs, condition\)"):
+        model(inputs)
+    with pytest.raises(ValueError, match="an empty cache"):
+        model(inputs, cache=model.new_cache(2, 5))
+    with pytest.raises(ValueError, match="at most 5 rows, got 9"):
+        model(inputs, Condition(caption_embeds=torch.zeros(2, 9, 12)))
+    with pytest.raises(ValueError, match="conditioned on text; the condition holds none"):
+        model(inputs, Condition(class_labels=torch.tensor([1, 2])))
+
+
+def test_official_scale_tables_grow_to_the_latent_size() -> None:
+    assert all(table[0] == 1 and table[-1] * 16 == pixels for pixels, table in SCALES.items())

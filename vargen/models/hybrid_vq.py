@@ -1,0 +1,161 @@
+"""A small image encoder and decoder: convolutions at fine resolutions, a transformer at the coarsest one.
+
+Made for pictures of 128 pixels on a CPU: nearly all of its multiplications are 3x3 convolutions and matrix products of wide
+rows. Normalisation is per pixel, over channels, so no statistic depends on the rest of the picture (group norm's do: a picture
+with much white around it looks different to it from a full one).
+
+Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HEAD_WIDTH = 32
+
+
+def fold(x_BCYX: Tensor, side: int) -> Tensor:
+    """Squares of `side` positions to one: `[B, C*side*side, Y/side, X/side]`, channels-last."""
+    cells = x_BCYX.permute(0, 2, 3, 1).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
+    return cells.flatten(3).permute(0, 3, 1, 2)
+
+
+def unfold(x_BCYX: Tensor, side: int) -> Tensor:
+    """The inverse of `fold`."""
+    cells = x_BCYX.permute(0, 2, 3, 1).unflatten(3, (side, side, -1)).transpose(2, 3)
+    return cells.flatten(3, 4).flatten(1, 2).permute(0, 3, 1, 2)
+
+
+class PixelNorm(nn.Module):
+    """Layer norm over the channels of each pixel of `[B, C, Y, X]`; the result is channels-last, as convolutions like it."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(channels))
+        self.bias = nn.Parameter(torch.zeros(channels))
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        channels_last = x_BCYX.permute(0, 2, 3, 1)
+        return F.layer_norm(channels_last, self.weight.shape, self.weight, self.bias, 1e-6).permute(0, 3, 1, 2)
+
+
+class ConvBlock(nn.Module):
+    """x + conv(silu(conv(norm(x)))), which starts as the identity. A norm costs two thirds of a convolution: one is enough."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.norm = PixelNorm(channels)
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
+        nn.init.zeros_(self.conv2.weight)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return x_BCYX + self.conv2(F.silu(self.conv1(self.norm(x_BCYX))))
+
+
+class Halve(nn.Module):
+    """Four neighbours to one position of another width: a matrix product, faster than a strided convolution."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(4 * in_channels, out_channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return self.conv(fold(x_BCYX, 2))
+
+
+class Double(nn.Module):
+    """One position to four neighbours."""
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels, 4 * out_channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        return unfold(self.conv(x_BCYX), 2)
+
+
+class TransformerBlock(nn.Module):
+    """Attention over all positions, then an MLP of four times the width; both start as the identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width, eps=1e-6)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.proj = nn.Linear(width, width)
+        self.norm2 = nn.LayerNorm(width, eps=1e-6)
+        self.fc1 = nn.Linear(width, 4 * width)
+        self.fc2 = nn.Linear(4 * width, width)
+        for last in (self.proj, self.fc2):
+            nn.init.zeros_(last.weight)
+
+    def forward(self, x_BNC: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm1(x_BNC)).unflatten(-1, (3, -1, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
+        # Written out: over a few dozen positions the fused attention of a CPU is four times slower backwards.
+        attended = ((q * HEAD_WIDTH**-0.5) @ k.transpose(-1, -2)).softmax(-1) @ v
+        x_BNC = x_BNC + self.proj(attended.transpose(1, 2).flatten(2))
+        return x_BNC + self.fc2(F.gelu(self.fc1(self.norm2(x_BNC))))
+
+
+class Trunk(nn.Module):
+    """Transformer blocks over a grid of fixed side, with learned positions."""
+
+    def __init__(self, width: int, side: int, blocks: int):
+        super().__init__()
+        self.position = nn.Parameter(0.02 * torch.randn(1, side * side, width))
+        self.blocks = nn.ModuleList(TransformerBlock(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+
+    def forward(self, x_BCRG: Tensor) -> Tensor:
+        h = x_BCRG.flatten(2).transpose(1, 2) + self.position
+        for block in self.blocks:
+            h = block(h)
+        return self.norm(h).transpose(1, 2).unflatten(2, x_BCRG.shape[2:])
+
+
+class HybridEncoder(nn.Module):
+    """Pixels `[B, 3, Y, X]` to latents `[B, E, R, G]` of root mean square 1 at each position.
+
+    Fixing their size keeps the commitment loss from shrinking them.
+    """
+
+    def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
+        super().__init__()
+        self.patch = patch
+        self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks))) for width in widths[:-1])
+        self.down = nn.ModuleList(Halve(a, b) for a, b in pairwise(widths))
+        self.trunk = Trunk(widths[-1], side, transformer_blocks)
+        self.out = nn.Conv2d(widths[-1], latent, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv_in(fold(x_BCYX, self.patch))
+        for level, down in zip(self.levels, self.down, strict=True):
+            h = down(level(h))
+        z = self.out(self.trunk(h)).float()
+        return z * (z.square().mean(1, keepdim=True) + 1e-6).rsqrt()
+
+
+class HybridDecoder(nn.Module):
+    """The encoder's mirror, one block deeper everywhere."""
+
+    def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
+        super().__init__()
+        self.patch = patch
+        widths = tuple(reversed(widths))
+        self.conv_in = nn.Conv2d(latent, widths[0], 3, padding=1)
+        self.trunk = Trunk(widths[0], side, transformer_blocks + 1)
+        self.up = nn.ModuleList(Double(a, b) for a, b in pairwise(widths))
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(blocks + 1))) for width in widths[1:])
+        self.norm_out = PixelNorm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
+
+    def forward(self, z_BERG: Tensor) -> Tensor:
+        h = self.trunk(self.conv_in(z_BERG))
+        for up, level in zip(self.up, self.levels, strict=True):
+            h = level(up(h))
+        return unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
