@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.var import VARTransformer
 from vargen.models.vq import VQModel
 from vargen.models.weights import Header, check_dtypes, check_layers, check_weights, read_header, stored_weights
 from vargen.pipelines.trust import check_no_code_keys
@@ -25,6 +27,8 @@ _LAYERS: dict[type, dict[str, str]] = {
         "encoder_ch_mult": "encoder.conv_blocks.",
         "decoder_ch_mult": "decoder.conv_blocks.",
     },
+    MultiScaleVQModel: {},  # whose names follow from its architecture
+    VARTransformer: {"depth": "blocks."},
     MiniLMTextEncoder: {"num_hidden_layers": "bert.encoder.layer."},
 }
 # Any one of these holds a tokenizer's vocabulary.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
+from vargen.convert.checkpoints import fitting_defaults, read_labels
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
 from vargen.models.llamagen import SIZES, LlamaGenTransformer, rotary_table
 from vargen.models.vq import VQModel
@@ -146,11 +147,10 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
         convert_llamagen(*files, tmp_path / "out2", grid_size=4, dtype=torch.int8)
 
 
-def test_official_sampling_defaults_are_stored_where_they_fit(tmp_path: Path) -> None:
+def test_official_sampling_defaults_are_stored_where_they_fit() -> None:
     for condition, scale, top_k in (("class", 4.0, 2000), ("text", 7.5, 1000)):
         for vocab in (16384, top_k, top_k - 1):
-            llamagen._write_index(tmp_path, {}, None, {"condition": condition, "vocab_size": vocab})
-            stored = json.loads((tmp_path / "model_index.json").read_text())["defaults"]
+            stored = fitting_defaults(llamagen.DEFAULTS[condition], vocab)
             expected = {"guidance_scale": scale, "temperature": 1.0, "top_p": 1.0}
             assert stored == ({**expected, "top_k": top_k} if vocab >= top_k else expected)
 
@@ -400,17 +400,16 @@ def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path) -> No
 
 def test_class_names_come_from_json(tmp_path: Path) -> None:
     labels = tmp_path / "labels.json"
-    config = {"condition": "class", "num_classes": 10}
     for content in (["a, b", "c"], {"0": "a, b", "1": "c"}, {"0": ["a", "b"], "1": ["c"]}):
         labels.write_text(json.dumps(content))
-        assert llamagen._read_labels(labels, config) == {0: "a, b", 1: "c"}
+        assert read_labels(labels, 10) == {0: "a, b", 1: "c"}
     for text in ("{", "3", '{"x": "y"}', '{"0": 3}'):
         labels.write_text(text)
         with pytest.raises(ValueError, match=r"labels\.json is not JSON of the form"):
-            llamagen._read_labels(labels, config)
+            read_labels(labels, 10)
     labels.write_text('{"10": "the null class has no name"}')
     with pytest.raises(ValueError, match="names class 10, but the transformer has classes 0 to 9"):
-        llamagen._read_labels(labels, config)
+        read_labels(labels, 10)
 
 
 def _save_text_encoder(folder: Path, width: int) -> Path:
@@ -487,10 +486,10 @@ def test_where_nothing_can_be_written_nothing_is_read(files: tuple[Path, Path], 
 def test_an_interruption_at_the_last_file_leaves_nothing(
     files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(*_: Any) -> None:
+    def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llamagen, "_write_index", stop)  # by then the weights are written
+    monkeypatch.setattr(llamagen, "write_index", stop)  # by then the weights are written
     with pytest.raises(KeyboardInterrupt):
         convert_llamagen(*files, tmp_path / "out", grid_size=4)
     assert _left(tmp_path) == {"c2i.pt", "vq.pt"}

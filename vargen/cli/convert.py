@@ -30,6 +30,25 @@ def root() -> None:
 
 
 @app.command()
+def var(
+    transformer: Annotated[Path, typer.Option(metavar="FILE", help="VAR's, or CoDe's: .pt, .pth, .bin, .safetensors.")],
+    vae: Annotated[Path, typer.Option(metavar="FILE", help="The image tokenizer that they share.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
+    id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON.")] = None,
+    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
+) -> None:
+    """Official VAR or CoDe files to a pipeline folder; prints its path. Files are read as tensors only, never run."""
+    quiet_libraries()
+    import torch
+
+    from vargen.convert.var import convert_var
+
+    stored = None if dtype is StoredDtype.file else getattr(torch, dtype.value)
+    print(convert_var(transformer, vae, output, id2label=id2label, dtype=stored, overwrite=overwrite))
+
+
+@app.command()
 def llamagen(
     transformer: Annotated[Path, typer.Option(metavar="FILE", help="Class or text model: .pt, .pth, .bin, .safetensors.")],
     vq: Annotated[Path, typer.Option(metavar="FILE", help="Its image tokenizer.")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from vargen.compat import installed_version
 from vargen.models.weights import compare_shapes, read_header, unpickle
 
 State = dict[str, Tensor]
@@ -21,6 +23,8 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 def read_checkpoint(file: Path, prefer: str | None = None) -> State:
     """Tensors by their plain names, from under `prefer`, `model`, `module` or `state_dict`, or from the top.
+
+    All of these may lie under `trainer`, where VAR's training keeps its networks.
 
     A `.pt` file of the current format is mapped, not read: tensors come into memory when they are used.
 
@@ -36,6 +40,8 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
         content = unpickle(file, [argparse.Namespace], mmap=True)
     else:
         raise ValueError(f"{file} is not a checkpoint file, which is {', '.join(_PICKLES)} or .safetensors")
+    if isinstance(content, Mapping) and isinstance(content.get("trainer"), Mapping):
+        content = content["trainer"]
     if isinstance(content, Mapping):
         places = [prefer, "model", "module", "state_dict"]
         content = next((content[p] for p in places if isinstance(content.get(p), Mapping)), content)
@@ -109,3 +115,54 @@ def build(
         placed[name] = weight
     network.load_state_dict(placed, strict=True, assign=True)
     return network
+
+
+def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
+    """The shape of a tensor that every network of a `kind` has.
+
+    Raises:
+        ValueError: if it is missing or has another number of dimensions.
+    """
+    if name not in state:
+        raise ValueError(f"{file} is not a {kind}: it has no {name}")
+    if state[name].dim() != dims:
+        raise ValueError(f"{file} is not a {kind}: its {name} is {list(state[name].shape)}")
+    return state[name].shape
+
+
+def count_entries(state: State, prefix: str) -> int:
+    """How many entries follow `prefix`."""
+    return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
+
+
+def read_labels(file: Path, num_classes: int) -> dict[int, str]:
+    """Class names from a JSON file, `{"0": "name, synonym"}` or a list of names.
+
+    Raises:
+        ValueError: if it is none, or names a class that there is not.
+    """
+    try:
+        content = json.loads(file.read_text("utf-8"))
+        items = enumerate(content) if isinstance(content, list) else content.items()
+        labels = {int(k): v if isinstance(v, str) else ", ".join(v) for k, v in items}
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(f"{file} is not JSON of the form {{number: names}} or [names]: {error}") from error
+    outside = [k for k in labels if not 0 <= k < num_classes]
+    if outside:
+        raise ValueError(f"{file} names class {outside[0]}, but the transformer has classes 0 to {num_classes - 1}")
+    return labels
+
+
+def fitting_defaults(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+    """Sampling defaults without a top-k that is more than the tokens there are."""
+    return {name: value for name, value in defaults.items() if name != "top_k" or value <= vocab_size}
+
+
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
+    """`model_index.json` as the pipeline's `save_pretrained`, which must not be imported here, writes it."""
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
+    for name, part in parts.items():
+        kind = type(part)
+        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+        index[name] = [None, None] if part is None else [library, kind.__name__]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -6,7 +6,6 @@ grid) comes from the official table, the file name or the caller.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from pathlib import Path
@@ -14,8 +13,16 @@ from typing import Any
 
 import torch
 
-from vargen.compat import installed_version
-from vargen.convert.checkpoints import State, build, read_checkpoint
+from vargen.convert.checkpoints import (
+    State,
+    build,
+    count_entries,
+    fitting_defaults,
+    read_checkpoint,
+    read_labels,
+    tensor_shape,
+    write_index,
+)
 from vargen.files import whole_folder
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
@@ -89,7 +96,9 @@ def convert_llamagen(
                 f"{transformer} and {vq} do not belong together: the transformer draws from "
                 f"{config['vocab_size']} tokens, the image tokenizer has {vq_config['codebook_size']} codes"
             )
-        labels = None if id2label is None else _read_labels(Path(id2label), config)
+        if id2label is not None and config["condition"] != "class":
+            raise ValueError("id2label names classes, but this transformer draws from text")
+        labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
         parts: dict[str, Any] = {"draft_transformer": None, "text_encoder": None, "tokenizer": None}
         if text_encoder is not None:
             parts |= _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
@@ -98,7 +107,8 @@ def convert_llamagen(
         for name, part in parts.items():
             if part is not None:
                 part.save_pretrained(folder / name)
-        _write_index(folder, parts, labels, config)
+        defaults = fitting_defaults(DEFAULTS[config["condition"]], config["vocab_size"])
+        write_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults)
     return output
 
 
@@ -116,19 +126,6 @@ def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> Non
         raise ValueError(f"{vq_file} is a transformer, but was given as the image tokenizer")
 
 
-def _shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
-    if name not in state:
-        raise ValueError(f"{file} is not a LlamaGen {kind}: it has no {name}")
-    if state[name].dim() != dims:
-        raise ValueError(f"{file} is not a LlamaGen {kind}: its {name} is {list(state[name].shape)}")
-    return state[name].shape
-
-
-def _count(state: State, prefix: str) -> int:
-    """How many entries follow `prefix`."""
-    return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
-
-
 def detect_transformer(
     state: State, file: Path, downsampling: int, n_head: int | None = None, grid_size: int | None = None
 ) -> dict[str, Any]:
@@ -139,11 +136,11 @@ def detect_transformer(
     """
 
     def shape(name: str, dims: int = 2) -> torch.Size:
-        return _shape(state, name, dims, file, "transformer")
+        return tensor_shape(state, name, dims, file, "LlamaGen transformer")
 
     vocab, dim = shape("tok_embeddings.weight")
     qkv, hidden = shape("layers.0.attention.wqkv.weight")[0], shape("layers.0.feed_forward.w1.weight")[0]
-    config: dict[str, Any] = {"dim": dim, "n_layer": _count(state, "layers."), "vocab_size": vocab}
+    config: dict[str, Any] = {"dim": dim, "n_layer": count_entries(state, "layers."), "vocab_size": vocab}
     if "cls_embedding.embedding_table.weight" in state:
         config["condition"] = "class"
         # The last row is the null class.
@@ -219,10 +216,10 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     """
 
     def shape(name: str, dims: int = 4) -> torch.Size:
-        return _shape(state, name, dims, file, "image tokenizer")
+        return tensor_shape(state, name, dims, file, "LlamaGen image tokenizer")
 
     def multipliers(half: str) -> list[int]:
-        levels = range(_count(state, f"{half}.conv_blocks."))
+        levels = range(count_entries(state, f"{half}.conv_blocks."))
         widths = [shape(f"{half}.conv_blocks.{i}.res.0.conv1.weight")[0] for i in levels]
         if not widths or any(width % ch for width in widths):
             raise ValueError(f"{file} has {half} widths {widths}, expected multiples of {ch}")
@@ -240,7 +237,7 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
         "ch": ch,
         "encoder_ch_mult": multipliers("encoder"),
         "decoder_ch_mult": multipliers("decoder")[::-1],
-        "num_res_blocks": _count(state, "encoder.conv_blocks.0.res."),
+        "num_res_blocks": count_entries(state, "encoder.conv_blocks.0.res."),
         "z_channels": shape("encoder.conv_out.weight")[0],
         "in_channels": in_channels,
         "out_channels": out_channels,
@@ -248,22 +245,6 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
 
 
 # -- what goes with the weights ------------------------------------------------------------------------------
-
-
-def _read_labels(file: Path, config: dict[str, Any]) -> dict[int, str]:
-    if config["condition"] != "class":
-        raise ValueError("id2label names classes, but this transformer draws from text")
-    try:
-        content = json.loads(file.read_text("utf-8"))
-        items = enumerate(content) if isinstance(content, list) else content.items()
-        labels = {int(k): v if isinstance(v, str) else ", ".join(v) for k, v in items}
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ValueError(f"{file} is not JSON of the form {{number: names}} or [names]: {error}") from error
-    outside = [k for k in labels if not 0 <= k < config["num_classes"]]
-    if outside:
-        last = config["num_classes"] - 1
-        raise ValueError(f"{file} names class {outside[0]}, but the transformer has classes 0 to {last}")
-    return labels
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
@@ -282,21 +263,3 @@ def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dt
     except Exception as error:  # transformers raises many kinds
         raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error
     return {"text_encoder": encoder, "tokenizer": words}
-
-
-def _write_index(folder: Path, parts: dict[str, Any], labels: dict[int, str] | None, config: dict[str, Any]) -> None:
-    """`model_index.json` as `LlamaGenPipeline.save_pretrained`, which must not be imported here, writes it."""
-    defaults = dict(DEFAULTS[config["condition"]])
-    if defaults["top_k"] > config["vocab_size"]:
-        del defaults["top_k"]
-    index: dict[str, Any] = {
-        "_class_name": "LlamaGenPipeline",
-        "_diffusers_version": installed_version("diffusers"),
-        "id2label": labels,
-        "defaults": defaults,
-    }
-    for name, part in parts.items():
-        kind = type(part)
-        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
-        index[name] = [None, None] if part is None else [library, kind.__name__]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -1,0 +1,185 @@
+"""Official VAR files, a transformer and its image tokenizer, to a folder that `VARPipeline` opens. CoDe's are of the same kind.
+
+Neither file says what network it belongs to: depth, width, heads, shared modulation and resolution are read off the shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.convert.checkpoints import (
+    State,
+    build,
+    count_entries,
+    fitting_defaults,
+    read_checkpoint,
+    read_labels,
+    tensor_shape,
+    write_index,
+)
+from vargen.files import whole_folder
+from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.var import SCALES, VARTransformer, is_rebuilt
+
+# What the official demo samples with. Its "cfg" of 4 is how much is added: guidance of 1 adds nothing here.
+DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}
+_TRANSFORMER, _TOKENIZER = "VAR transformer", "VAR image tokenizer"
+
+
+def convert_var(
+    transformer: Path,
+    vae: Path,
+    output: Path,
+    *,
+    id2label: Path | None = None,
+    dtype: torch.dtype | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a pipeline folder from two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`.
+
+    Args:
+        transformer: of VAR, or a drafter or refiner of CoDe.
+        vae: the image tokenizer, which all of them share.
+        output: the folder to make. It appears whole or not at all.
+        id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
+        dtype: type in which the transformer is stored; None keeps the file's own.
+        overwrite: replace `output` if it is a model folder.
+
+    Returns:
+        `output`.
+
+    Raises:
+        FileExistsError: `output` may not be replaced; before anything is read.
+        OSError: `output` cannot be written; before anything is read.
+        FileNotFoundError: an input is missing.
+        ValueError: a file is damaged, holds more than tensors, is not what it is given as, lacks a tensor or has one of the
+            wrong shape; or the files do not fit each other.
+    """
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+    transformer, vae, output = Path(transformer), Path(vae), Path(output)
+    inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
+    with whole_folder(output, inputs, overwrite) as folder:
+        for path in inputs:
+            if not path.exists():
+                raise FileNotFoundError(f"{path} does not exist")
+        network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
+        _check_kinds(network, transformer, codes, vae)
+        config = detect_transformer(network, transformer)
+        vae_config = detect_vae(codes, vae, config["scales"])
+        for own, other, what in (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering")):
+            if config[own] != vae_config[other]:
+                raise ValueError(
+                    f"{transformer} and {vae} do not belong together: the transformer takes codes {what} {config[own]}, the "
+                    f"image tokenizer has {vae_config[other]}"
+                )
+        labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
+        parts: dict[str, Any] = {"draft_transformer": None, "text_encoder": None, "tokenizer": None}
+        parts["vqvae"] = build(MultiScaleVQModel, vae_config, codes, vae)
+        parts["transformer"] = build(VARTransformer, config, network, transformer, dtype)
+        for name, part in parts.items():
+            if part is not None:
+                part.save_pretrained(folder / name)
+        defaults = fitting_defaults(DEFAULTS, config["vocab_size"])
+        write_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults)
+    return output
+
+
+def _check_kinds(network: State, network_file: Path, codes: State, codes_file: Path) -> None:
+    """Raise ValueError if a file is given as the other one, or is LlamaGen's."""
+    network_is_vae, codes_are_network = "quantize.embedding.weight" in network, "pos_1LC" in codes
+    if network_is_vae and codes_are_network:
+        raise ValueError(f"swapped: {network_file} is the image tokenizer and {codes_file} is the transformer")
+    if network_is_vae:
+        raise ValueError(f"{network_file} is an image tokenizer, but was given as the transformer")
+    if codes_are_network:
+        raise ValueError(f"{codes_file} is a transformer, but was given as the image tokenizer")
+    for state, file in ((network, network_file), (codes, codes_file)):
+        if any(name.startswith(("tok_embeddings.", "encoder.conv_blocks.")) for name in state):
+            raise ValueError(f"{file} is LlamaGen's, not VAR's: use `vargen convert llamagen`")
+
+
+def detect_transformer(state: State, file: Path) -> dict[str, Any]:
+    """Arguments of `VARTransformer` for a state dict; takes the buffers out of it, which are made anew.
+
+    Raises:
+        ValueError: if it is no VAR transformer, or its scales cannot be told.
+    """
+
+    def shape(name: str, dims: int) -> torch.Size:
+        return tensor_shape(state, name, dims, file, _TRANSFORMER)
+
+    positions, dim = shape("pos_1LC", 3)[1:]
+    blocks = count_entries(state, "blocks.")
+    normed = "blocks.0.attn.scale_mul_1H11" in state
+    heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1] if normed else blocks  # the official rule: as many as blocks
+    scales = _scales(state, positions, file)
+    config = {
+        "condition": "class",
+        "scales": scales,
+        "depth": blocks,
+        "dim": dim,
+        "n_head": heads,
+        "vocab_size": shape("head.weight", 2)[0],
+        "code_dim": shape("word_embed.weight", 2)[1],
+        "num_classes": shape("class_emb.weight", 2)[0] - 1,  # the last row is the null class
+        "mlp_ratio": shape("blocks.0.ffn.fc1.weight", 2)[0] / dim,
+        "shared_aln": "shared_ada_lin.1.weight" in state,
+        "attn_l2_norm": normed,
+    }
+    if shape("lvl_embed.weight", 2)[0] != len(scales):
+        raise ValueError(f"{file} contradicts itself: {shape('lvl_embed.weight', 2)[0]} levels, but scales {scales}")
+    for name in [name for name in state if is_rebuilt(name)]:
+        del state[name]
+    return config
+
+
+def _scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
+    """From the level of every position, a buffer of official files; else the official table of as many positions."""
+    if "lvl_1L" in state:
+        sides = [math.isqrt(count) for count in torch.bincount(state["lvl_1L"].flatten().long()).tolist()]
+        if sum(side * side for side in sides) != positions or state["lvl_1L"].numel() != positions:
+            raise ValueError(f"{file} contradicts itself: its lvl_1L does not describe {positions} positions in square scales")
+        return tuple(sides)
+    known = {sum(side * side for side in table): (pixels, table) for pixels, table in SCALES.items()}
+    if positions not in known:
+        allowed = ", ".join(f"{count} ({pixels} pixels)" for count, (pixels, _) in known.items())
+        raise ValueError(
+            f"the scales of {file} are unknown: it has {positions} positions, and official tables have {allowed}; its lvl_1L, "
+            "which would tell, is missing"
+        )
+    return known[positions][1]
+
+
+def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, Any]:
+    """Arguments of `MultiScaleVQModel` for a state dict; replaces a usage counter, of training only, that is of other scales.
+
+    Raises:
+        ValueError: if it is no VAR image tokenizer.
+    """
+
+    def shape(name: str, dims: int = 4) -> torch.Size:
+        return tensor_shape(state, name, dims, file, _TOKENIZER)
+
+    ch = shape("encoder.conv_in.weight")[0]
+    widths = [shape(f"encoder.down.{i}.block.0.conv1.weight")[0] for i in range(count_entries(state, "encoder.down."))]
+    if not widths or any(width % ch for width in widths):
+        raise ValueError(f"{file} has encoder widths {widths}, expected multiples of {ch}")
+    codes, width = shape("quantize.embedding.weight", 2)
+    usage = "quantize.ema_vocab_hit_SV"
+    if usage not in state or tuple(state[usage].shape) != (len(scales), codes):
+        state[usage] = torch.zeros(len(scales), codes)
+    return {
+        "architecture": "convolutional",
+        "codebook_size": codes,
+        "codebook_embed_dim": width,
+        "ch": ch,
+        "ch_mult": [width // ch for width in widths],
+        "num_res_blocks": count_entries(state, "encoder.down.0.block."),
+        "scales": scales,
+        "shared_phi": count_entries(state, "quantize.quant_resi.qresi_ls."),
+    }
