@@ -44,6 +44,35 @@ def test_tokenizer_is_trained_for_the_steps_asked_for(run: Any, pictures: Path) 
     assert json.loads(Path("run/log.jsonl").read_text().splitlines()[-1])["step"] == 3
 
 
+VAR_RECIPE = """
+batch_size = 2
+autoencoder_steps = 1
+[schedule]
+steps = 500
+[model]
+architecture = "hybrid"
+codebook_size = 16
+codebook_embed_dim = 4
+ch = 16
+ch_mult = [1, 2]
+num_res_blocks = 1
+transformer_blocks = 1
+patch_size = 2
+scales = [1, 2, 4]
+"""
+
+
+def test_var_tokenizer_is_trained_for_the_steps_asked_for(run: Any, pictures: Path) -> None:
+    Path("tiny.toml").write_text(VAR_RECIPE)
+    result = run("train", "var-tokenizer", "--config", "tiny.toml", "--data", pictures, "--output", "run", "--steps", 3)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout)
+    assert figures["model"] == "run/vqvae" and figures["psnr"] > 0 and figures["use_2"] > 0
+    assert json.loads(Path("run/vqvae/config.json").read_text())["_class_name"] == "MultiScaleVQModel"
+    result = run("train", "var-tokenizer", "--config", "tiny.toml", "--data", pictures, "--output", "run", "--steps", 1)
+    assert result.exit_code == 2 and "decoder_steps must be" in result.stderr
+
+
 def test_generator_gets_its_recipe_and_folders(
     run: Any, pictures: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,17 +4,28 @@ from itertools import pairwise
 
 import pytest
 
+from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, ScorerRecipe, TokenizerRecipe, load_recipe
+from vargen.training.var_recipe import VARRecipe
+
+
+def kind_of(name):
+    """The kind of a packaged recipe, and a setting of every model of that kind."""
+    told = {
+        "var-tokenizer": (MultiScaleTokenizerRecipe, "codebook_size"),
+        "tokenizer": (TokenizerRecipe, "codebook_size"),
+        "scorer": (ScorerRecipe, "widths"),
+        "var": (VARRecipe, "depth"),
+        "": (GeneratorRecipe, "vocab_size"),
+    }
+    return next(found for part, found in told.items() if part in name)
 
 
 @pytest.mark.parametrize("name", sorted(p.stem for p in PACKAGED.glob("*.toml")))
 def test_packaged_recipes_are_valid(name):
-    if "scorer" in name:
-        assert load_recipe(name, ScorerRecipe).model["widths"]
-        return
-    kind = TokenizerRecipe if "tokenizer" in name else GeneratorRecipe
-    recipe = load_recipe(name, kind)
-    assert recipe.model["codebook_size" if "tokenizer" in name else "vocab_size"] == 4096
+    kind, setting = kind_of(name)
+    value = load_recipe(name, kind).model[setting]
+    assert value == 4096 or setting in ("widths", "depth")
 
 
 def test_a_file_and_its_overrides(tmp_path):
@@ -44,6 +55,16 @@ def test_mistakes_are_named(tmp_path, text, message):
         load_recipe(tmp_path / "mine.toml", GeneratorRecipe)
 
 
+def test_focus_is_part_of_a_multi_scale_recipe(tmp_path):
+    text = "[model]\nch = 32\n[schedule]\nsteps = 500\n[focus]\nskin_tones = 0.5\nstyles = {noto = 2}\n"
+    (tmp_path / "mine.toml").write_text(text)
+    focus = load_recipe(tmp_path / "mine.toml", MultiScaleTokenizerRecipe).focus
+    assert (focus.skin_tones, focus.styles) == (0.5, {"noto": 2})
+    (tmp_path / "mine.toml").write_text("[model]\nch = 32\n[focus]\nstyles = {noto = -2}\n")
+    with pytest.raises(ValueError, match=r"\[focus\]: styles must be factors of at least 0, got -2 for 'noto'"):
+        load_recipe(tmp_path / "mine.toml", MultiScaleTokenizerRecipe)
+
+
 def test_an_unknown_recipe_lists_the_packaged_ones():
     with pytest.raises(FileNotFoundError, match="emoji-generator, emoji-generator-gpu"):
         load_recipe("emoji-generater", GeneratorRecipe)
@@ -60,14 +81,15 @@ def test_schedule_warms_up_holds_and_decays_to_zero():
 def test_every_recipe_takes_or_refuses_a_run_of_one_step(name, caplog):
     """A tokenizer has parts that need their steps; a generator's warm-up is cut, and that is said."""
     caplog.set_level("WARNING", "vargen")
+    kind, _ = kind_of(name)
     if "tokenizer" in name:
         with pytest.raises(ValueError, match=r"toml: steps must be at least \d+, got 1: autoencoder_steps \(\d+\) before"):
-            load_recipe(name, TokenizerRecipe, 1)
-        whole = load_recipe(name, TokenizerRecipe)
+            load_recipe(name, kind, 1)
+        whole = load_recipe(name, kind)
         least = whole.autoencoder_steps + whole.decoder_steps + 1
-        assert load_recipe(name, TokenizerRecipe, least).schedule.steps == least
+        assert load_recipe(name, kind, least).schedule.steps == least
     else:
-        recipe = load_recipe(name, GeneratorRecipe, 1)
+        recipe = load_recipe(name, kind, 1)
         assert (recipe.schedule.steps, recipe.schedule.warmup_steps) == (1, 1) and recipe.schedule.factor(0) == 1
         assert "warm-up of" in caplog.text and "is cut to the run's 1" in caplog.text
 

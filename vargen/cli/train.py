@@ -63,6 +63,27 @@ def tokenizer(
     print_json({"model": str(output / "vqvae"), **train_tokenizer(recipe, pictures, output, place)})
 
 
+@app.command("var-tokenizer")
+def var_tokenizer(
+    config: Annotated[str, _CONFIG] = "emoji-var-tokenizer",
+    data: Annotated[Path | None, _DATA] = None,
+    output: Annotated[Path, _RUN] = Path("runs/var-tokenizer"),
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train the multi-scale image tokenizer of a next-scale model; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
+    from vargen.training.multi_scale_tokenizer import train_multi_scale_tokenizer
+
+    output = expanded(output, "output")
+    recipe = _recipe(config, MultiScaleTokenizerRecipe, steps)
+    pictures, place = _open_data(data), pick_device(device)
+    fix_threads(threads)
+    print_json({"model": str(output / "vqvae"), **train_multi_scale_tokenizer(recipe, pictures, output, place)})
+
+
 @app.command()
 def generator(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
@@ -78,21 +99,60 @@ def generator(
 ) -> None:
     """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
     quiet_libraries()
-    import vargen.assets
     from vargen.training.generator import train_generator
     from vargen.training.recipe import GeneratorRecipe
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
     recipe = _recipe(config, GeneratorRecipe, steps)
-    encoder = expanded(text_encoder or Path(vargen.assets.__file__).parent / "emoji", "text_encoder")
-    for part in (encoder / "text_encoder", encoder / "tokenizer"):
-        if not part.is_dir():
-            raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
+    encoder = _text_encoder(text_encoder)
     codes = _saved(tokenizer, "vqvae", "tokenizer")
     pictures, place = _open_data(data), pick_device(device)
     fix_threads(threads)
     figures = train_generator(recipe, pictures, codes, encoder, output, place)
     print_json({"model": str(output / "transformer"), **figures})
+
+
+@app.command()
+def var(
+    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A multi-scale tokenizer's run, or a saved one.")],
+    config: Annotated[str, _CONFIG] = "emoji-var",
+    data: Annotated[Path | None, _DATA] = None,
+    teacher: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, that a small one imitates.")
+    ] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+    ] = None,
+    output: Annotated[Path, _RUN] = Path("runs/var"),
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train the next-scale transformer on a multi-scale tokenizer's codes; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.var import train_var
+    from vargen.training.var_recipe import VARRecipe
+
+    output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
+    recipe = _recipe(config, VARRecipe, steps)
+    encoder = _text_encoder(text_encoder)
+    codes = _saved(tokenizer, "vqvae", "tokenizer")
+    guide = _saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
+    pictures, place = _open_data(data), pick_device(device)
+    fix_threads(threads)
+    figures = train_var(recipe, pictures, codes, encoder, output, place, guide)
+    print_json({"model": str(output / "transformer"), **figures})
+
+
+def _text_encoder(folder: Path | None) -> Path:
+    """The folder of a text encoder and its tokenizer, checked; the packaged one by default."""
+    import vargen.assets
+
+    encoder = expanded(folder, "text_encoder") if folder else Path(vargen.assets.__file__).parent / "emoji"
+    for part in (encoder / "text_encoder", encoder / "tokenizer"):
+        if not part.is_dir():
+            raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
+    return encoder
 
 
 @app.command()

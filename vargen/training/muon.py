@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalised before it is applied (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982).
 
 torch.optim.Muon iterates in bfloat16, which CPUs without such instructions multiply eight times slower than float32, and one
-matrix at a time. Here equal shapes go through one batched iteration, in float32 on a CPU.
+matrix at a time. Here equal shapes go through one batched iteration, in bfloat16 only where hardware multiplies it.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from vargen.pipelines.loading import fast_dtype
+
 # Quintic Newton-Schulz coefficients of Jordan et al.: singular values land in about [0.7, 1.2] after five rounds.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
@@ -19,7 +21,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
     """Nearly orthogonal factors of matrices `[n, a, b]`: singular values near 1, singular vectors kept."""
     a, b, c = _COEFFICIENTS
-    x = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    x = matrices.to(fast_dtype(matrices.device))
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -30,8 +30,8 @@ class Schedule:
     decay_fraction: float = 0.3
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "steps")
-        _at_least(self, 0, "warmup_steps", "learning_rate", "decay_fraction")
+        at_least(self, 1, "steps")
+        at_least(self, 0, "warmup_steps", "learning_rate", "decay_fraction")
 
     def factor(self, step: int) -> float:
         """Multiplier of the learning rate at `step` (from 0), in [0, 1]."""
@@ -65,15 +65,9 @@ class TokenizerRecipe:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
-        _at_least(self, 0, "autoencoder_steps", "decoder_steps", "full_fraction")
-        spoken_for = self.autoencoder_steps + self.decoder_steps
-        if self.schedule.steps <= spoken_for:
-            raise ValueError(
-                f"steps must be at least {spoken_for + 1}, got {self.schedule.steps}: autoencoder_steps "
-                f"({self.autoencoder_steps}) before anything is quantised, then some for the codebook, then decoder_steps "
-                f"({self.decoder_steps})"
-            )
+        at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
+        at_least(self, 0, "autoencoder_steps", "decoder_steps", "full_fraction")
+        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,8 @@ class GeneratorRecipe:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
-        _at_least(self, 0, "shift_pixels", "shift_variants", "caption_dropout", "dropout")
+        at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
+        at_least(self, 0, "shift_pixels", "shift_variants", "caption_dropout", "dropout")
 
 
 @dataclass(frozen=True)
@@ -122,13 +116,23 @@ class ScorerRecipe:
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
-        _at_least(self, 0, "tokenized_per_step", "pair_weight", "weight_decay")
+        at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
+        at_least(self, 0, "tokenized_per_step", "pair_weight", "weight_decay")
         if not self.sizes or any(size < 16 or size % 16 for size in self.sizes):
             raise ValueError(f"sizes must be multiples of 16, at least one, got {self.sizes}")
 
 
-def _at_least(recipe: Any, least: int, *names: str) -> None:
+def check_phases(schedule: Schedule, autoencoder_steps: int, decoder_steps: int) -> None:
+    """Raise ValueError unless a tokenizer's run has steps for its codebook between its first and its last phase."""
+    spoken_for = autoencoder_steps + decoder_steps
+    if schedule.steps <= spoken_for:
+        raise ValueError(
+            f"steps must be at least {spoken_for + 1}, got {schedule.steps}: autoencoder_steps ({autoencoder_steps}) before "
+            f"anything is quantised, then some for the codebook, then decoder_steps ({decoder_steps})"
+        )
+
+
+def at_least(recipe: Any, least: int, *names: str) -> None:
     """Raise ValueError for a field below `least`, or no number."""
     for name in names:
         if not getattr(recipe, name) >= least:

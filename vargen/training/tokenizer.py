@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.files import whole_files
+from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.vq import VQModel
 from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset
+from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import TokenizerRecipe
 from vargen.training.run import TrainingRun
 
@@ -70,31 +72,46 @@ class Batches:
 
 
 class Codebook:
-    """Moving averages behind the codes: `sums [V, E]`, `counts [V]`."""
+    """Moving averages behind the codes: `sums [V, E]`, `counts [V]`. Codes and latents are of unit norm."""
 
-    def __init__(self, model: VQModel, decay: float):
+    def __init__(self, model: VQModel | MultiScaleVQModel, decay: float):
         self.weight = model.quantize.embedding.weight
         self.decay = decay
         self.sums = self.weight.detach().clone()
         self.counts = torch.ones(len(self.weight), device=self.weight.device)
 
+    def likeness(self, z_NE: Tensor, codes_VE: Tensor) -> Tensor:
+        """`[N, V]`, greatest for the code that serves a latent best."""
+        return z_NE @ codes_VE.T
+
+    def miss(self, z_NE: Tensor, codes_VE: Tensor) -> Tensor:
+        """`[N]`: how badly each latent is served by the best code."""
+        return 1 - self.likeness(z_NE, codes_VE).amax(-1)
+
+    def settle(self, sums: Tensor, counts: Tensor) -> Tensor:
+        """The codes of cells with these sums and counts of latents."""
+        return F.normalize(sums, dim=-1)
+
     @torch.no_grad()
-    def fit(self, z_NE: Tensor, generator: torch.Generator, rounds: int = 8) -> None:
-        """Spherical k-means on unit latents."""
-        V = len(self.weight)
+    def centres(self, z_NE: Tensor, V: int, generator: torch.Generator, rounds: int = 8) -> Tensor:
+        """k-means: `[V, E]`."""
         # Flat background gives thousands of equal latents: jitter lets their codes part instead of tying.
         picks = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
-        centres = F.normalize(
-            z_NE[picks] + 1e-3 * torch.randn(V, z_NE.shape[1], generator=generator).to(z_NE.device), dim=-1
-        )
+        jitter = 1e-3 * torch.randn(V, z_NE.shape[1], generator=generator).to(z_NE.device)
+        centres = self.settle(z_NE[picks] + jitter, torch.ones(V, device=z_NE.device))
         for _ in range(rounds):
-            nearest = torch.cat([(part @ centres.T).argmax(-1) for part in z_NE.split(8192)])
+            nearest = torch.cat([self.likeness(part, centres).max(-1).indices for part in z_NE.split(8192)])
             counts = torch.bincount(nearest, minlength=V)
             sums = torch.zeros_like(centres).index_add_(0, nearest, z_NE)
             spare = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
-            centres = F.normalize(torch.where(counts[:, None] > 0, sums, z_NE[spare]), dim=-1)
-        self.weight.copy_(centres)
-        self.sums.copy_(centres)
+            centres = self.settle(torch.where(counts[:, None] > 0, sums, z_NE[spare]), counts.clamp_min(1))
+        return centres
+
+    @torch.no_grad()
+    def fit(self, z_NE: Tensor, generator: torch.Generator) -> None:
+        """Start from the centres of these latents."""
+        self.weight.copy_(self.centres(z_NE, len(self.weight), generator))
+        self.sums.copy_(self.weight)
         self.counts.fill_(1.0)
 
     @torch.no_grad()
@@ -104,14 +121,17 @@ class Codebook:
         sums = torch.zeros_like(self.sums).index_add_(0, indices_N, z_NE)
         self.counts.lerp_(counts, 1 - self.decay)
         self.sums.lerp_(sums, 1 - self.decay)
-        self.weight.copy_(F.normalize(self.sums, dim=-1))
+        self.weight.copy_(self.settle(self.sums, self.counts))
 
     @torch.no_grad()
-    def revive(self, z_NE: Tensor, generator: torch.Generator, threshold: float = 0.03) -> int:
-        """Move codes that nearly nothing chooses to latents that are served badly; returns how many."""
-        dead = (self.counts < threshold).nonzero()[:, 0]
+    def revive(
+        self, z_NE: Tensor, generator: torch.Generator, threshold: float = 0.03, first: int = 0, last: int | None = None
+    ) -> int:
+        """Move those of the codes `first` to `last` that nearly nothing chooses to latents that the codes up to `last` serve
+        badly; returns how many."""
+        dead = first + (self.counts[first:last] < threshold).nonzero()[:, 0]
         if len(dead):
-            miss = (1 - (z_NE @ self.weight.T).amax(-1)).clamp_min(1e-6)
+            miss = self.miss(z_NE, self.weight[:last]).clamp_min(1e-6)
             picks = torch.multinomial(miss.cpu(), min(len(dead), len(z_NE)), generator=generator).to(
                 z_NE.device
             )
@@ -158,7 +178,9 @@ def quantise_together(model: VQModel, z_BERG: Tensor, colours_BRG: Tensor) -> Te
     return indices
 
 
-def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: TokenizerRecipe, patch: int) -> Tensor:
+def reconstruction_loss(
+    predicted: Tensor, target: Tensor, recipe: TokenizerRecipe | MultiScaleTokenizerRecipe, patch: int
+) -> Tensor:
     """L1 and MSE on pixels, L1 on their differences (edges), and L1 and MSE on the mean colour of each patch.
 
     The pixel terms hold the last one too, but it is what a token can always carry, and early reconstructions without its weight

@@ -1,0 +1,83 @@
+"""What a next-scale model is trained on, and how its tokenizer is: data read from a TOML file, as the other recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from vargen.training.recipe import Schedule, at_least, check_phases
+
+
+@dataclass(frozen=True)
+class Focus:
+    """How often each kind of picture is drawn. A small model needs dozens of looks at a picture: better at fewer of them."""
+
+    styles: dict[str, Any] = field(default_factory=lambda: {"3d": 1.0, "flat": 1.0, "twemoji": 0.2, "noto": 0.2})
+    skin_tones: float = 0.05
+    groups: dict[str, Any] = field(default_factory=lambda: {"people & body": 0.5, "flags": 0.5})
+
+    def __post_init__(self) -> None:
+        for name, factors in (("styles", self.styles), ("groups", self.groups), ("skin_tones", {"": self.skin_tones})):
+            for key, factor in factors.items():
+                if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 <= factor < float("inf"):
+                    raise ValueError(f"{name} must be factors of at least 0, got {factor!r}{f' for {key!r}' if key else ''}")
+
+    def weights(self, records: Sequence[Mapping[str, Any]]) -> np.ndarray:
+        """float64 `[N]` that sum to 1; what is not named has factor 1.
+
+        Raises:
+            ValueError: if no picture is left.
+        """
+        factors = [
+            self.styles.get(record.get("style", ""), 1.0)
+            * self.groups.get(record.get("group", ""), 1.0)
+            * (self.skin_tones if record.get("skin_tone") else 1.0)
+            for record in records
+        ]
+        weights = np.array(factors, dtype=np.float64)
+        if not weights.sum() > 0:
+            raise ValueError(f"focus leaves none of the {len(records)} pictures")
+        return weights / weights.sum()
+
+
+@dataclass(frozen=True)
+class MultiScaleTokenizerRecipe:
+    """How to train a `MultiScaleVQModel`. `model` holds the keyword arguments of its constructor.
+
+    There are three phases: `autoencoder_steps` without quantisation, then all of it, then `decoder_steps` of the decoder alone.
+    """
+
+    model: dict[str, Any]
+    schedule: Schedule = field(default_factory=Schedule)
+    focus: Focus = field(default_factory=Focus)
+    seed: int = 0
+    batch_size: int = 64
+    shift: int = 8  # pixels, each way
+    zoom: list[Any] = field(default_factory=lambda: [0.8, 1.1])  # of half of the pictures, on white
+    autoencoder_steps: int = 300
+    decoder_steps: int = 0  # last ones: encoder, codes and phi stay, so tokens do
+    l1_weight: float = 1.0
+    mse_weight: float = 2.0
+    gradient_weight: float = 0.5
+    colour_weight: float = 2.0
+    wavelet_weight: float = 0.5
+    commitment_weight: float = 0.25  # mean over the scales
+    prefix_share: float = 0.1  # of the pictures that are decoded from their first scales only, so that previews mean something
+    perturbed_pictures: float = 0.5  # in the decoder's phase: a generator errs, and the decoder should forgive
+    perturbed_tokens: float = 0.1  # of those pictures' tokens: replaced by one of the nearest codes
+    near_codes: int = 100
+    codebook_decay: float = 0.99
+    revive_every: int = 50
+    weight_decay: float = 0.01
+    evaluate_every: int = 250
+    checkpoint_every: int = 100
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "batch_size", "revive_every", "evaluate_every", "checkpoint_every", "near_codes", "autoencoder_steps")
+        at_least(self, 0, "decoder_steps", "shift", "prefix_share", "perturbed_pictures", "perturbed_tokens")
+        if len(self.zoom) != 2 or not 0 < self.zoom[0] <= self.zoom[1]:
+            raise ValueError(f"zoom must be two factors above 0, the smaller first, got {self.zoom}")
+        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
