@@ -34,7 +34,7 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
         *([f"gpu {number}", gpu] for number, gpu in enumerate(gpus)),
         *([["gpu", "none"]] if not gpus else []),
         ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
-        ["passes run on", facts["threads"]],
+        *(["passes run on" if not number else "", line] for number, line in enumerate(facts["threads"].splitlines())),
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
     print("\nPackaged models:")
@@ -111,14 +111,19 @@ def thread_choice() -> str:
     """How many CPU threads passes run on, and why."""
     import torch
 
-    from vargen.decoding.cost import machine, stored_costs
+    from vargen.decoding.cost import WORTH, pays, thread_choices
     from vargen.device import chosen_threads, cores
 
     if (chosen := chosen_threads()) is not None:
         return f"{chosen[0]} CPU threads, set by {chosen[1]}"
-    here = [name for name in stored_costs() if name.endswith(machine(torch.device("cpu")))]
-    measured = f"{len(here)} measurements of this machine are kept" if here else "none is measured yet: the first picture does"
-    return f"as many of {cores()} CPU threads as pay: each doubling must make a pass 1.25 times as fast ({measured})"
+    lines = [f"as many of {cores()} CPU threads as pay: each doubling must make a pass {WORTH} times as fast"]
+    for network, width, seconds in thread_choices(torch.device("cpu")):
+        best = 1
+        while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):
+            best *= 2
+        told = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
+        lines.append(f"{best} for {network}, {width} tokens a pass: {told}")
+    return "\n".join(lines if len(lines) > 1 else [f"{lines[0]}; none is measured yet, the first picture does"])
 
 
 def card_summary(folder: Path) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -26,7 +27,7 @@ logger = logging.getLogger("vargen")
 
 BESIDE = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
 _WIDEST = 16  # tokens a pass by which a half-drawn image is made, and at which threads are judged for methods that draft
-_WORTH = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
+WORTH = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
 _MONTH = 30 * 86400.0  # seconds
 
 Place = tuple[Any, ...]
@@ -69,7 +70,7 @@ def suitable_threads(model: TokenModel, condition: Any, images: int, width: int)
 
 
 def best_threads(model: TokenModel, condition: Any, images: int, width: int) -> int:
-    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `_WORTH` times as fast as half of it."""
+    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `WORTH` times as fast as half of it."""
     best, least, count, state = 1, float("inf"), 1, None
     while count <= cores():
         with threads(count):
@@ -83,10 +84,15 @@ def best_threads(model: TokenModel, condition: Any, images: int, width: int) -> 
                 tries = 3 if seconds < 3 * least else 0
                 known[width] = min([seconds, *(_time(model, state, images, width) for _ in range(tries))])
                 _store(model, images, known)
-        if known[width] * _WORTH > least:
+        if not pays(known[width], least):
             break
         best, least, count = count, known[width], 2 * count
     return best
+
+
+def pays(seconds: float, half_as_many: float) -> bool:
+    """Whether a number of threads pays that make a pass take `seconds`, where half of them take `half_as_many`."""
+    return seconds * WORTH <= half_as_many
 
 
 def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
@@ -182,6 +188,11 @@ def _store(model: TokenModel, images: int, seconds: dict[int, float]) -> None:
         logger.debug("measured costs are not kept: %s", error)
 
 
-def stored_costs() -> dict[str, dict[int, float]]:
-    """Everything that is remembered in the file, by what it was measured for."""
-    return {name: {int(w): float(s) for w, s in entry["seconds"].items()} for name, entry in _read().items()}
+def thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
+    """What was measured on this machine: network and batch, tokens fed, and seconds of a pass by the number of threads."""
+    found: dict[tuple[str, int], dict[int, float]] = {}
+    for name, entry in _read().items():
+        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(machine(device))}", name)
+        for width, seconds in entry.get("seconds", {}).items() if match else ():
+            found.setdefault((match[1], int(width)), {})[int(match[2])] = float(seconds)
+    return [(name, width, seconds) for (name, width), seconds in sorted(found.items()) if len(seconds) > 1]
