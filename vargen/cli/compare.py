@@ -88,6 +88,7 @@ def compare(
             print(path, flush=True)
 
     # Measurements first: they took the longest, and are the smallest to write.
+    machine = {**machine, "threads": comparison.threads}
     lines = machine_line(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
@@ -160,6 +161,6 @@ def comparison_table(comparison: Comparison) -> str:
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     settings = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
     return (
-        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, CPU threads {comparison.threads}, {settings}\n"
+        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, {settings}\n"
         f"milliseconds of a pass by tokens fed: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>")
     )
