@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
-from vargen.device import fix_threads, wait_passively
+from vargen.device import fix_threads, pick_device, wait_passively
 
 
 def main() -> None:
@@ -46,7 +46,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
         from vargen import LlamaGenPipeline
-        from vargen.pipelines.loading import checked_folder, default_dtype, pick_device
+        from vargen.pipelines.loading import checked_folder, default_dtype
 
         try:
             device = pick_device(options.device)

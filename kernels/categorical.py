@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.kernels.dispatch import eager_on_cpu
+
 _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
 
@@ -27,7 +29,7 @@ def categorical(weights: Tensor, coins: Tensor) -> Tensor:
     """
     V = weights.shape[-1]
     K = _BLOCK if V % _BLOCK == 0 and V > _BLOCK else V
-    if weights.device.type == "cpu" and not torch.compiler.is_compiling():
+    if eager_on_cpu(weights):
         return torch.from_numpy(_in_numpy(weights.detach().numpy(), coins.numpy(), K))
     blocks = weights.unflatten(-1, (V // K, K))
     upto = blocks.sum(-1).cumsum(-1, dtype=torch.float64)

@@ -22,12 +22,6 @@ MOST_ROWS = 64
 _BLOCK = 16
 
 
-def eager_on_cpu(x: Tensor) -> bool:
-    """Whether a pass in float32 may take the forms that are quicker on a CPU, operation by operation, without gradients."""
-    on_cpu = x.device.type == "cpu" and x.dtype == torch.float32
-    return on_cpu and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x [..., K]` times `weight [N, K]` transposed: `[..., N]`, contiguous. Equal to `F.linear` up to float32 rounding.
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.kernels.dispatch import eager_on_cpu
+
 
 def kth_largest(values: Tensor, k: int) -> Tensor:
     """`[..., 1]`, the k-th largest (1 is the largest) of each row of `values [..., V]`; 1 <= k <= V.
@@ -16,7 +18,7 @@ def kth_largest(values: Tensor, k: int) -> Tensor:
     NaN counts as the largest in torch and, with NumPy, as well: rows with NaN give no meaningful threshold either way.
     """
     V = values.shape[-1]
-    if values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64) and not torch.compiler.is_compiling():
+    if values.dtype in (torch.float32, torch.float64) and eager_on_cpu(values):
         ordered = np.partition(values.detach().numpy(), V - k, axis=-1)
         return torch.from_numpy(ordered[..., V - k : V - k + 1])
     return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)

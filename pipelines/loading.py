@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from vargen.assets import packaged_model_path, packaged_models
+from vargen.device import fast_dtype
 from vargen.files import expanded
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
@@ -30,13 +31,6 @@ _KINDS: dict[str, type] = {
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # of a hub model: nothing that could run
 
 
-def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """bfloat16 where hardware multiplies it; float32 on a CPU without such instructions, where bfloat16 is 7 times slower."""
-    if torch.device(device).type != "cpu":
-        return torch.bfloat16
-    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
-
-
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
     """The fastest dtype of a device for the transformer in a pipeline folder; float32 for a small one on a CPU.
 
@@ -48,25 +42,6 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         if sum(math.prod(stored.shape) for file in files for stored in read_header(file).values()) < _SMALL:
             return torch.float32
     return fast_dtype(device)
-
-
-def pick_device(name: str) -> torch.device:
-    """The device to run on; `"auto"` takes a GPU where there is one.
-
-    Raises:
-        ValueError: for `"cuda"` where torch sees none.
-    """
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def cpu_multiplies_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
-    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))
 
 
 def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:

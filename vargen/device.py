@@ -1,4 +1,7 @@
-"""The processor, and how many of its threads torch uses: a person's choice, or a number for as long as some work takes."""
+"""Where networks run, in which dtype, and on how many CPU threads. Importing this module imports no torch.
+
+By which path they run there is decided in `vargen.kernels.dispatch`.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people choose; torch reads them
 
@@ -119,3 +126,35 @@ def threads(count: int) -> Iterator[None]:
         with _state.lock:
             _state.depth -= 1
             torch.set_num_threads(_state.before if outer is None else outer)
+
+
+def pick_device(name: str) -> torch.device:
+    """The device to run on; `"auto"` takes a GPU where there is one.
+
+    Raises:
+        ValueError: for `"cuda"` where torch sees none.
+    """
+    import torch
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(name)
+
+
+def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+    """bfloat16 where hardware multiplies it; float32 on a CPU without such instructions, where bfloat16 is 7 times slower."""
+    import torch
+
+    if torch.device(device).type != "cpu":
+        return torch.bfloat16
+    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+
+
+def cpu_multiplies_bfloat16() -> bool:
+    """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
+    import torch
+
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_bf16", "bf16"))

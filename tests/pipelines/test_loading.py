@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import class_pipeline, text_pipeline
 from transformers import T5Config, T5EncoderModel
 
-from vargen import LlamaGenPipeline
+from vargen import LlamaGenPipeline, device
 from vargen.pipelines import loading
 from vargen.pipelines.llamagen import DiffusionPipeline
 
@@ -260,13 +260,13 @@ def test_missing_and_broken_config(folder):
 
 
 def test_default_dtypes(saved, monkeypatch):
-    monkeypatch.setattr(loading, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32  # small: a seed is a picture
     monkeypatch.setattr(loading, "_SMALL", 1000)
     pipe = LlamaGenPipeline.from_pretrained(saved)
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vqvae.dtype == torch.float32
-    monkeypatch.setattr(loading, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32
     assert LlamaGenPipeline.from_pretrained(saved, torch_dtype=torch.bfloat16).transformer.dtype == torch.bfloat16
     for wrong in (torch.int8, "half", {"transformer": torch.int8}):

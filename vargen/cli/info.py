@@ -85,8 +85,8 @@ def gather() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
+    from vargen.device import fast_dtype
     from vargen.evaluation.machine import describe_machine
-    from vargen.pipelines.loading import fast_dtype
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}

@@ -6,6 +6,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vargen import device
+
 if TYPE_CHECKING:
     import torch
 
@@ -29,20 +31,18 @@ def pick_device(name: Device) -> torch.device:
     Raises:
         ValueError: for cuda where torch sees none.
     """
-    from vargen.pipelines import loading
-
-    return loading.pick_device(name.value)
+    return device.pick_device(name.value)
 
 
-def pick_dtype(name: Dtype, device: torch.device, folder: Path | None = None) -> torch.dtype:
+def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:
     """The dtype of the large networks; `auto` takes the default of the device and of the model in `folder`."""
     import torch
 
-    from vargen.pipelines.loading import default_dtype, fast_dtype
+    from vargen.pipelines.loading import default_dtype
 
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    return fast_dtype(device) if folder is None else default_dtype(folder, device)
+    return device.fast_dtype(place) if folder is None else default_dtype(folder, place)
 
 
 def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:

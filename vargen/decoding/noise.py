@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.categorical import categorical
+from vargen.kernels.dispatch import eager_on_cpu
 
 
 class Purpose(IntEnum):
@@ -100,7 +101,7 @@ def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
 
 def _in_numpy(keys: Tensor) -> bool:
     """On a CPU NumPy mixes the same bits: its small operations cost a fifth of torch's, and it has unsigned shifts."""
-    return keys.device.type == "cpu" and sys.byteorder == "little" and not torch.compiler.is_compiling()
+    return sys.byteorder == "little" and eager_on_cpu(keys)
 
 
 def _mix_numpy_(z: np.ndarray) -> np.ndarray:

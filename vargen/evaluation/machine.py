@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from vargen.device import cpu_model
-from vargen.pipelines.loading import cpu_multiplies_bfloat16
+from vargen.device import cpu_model, cpu_multiplies_bfloat16
 
 
 def usable_cores() -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vargen.kernels.dispatch import eager_on_cpu
+
 
 class KVCache:
     """Keys and values of every layer, `[R, H, S, K]` each, and the number of image tokens that each row holds.
@@ -70,7 +72,7 @@ class KVCache:
     def reach(self, T: int) -> int:
         """How many slots a pass over T tokens has to look at: on a CPU those that a row has in use. Elsewhere all: shapes stay
         the same for every pass, and the host does not wait for a length."""
-        if self.length.device.type != "cpu" or torch.compiler.is_compiling():
+        if not eager_on_cpu(self.length):
             return self.slots
         return min(self.prefix + int(self.length.max()) + T, self.slots)
 

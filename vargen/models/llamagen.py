@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.kernels.dispatch import float32_on_cpu
 from vargen.kernels.few_queries import attention
-from vargen.kernels.few_rows import eager_on_cpu, linear
+from vargen.kernels.few_rows import linear
 from vargen.models.cache import KVCache
 
 ensure_torchvision()
@@ -139,7 +140,7 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # Written out: torch composes F.rms_norm of more operations on a CPU, and a decoding pass has only a few rows. By the
         # vector's length it takes four operations, 17 microseconds; by the mean square seven, 41.
-        if eager_on_cpu(x):
+        if float32_on_cpu(x):
             width = x.shape[-1]
             length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             length = torch.hypot(length, torch.scalar_tensor(math.sqrt(width * self.eps)))
@@ -446,7 +447,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
         slots, reach = cache.slot_of(T), cache.reach(T)
         bias = cache.bias(T, ancestors, self.dtype, reach)
-        if eager_on_cpu(bias):
+        if float32_on_cpu(bias):
             bias = bias.expand(-1, self.config.n_head, -1, -1).contiguous()  # once, not in every layer
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):

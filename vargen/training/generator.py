@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
+from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.llamagen import Condition, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
 from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines.captions import align_left_padded
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, captions, sample_caption
 from vargen.training.muon import Muon
 from vargen.training.recipe import GeneratorRecipe

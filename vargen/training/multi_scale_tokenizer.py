@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
+from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset
 from vargen.training.multi_scale_codebook import Perturbation, ScaleCodebook, quantise
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe

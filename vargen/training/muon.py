@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vargen.pipelines.loading import fast_dtype
+from vargen.device import fast_dtype
 
 # Quintic Newton-Schulz coefficients of Jordan et al.: singular values land in about [0.7, 1.2] after five rounds.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

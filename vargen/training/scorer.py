@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.image_text import ImageTextModel
 from vargen.models.vq import VQModel
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
 from vargen.training.emoji_captions import STYLES
 from vargen.training.recipe import ScorerRecipe

@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.vq import VQModel
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import TokenizerRecipe

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weights import weights_digest
-from vargen.pipelines.loading import check_component, fast_dtype
+from vargen.pipelines.loading import check_component
 from vargen.training.emoji import EmojiDataset
 from vargen.training.muon import Muon
 from vargen.training.run import TrainingRun

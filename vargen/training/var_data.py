@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from vargen.device import fast_dtype
 from vargen.models.llamagen import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, is_held_out_cell, sample_caption
 from vargen.training.generator import shifted
 from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from vargen.device import fast_dtype
 from vargen.models.var import VARTransformer
-from vargen.pipelines.loading import fast_dtype
 from vargen.training.emoji import EmojiDataset, captions, is_held_out_cell
 from vargen.training.self_correction import Corrector
 from vargen.training.var_data import CaptionBank, LatentStore, looks
