@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from table_model import TableModel
 
 from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Tree, decode
+from vargen.evaluation.table_model import TableModel
 
 
 def test_the_example_of_a_new_rule_works(repo_root: Path) -> None:

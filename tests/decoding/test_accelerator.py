@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from table_model import TableModel
 
 from vargen.decoding import (
     PRESETS,
@@ -23,6 +22,7 @@ from vargen.decoding import (
     exact,
     shared_noise,
 )
+from vargen.evaluation.table_model import TableModel
 
 
 @pytest.mark.parametrize("name", PRESETS)

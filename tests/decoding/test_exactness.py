@@ -7,11 +7,9 @@ known-wrong variants are what released implementations do (research audit of SJD
 
 import dataclasses
 import itertools
-import math
 
 import pytest
 import torch
-from table_model import TableModel
 
 from vargen.decoding import (
     Accelerator,
@@ -31,23 +29,16 @@ from vargen.decoding import (
 from vargen.decoding.acceptance import acceptance_rule, chances, judged, residual
 from vargen.decoding.draft_length import Adaptive
 from vargen.decoding.drafters.coupling import maximal
-from vargen.decoding.noise import Purpose, race
-from vargen.decoding.sampling import to_probs
+from vargen.decoding.noise import Purpose
+from vargen.evaluation.exactness import measure, refusal_from_p, uniform_bonus
+from vargen.evaluation.table_model import TableModel
 
-CHAINS = 150_000
 
-
-def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
-    """Total variation from the enumerated joint distribution, in units of what `chains` independent draws of it would show."""
-    result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
-    V, N = model.vocab, model.tokens
-    index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
-    drawn = torch.bincount(index, minlength=V**N).double() / chains
-    truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
-    floor = (truth * (1 - truth) / chains).sqrt().sum() * math.sqrt(2 / math.pi) / 2
-    if not isinstance(getattr(accelerator, "acceptance", None), Grouped):
-        assert drawn[truth == 0].sum() == 0
-    return float((drawn - truth).abs().sum() / 2 / floor)
+def joint_distance(accelerator, model: TableModel, sampling: Sampling) -> float:
+    """Total variation from the enumerated joint distribution, in units of the noise floor."""
+    finding = measure(accelerator, model, sampling)
+    assert finding.impossible == 0 or isinstance(accelerator.acceptance, Grouped)
+    return finding.times_the_floor
 
 
 AT_THE_FLOOR = 1.35  # times the noise floor; the wrong variants below are told apart by the same bound
@@ -134,22 +125,6 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
 
 
 # -- negative controls: the same check must fail ------------------------------------------------------------------------
-
-
-@acceptance_rule(exact=True)
-def refusal_from_p(p, draft, noise, relaxation):
-    """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
-    verdict = exact(p, draft, noise, relaxation)
-    row = p[torch.arange(len(p)), verdict.count - 1]
-    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
-
-
-@acceptance_rule(exact=True)
-def uniform_bonus(p, draft, noise, relaxation):
-    """SJD-PAC as released: when the whole draft is accepted, a uniform token is committed."""
-    verdict = exact(p, draft, noise, relaxation)
-    drawn = race(torch.ones_like(p[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
-    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == p.shape[1], drawn, verdict.next_token))
 
 
 @acceptance_rule(exact=True)

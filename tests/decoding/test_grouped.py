@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from table_model import TableModel
 
 from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Sampling, Tree, decode, exact
 from vargen.decoding.noise import race
+from vargen.evaluation.table_model import TableModel
 
 
 def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple[torch.Tensor, Draft, Noise]:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from table_model import TableModel
 
 from vargen.decoding import (
     PRESETS,
@@ -23,6 +22,7 @@ from vargen.decoding import (
 from vargen.decoding.cost import pass_costs
 from vargen.decoding.draft_length import Adaptive, Auto, ByCost, Fixed, Geometric, Growth
 from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context
+from vargen.evaluation.table_model import TableModel
 
 METHODS = {
     "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),

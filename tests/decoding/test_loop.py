@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from drafters import GuessingDrafter
-from table_model import TableModel
 
 from vargen.decoding import (
     Accelerator,
@@ -20,6 +19,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
+from vargen.evaluation.table_model import TableModel
 
 TREES = {
     "chain of 1": (-1, 0),

@@ -1,7 +1,8 @@
-"""A tiny causal model whose joint probs can be enumerated: logits from a table over position and the two previous tokens."""
+"""A tiny causal model whose joint distribution can be enumerated: its logits are a table over position and two tokens."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -82,8 +83,8 @@ class TableModel:
     def rollback(self, state: tuple[Tensor, TableState], length: Tensor) -> None:
         state[1].length = length.clone()
 
-    def joint(self, condition: int, probs) -> Tensor:
-        """Probabilities of all V^N sequences, `[V] * N`, under laws made by `to_probs(logits)`."""
+    def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
+        """Probabilities of all V^N sequences, float64 `[V] * N`, where `to_probs(logits)` makes those of a token."""
         V, N = self.vocab, self.tokens
         total = torch.ones(())
         sequences = torch.cartesian_prod(*[torch.arange(V)] * N) if N > 1 else torch.arange(V)[:, None]
@@ -93,6 +94,6 @@ class TableModel:
             last = sequences[:, n - 1] if n else start
             before = sequences[:, n - 2] if n > 1 else start
             where = torch.full((len(sequences),), n)
-            probabilities = probs(self.logits(torch.full_like(where, condition), where, before, last)).double()
+            probabilities = to_probs(self.logits(torch.full_like(where, condition), where, before, last)).double()
             total *= probabilities.gather(1, sequences[:, n : n + 1])[:, 0]
         return total.view([V] * N)

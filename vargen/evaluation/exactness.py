@@ -1,0 +1,184 @@
+"""Is a method exact? Its samples of small models against the enumerated probabilities of all their sequences.
+
+The models are tables whose every sequence can be enumerated (`TableModel`). Many chains are drawn by the method, and the total
+variation between what was drawn and what is true is compared with what as many independent draws would show, the noise floor.
+Known-wrong variants, mistakes of released implementations, are drawn beside it: a check that could not tell them would prove
+nothing.
+
+Shape suffixes: V vocabulary, N tokens.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    Jacobi,
+    Noise,
+    Purpose,
+    Sampling,
+    Speculative,
+    Verdict,
+    acceptance_rule,
+    decode,
+    exact,
+)
+from vargen.decoding.noise import race
+from vargen.decoding.sampling import to_probs
+from vargen.evaluation.table_model import TableModel
+
+MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
+CHAINS = 150_000
+
+
+@dataclass(frozen=True)
+class Case:
+    """A table model and the sampling of its tokens."""
+
+    name: str
+    tokens: int = 5
+    rows: int = 1
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
+
+    def model(self) -> TableModel:
+        """The model, and one half as good that may draft for it."""
+        arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
+        model = TableModel(seed=4, **arguments)
+        model.draft_model = TableModel(seed=77, **arguments)
+        return model
+
+
+CASES = (
+    Case("plain softmax"),
+    Case("three rows of two", tokens=6, rows=3),
+    Case("top-p 0.7", sampling=Sampling(top_p=0.7)),
+    Case("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
+    Case("certain tokens", tokens=6, forced=((1, 2), (4, 0))),
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One case.
+
+    Attributes:
+        distance: total variation between drawn and true probabilities of all sequences.
+        floor: the same of as many independent draws, expected. spread: its standard deviation.
+        impossible: share of drawn sequences that have no probability.
+    """
+
+    case: str
+    distance: float
+    floor: float
+    spread: float
+    impossible: float
+
+    @property
+    def times_the_floor(self) -> float:
+        return self.distance / self.floor
+
+    @property
+    def exact(self) -> bool:
+        return self.distance < self.floor + MOST_SPREADS * self.spread and self.impossible == 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """All cases of a method, and the known-wrong variants that were drawn beside it."""
+
+    name: str
+    claims: str  # "exact" or "relaxed"
+    chains: int
+    findings: tuple[Finding, ...]
+    controls: tuple[Finding, ...]
+
+    @property
+    def exact(self) -> bool:
+        return all(finding.exact for finding in self.findings)
+
+    @property
+    def can_tell(self) -> bool:
+        """Whether every wrong variant was told from an exact method, without which the findings prove nothing."""
+        return not any(control.exact for control in self.controls)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {**dataclasses.asdict(self), "exact": self.exact, "can_tell": self.can_tell}
+
+
+def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS, case: str = "") -> Finding:
+    """Draw `chains` sequences of a table model by a method, and compare."""
+    result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
+    V, N = model.vocab, model.tokens
+    index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
+    drawn = torch.bincount(index, minlength=V**N).double() / chains
+    truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
+    # A share of n draws is off by e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi) and variance e^2 (1 - 2 / pi).
+    error = (truth * (1 - truth) / chains).sqrt()
+    floor, spread = error.sum() * math.sqrt(2 / math.pi) / 2, (error.square().sum() * (1 - 2 / math.pi)).sqrt() / 2
+    distance = (drawn - truth).abs().sum() / 2
+    return Finding(case, float(distance), float(floor), float(spread), float(drawn[truth == 0].sum()))
+
+
+def fitted(accelerator: Accelerator, tokens: int) -> Accelerator:
+    """The method with its window or chain cut to a grid of so many tokens."""
+    drafter = accelerator.drafter
+    if isinstance(drafter, Jacobi) and isinstance(drafter.window, int) and drafter.window > tokens:
+        return dataclasses.replace(accelerator, drafter=dataclasses.replace(drafter, window=tokens))
+    if isinstance(drafter, Speculative) and isinstance(drafter.length, int) and drafter.length >= tokens:
+        return dataclasses.replace(accelerator, drafter=dataclasses.replace(drafter, length=tokens - 1))
+    return accelerator
+
+
+def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
+    """Whether a method draws what its model says, in every case, and whether the check can tell.
+
+    Args:
+        accelerator: windows and chains are cut to the models' five or six tokens.
+        chains: sequences drawn of each case; fewer raise the noise floor, under which small errors hide.
+
+    Raises:
+        ValueError: for fewer than 1,000 chains, or a method that table models cannot run.
+    """
+    if chains < 1000:
+        raise ValueError(f"chains must be at least 1000, got {chains}")
+    findings = [
+        measure(fitted(accelerator, case.tokens), case.model(), case.sampling, chains, case.name) for case in CASES
+    ]
+    first = CASES[0]
+    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in WRONG.items()]
+    return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
+
+
+# -- known-wrong variants -----------------------------------------------------------------------------------------------
+
+
+@acceptance_rule(exact=True)
+def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
+    verdict = exact(probs, draft, noise, relaxation)
+    row = probs[torch.arange(len(probs)), verdict.count - 1]
+    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
+
+
+@acceptance_rule(exact=True)
+def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """SJD-PAC as released: when the whole draft is accepted, a uniform token is committed."""
+    verdict = exact(probs, draft, noise, relaxation)
+    drawn = race(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
+    return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], drawn, verdict.next_token))
+
+
+WRONG = {
+    "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
+    "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+}
