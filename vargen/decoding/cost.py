@@ -193,6 +193,8 @@ def thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float
     found: dict[tuple[str, int], dict[int, float]] = {}
     for name, entry in _read().items():
         match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(machine(device))}", name)
-        for width, seconds in entry.get("seconds", {}).items() if match else ():
+        if match is None:
+            continue
+        for width, seconds in entry.get("seconds", {}).items():
             found.setdefault((match[1], int(width)), {})[int(match[2])] = float(seconds)
     return [(name, width, seconds) for (name, width), seconds in sorted(found.items()) if len(seconds) > 1]

@@ -44,7 +44,9 @@ class TableModel:
         self.grid = (rows, tokens // rows)
         self.device = torch.device("cpu")
         self.passes: list[int] = []
-        self.codebook = self.draft_model = self.cost_key = None
+        self.codebook: Tensor | None = None
+        self.draft_model: TableModel | None = None
+        self.cost_key: str | None = None  # its costs are nobody's business
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
@@ -73,6 +75,7 @@ class TableModel:
 
     def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:
         _, held = state
+        assert held.fed is not None
         kept = held.fed.gather(1, path)
         for a in range(path.shape[1]):
             at = (held.length + a).clamp(max=held.history.shape[1] - 1)[:, None]
