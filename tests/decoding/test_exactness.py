@@ -30,13 +30,13 @@ from vargen.decoding.acceptance import acceptance_rule, chances, judged, residua
 from vargen.decoding.draft_length import Adaptive
 from vargen.decoding.drafters.coupling import maximal
 from vargen.decoding.noise import Purpose
-from vargen.evaluation.exactness import measure, refusal_from_p, uniform_bonus
+from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
 from vargen.evaluation.table_model import TableModel
 
 
-def joint_distance(accelerator, model: TableModel, sampling: Sampling) -> float:
+def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
     """Total variation from the enumerated joint distribution, in units of the noise floor."""
-    finding = measure(accelerator, model, sampling)
+    finding = measure(accelerator, model, sampling, chains)
     assert finding.impossible == 0 or isinstance(accelerator.acceptance, Grouped)
     return finding.times_the_floor
 
