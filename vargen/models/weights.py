@@ -190,8 +190,8 @@ def read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
     except MemoryError:
         raise
     except Exception as error:  # numpy, zipfile and zlib each have their own
-        reason = f"{type(error).__name__}: {error}".split(". ")[0]
-    # numpy's message, too, goes on to recommend unpickling
+        # numpy's message, too, recommends unpickling
+        reason = "pickled data, which is not opened" if "pickle" in str(error) else f"{type(error).__name__}: {error}"
     raise ValueError(f"{file} is damaged or not of vargen's ({reason}); remove it, and it is made anew")
 
 
