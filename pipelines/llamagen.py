@@ -323,8 +323,8 @@ class LlamaGenPipeline(DiffusionPipeline):
                 (in (0, 1]).
             guidance_interval: guide only up to this decoding step; None guides all.
             negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
-            accelerator: name of a preset (`vargen info presets` lists them), or an `Accelerator`. The default, `"auto"`, draws the
-                picture of `"ar"` (in float32; in bfloat16 a wide pass rounds differently), drafting as far as that pays here.
+            accelerator: name of a preset (`vargen info presets` lists them), or an `Accelerator`. The default, `"auto"`, draws
+                the picture of `"ar"` (in float32; in bfloat16 a wide pass rounds differently), drafting as far as that pays.
             generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone. A single
                 generator, or torch's global one for None, serves all pictures in turn. Whichever it was, a new generator with
                 the seed `stats.seeds[i]`, on the same device, draws picture i again alone: the seed that was asked for, or a
