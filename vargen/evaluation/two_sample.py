@@ -1,4 +1,4 @@
-"""Do two sets of pictures follow the same law? Permutation tests on their tokens.
+"""Do two sets of pictures follow the same distribution? Permutation tests on their tokens.
 
 Three statistics: token marginals per position, pairs of neighbouring tokens, and the tokenizer's features (codebook vectors
 averaged over quarters of the picture, and their spread). Significance comes from swapping whole pictures between the sets,
@@ -110,7 +110,7 @@ def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -
     return permutation_test(statistic, len(first), permutations, seed)
 
 
-def compare_laws(
+def two_sample_tests(
     first_IN: Tensor, second_IN: Tensor, codes_VC: Tensor, columns: int, permutations: int = 200
 ) -> dict[str, TestResult]:
     """All three tests. Picture i of both sets must be of the same prompt, and drawn with different seeds.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Accelerator, decode
-from vargen.evaluation.two_sample import compare_laws
+from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines.checks import check_sampling
@@ -113,7 +113,7 @@ def draw_many(
     return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(spent))}
 
 
-def laws_report(
+def distribution_report(
     pipe: LlamaGenPipeline,
     prompts: Sequence[str],
     methods: dict[str, Accelerator],
@@ -138,7 +138,7 @@ def laws_report(
         seed = number * 10**6
         place = folder / name
         tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, *shared)
-        tests = compare_laws(baseline, tokens, codes, columns, permutations)
+        tests = two_sample_tests(baseline, tokens, codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
             **statistics,
