@@ -58,7 +58,7 @@ def test_the_proofs_come_out_as_the_guide_says(guide: dict[str, str], repo_root:
     exec(compile(guide["proof.py"], "proof.py", "exec"), {})
 
 
-def test_the_methods_draw_pictures(guide: dict[str, str]) -> None:
+def test_the_methods_and_the_scorer_draw_pictures(guide: dict[str, str], repo_root: Path) -> None:
     methods: Any = importlib.import_module("methods")
     pipe = text_pipeline(grid_size=6)
     pipe.set_progress_bar_config(disable=True)
@@ -67,6 +67,11 @@ def test_the_methods_draw_pictures(guide: dict[str, str]) -> None:
     assert torch.equal(torch.as_tensor(sequential.images), torch.as_tensor(same.images))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
+    scope = {"pipe": pipe, **vars(importlib.import_module("colourfulness"))}
+    (call,) = [block for block in blocks(repo_root / "docs/extending.md", "python") if not block.file]
+    if call.runs:
+        exec(call.code, scope)
+        assert len(scope["result"].images) == 1
 
 
 def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> None:

@@ -77,13 +77,13 @@ def test_the_readme_is_short() -> None:
     text = re.sub(r"\]\([^)]*\)", "]", prose(README))
     words = [word for word in text.split() if re.search(r"\w", word)]
     assert len(words) <= 1000, len(words)
-    assert len(README.read_text().splitlines()) <= 160
+    assert len(README.read_text().splitlines()) <= 150
 
 
 def test_the_readme_shows_the_loop_as_it_stands() -> None:
     source = (ROOT / "vargen/decoding/tokens.py").read_text()
     shown = next(block.code for block in blocks(README, "python") if "while not run.finished" in block.code)
-    assert shown in textwrap.dedent(source[source.index("    while not run.finished:") :])
+    assert textwrap.indent(shown, "    ") in source
 
 
 def test_the_readme_names_every_preset_and_its_kind() -> None:
@@ -153,16 +153,7 @@ def test_usage_runs(open_pipeline: None, tiny_model: Path, tmp_path: Path, monke
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
     for block in blocks(ROOT / "docs/usage.md", "python"):
-        if block.needs and not _there(block.needs):
-            continue
-        exec(compile(block.code.replace('"emoji"', repr(str(tiny_model))), block.page, "exec"), scope)
+        if block.runs:
+            exec(compile(block.code.replace('"emoji"', repr(str(tiny_model))), block.page, "exec"), scope)
     assert len(scope["result"].images) == 2
 
-
-def _there(name: str) -> bool:
-    """Whether a dotted name can be imported."""
-    module, _, attribute = name.rpartition(".")
-    try:
-        return hasattr(importlib.import_module(module), attribute)
-    except ImportError:
-        return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
 from dataclasses import dataclass
@@ -24,6 +25,15 @@ class Block:
     def file(self) -> str | None:
         first = re.match(r"# (\w+\.py)\n", self.code)
         return first[1] if first else None
+
+    @property
+    def runs(self) -> bool:
+        """Whether what it needs is there."""
+        module, _, name = (self.needs or "sys.path").rpartition(".")
+        try:
+            return hasattr(importlib.import_module(module), name)
+        except ImportError:
+            return False
 
 
 def pages(root: Path) -> list[Path]:
@@ -61,8 +71,9 @@ def commands(page: Path, program: str) -> list[list[str]]:
     found = []
     for block in blocks(page, ""):
         for line in block.code.replace("\\\n", " ").splitlines():
-            words = shlex.split(line.removeprefix("$ "), comments=True) if "'" not in line or line.count("'") % 2 == 0 else []
-            for part in _split(words):
+            if f"{program} " not in line:
+                continue
+            for part in _split(shlex.split(line.removeprefix("$ "), comments=True)):
                 while part and (re.match(r"[A-Z_]+=", part[0]) or part[0] == "export"):
                     part = part[1:]
                 if part and part[0] == program:
