@@ -29,7 +29,7 @@ def main() -> None:
         stats = result.stats
         print(f"{method}.png: {stats.passes} passes, {stats.tokens_per_pass:.2f} tokens a pass, {stats.seconds:.1f} s")
     same = pictures["ar"].tobytes() == pictures["gumbel"].tobytes()
-    print("the same picture, pixel for pixel" if same else "not quite the same picture: two candidates were equal up to rounding")
+    print("the same picture, pixel for pixel" if same else "not quite the same: two candidates were equal up to rounding")
 
 
 if __name__ == "__main__":

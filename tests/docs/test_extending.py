@@ -62,9 +62,12 @@ def test_the_methods_and_the_scorer_draw_pictures(guide: dict[str, str], repo_ro
     methods: Any = importlib.import_module("methods")
     pipe = text_pipeline(grid_size=6)
     pipe.set_progress_bar_config(disable=True)
-    sequential = pipe("a red apple", accelerator="ar", generator=torch.Generator().manual_seed(1), output_type="latent")
-    same = pipe("a red apple", accelerator=methods.same_picture, generator=torch.Generator().manual_seed(1), output_type="latent")
-    assert torch.equal(torch.as_tensor(sequential.images), torch.as_tensor(same.images))
+
+    def drawn(method: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.as_tensor(pipe("a red apple", accelerator=method, generator=generator, output_type="latent").images)
+
+    assert torch.equal(drawn(methods.same_picture), drawn("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
     scope = {"pipe": pipe, **vars(importlib.import_module("colourfulness"))}
