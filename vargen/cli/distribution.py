@@ -35,7 +35,7 @@ def distribution(
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 50,
     permutations: Annotated[int, typer.Option(metavar="N", help="Of each test; the least p-value is 1 / (N + 1).")] = 200,
     strong: Annotated[
-        bool, typer.Option("--strong", help="Behind gsd also one with large groups, which the tests must tell.")
+        bool, typer.Option("--strong", help="Also draw a gsd with large groups, which the tests must find out.")
     ] = False,
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
@@ -49,7 +49,7 @@ def distribution(
 ) -> None:
     """Two-sample tests of each method's pictures against sequential ones of the same prompts and other seeds.
 
-    Small p-values say that the distributions differ. `ar` against itself shows what no difference looks like.
+    Small p-values say that the distributions differ. `ar` against itself shows what the tests say where there is no difference.
     """
     check_range(pictures, "pictures", 2)
     check_range(permutations, "permutations", 1)

@@ -25,7 +25,8 @@ from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
 @dataclass
 class MethodResult:
-    """One method over all batches. Times are of the decoding loop, prefill included; pixels cost the same for all.
+    """One method over all batches. Times cover the decoding loop with its prefill; pixels, which cost all methods the same, are
+    left out.
 
     Attributes:
         kind: `"exact"` or `"relaxed"`.
@@ -33,7 +34,7 @@ class MethodResult:
         ratio: median over the batches of `ar`'s seconds over this method's, and the quartiles.
         tokens_per_pass: tokens that a pass committed per unfinished image.
         step_cost: mean cost of a step's passes, drafting included, relative to a pass of one token (the cost curve).
-        allowed: the ratio that the passes and the cost curve allow: what remains if a step costs its passes alone.
+        allowed: what the ratio would be if a step took the time of its passes alone, by the cost curve.
         efficiency: ratio / allowed.
         share_by_part: of the loop's seconds.
         accepted_histogram: `[k]` passes times images that committed k tokens.
@@ -91,7 +92,7 @@ def compare(
 
     Args:
         prompts: one picture each; the last batch is filled up from the front.
-        methods: by name; must hold `"ar"`, what ratios are against.
+        methods: by name; must hold `"ar"`, the baseline of the ratios.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with batches done and to do.
 
@@ -150,7 +151,7 @@ def _take_turns(
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
-    if model.device.type == "cuda":  # where a part's time shows only when the device is waited for, which the runs do not
+    if model.device.type == "cuda":  # the time of a part is known if the host waits for the device, which timed runs do not
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decode(model, *first, methods[name], sampling, profile=True).stats] for name in names}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})

@@ -51,7 +51,7 @@ def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network
 
 
 def plausible_condition(transformer: LlamaGenTransformer, batch: int) -> Condition:
-    """A condition of the right shape: what it says has no part in the time a pass takes."""
+    """A condition of the right shape; the time of a pass does not depend on what it says."""
     config, device = transformer.config, transformer.device
     if config.condition == "class":
         return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)

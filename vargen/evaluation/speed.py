@@ -1,8 +1,8 @@
-"""What a pass of a network costs, against the tokens it feeds and against reading its weights once; and the baseline's speed.
+"""How long a pass takes, by the tokens it feeds and against one read of the weights; and how fast sequential decoding is.
 
 A pass that feeds few tokens spends its time reading weights, so feeding more is nearly free: that is what drafting lives on.
-Cases are measured in turn, round after round, so that a drift of the machine meets all alike; each visit first runs once
-untimed, because a decoding loop finds in the caches what its last pass left there.
+Cases are measured in turn, round after round, so that a drift of the machine meets all alike. Each visit begins with
+an untimed pass, because in a decoding loop the processor's caches hold what the pass before left there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
-_LONG_PASS = 0.1  # seconds; what another case leaves in the caches is lost in a pass this long
+_LONG_PASS = 0.1  # seconds; so long a pass needs no untimed one before it: it replaces what another case left in the caches
 _GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table
 
 
@@ -104,7 +104,7 @@ def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tenso
 
 
 def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
-    """By width, a cache half full of random keys and values that takes passes so wide. They share their memory."""
+    """A cache for passes of each width, half full of random keys and values. They share their memory."""
     caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
     widest = caches[max(widths)]
     widest.k.normal_()
