@@ -46,6 +46,18 @@ def test_commands_and_their_options_exist(page: Path) -> None:
 
 
 @PAGES
+def test_commands_within_sentences_exist(page: Path) -> None:
+    """Of these the arguments may be made up; verbs and options are not."""
+    for text in re.findall(r"`vargen ([^`]+)`", prose(page)):
+        command: Any = typer.main.get_command(app)
+        words = text.split()
+        while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
+            _, command, words = command.resolve_command(command.make_context("vargen", list(words)), words)
+        known = {name for parameter in command.params for name in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= known, text
+
+
+@PAGES
 def test_targets_of_make_exist(page: Path) -> None:
     found = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
     assert found
