@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, generate, info, laws, train, verify
+from vargen.cli import bench, compare, convert, distribution, generate, info, train, verify
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
@@ -46,7 +46,7 @@ app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
 app.add_typer(info.app, name="info")
-bench.app.command("laws")(laws.laws)
+bench.app.command("distribution")(distribution.distribution)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")

@@ -1,4 +1,4 @@
-"""`vargen verify`: is a method exact, by enumeration?"""
+"""`vargen verify`: is a method exact? Proved by enumeration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def verify(
 ) -> None:
     """Draw small models by a method, and compare with the enumerated probabilities of all their sequences.
 
-    Ends with 1 if a method that claims to be exact is not, or if a known-wrong variant went unnoticed.
+    Ends with 1 if a method claims to be exact and is not, or if a known-wrong variant was not found.
     """
     check_range(chains, "chains", 1000, 10**8)
     found = [find(method) for method in methods]

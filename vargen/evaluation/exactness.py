@@ -2,8 +2,8 @@
 
 The models are tables whose every sequence can be enumerated (`TableModel`). Many chains are drawn by the method, and the total
 variation between what was drawn and what is true is compared with what as many independent draws would show, the noise floor.
-Known-wrong variants, mistakes of released implementations, are drawn beside it: a check that could not tell them would prove
-nothing.
+Variants that are known to be wrong, mistakes of released implementations, are measured in the same way: if the check did not
+find them, it would prove nothing.
 
 Shape suffixes: V vocabulary, N tokens.
 """
@@ -49,7 +49,7 @@ class Case:
     forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
 
     def model(self) -> TableModel:
-        """The model, and one half as good that may draft for it."""
+        """The model, with another table as its draft model."""
         arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
         model.draft_model = TableModel(seed=77, **arguments)
@@ -71,7 +71,8 @@ class Finding:
 
     Attributes:
         distance: total variation between drawn and true probabilities of all sequences.
-        floor: the same of as many independent draws, expected. spread: its standard deviation.
+        floor: the expected distance of as many independent draws from the true probabilities.
+        spread: the standard deviation of that distance.
         impossible: share of drawn sequences that have no probability.
     """
 
@@ -92,7 +93,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All cases of a method, and the known-wrong variants that were drawn beside it."""
+    """All cases of a method, and the known-wrong variants that were measured in the same run."""
 
     name: str
     claims: str  # "exact" or "relaxed"
@@ -106,7 +107,7 @@ class Report:
 
     @property
     def can_tell(self) -> bool:
-        """Whether every wrong variant was told from an exact method, without which the findings prove nothing."""
+        """Whether the check found every wrong variant; if it did not, the findings prove nothing."""
         return not any(control.exact for control in self.controls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -115,7 +116,7 @@ class Report:
 
 
 def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS, case: str = "") -> Finding:
-    """Draw `chains` sequences of a table model by a method, and compare."""
+    """Draw `chains` sequences of a table model by a method, and compare their shares with the true probabilities."""
     result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
     V, N = model.vocab, model.tokens
     index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)

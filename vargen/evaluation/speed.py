@@ -1,8 +1,8 @@
-"""What a pass of a network costs, against the tokens it feeds and against reading its weights once; and the baseline's speed.
+"""How long a pass takes, by the tokens it feeds and against one read of the weights; and how fast sequential decoding is.
 
 A pass that feeds few tokens spends its time reading weights, so feeding more is nearly free: that is what drafting lives on.
-Cases are measured in turn, round after round, so that a drift of the machine meets all alike; each visit first runs once
-untimed, because a decoding loop finds in the caches what its last pass left there.
+Cases are measured in turn, round after round, so that a drift of the machine meets all alike. Each visit begins with
+an untimed pass, because in a decoding loop the processor's caches hold what the pass before left there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vargen.decoding import Accelerator, DecodeStats, Progress
 from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
-_LONG_PASS = 0.1  # seconds; what another case leaves in the caches is lost in a pass this long
+_LONG_PASS = 0.1  # seconds; so long a pass needs no untimed one before it: it replaces what another case left in the caches
 
 
 @dataclass(frozen=True)
