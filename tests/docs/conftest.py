@@ -4,16 +4,6 @@ from pathlib import Path
 
 import pytest
 
-import vargen
-from vargen import LlamaGenPipeline
-
-
-@pytest.fixture
-def open_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`vargen.open_pipeline`, where it is still to come: the one family there is."""
-    if "open_pipeline" not in vargen.__all__:
-        monkeypatch.setattr(vargen, "open_pipeline", LlamaGenPipeline.from_pretrained, raising=False)
-
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:

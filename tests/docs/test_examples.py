@@ -12,7 +12,7 @@ from PIL import Image
 
 @pytest.fixture
 def example(
-    open_pipeline: None, tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> object:
     monkeypatch.chdir(tmp_path)
 

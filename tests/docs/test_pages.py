@@ -74,8 +74,7 @@ def test_code_compiles_and_what_it_imports_exists(page: Path) -> None:
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vargen":
                 module = importlib.import_module(str(node.module))
                 for name in node.names:
-                    later = name.name == "open_pipeline"  # comes with vargen.pipelines.registry
-                    assert later or hasattr(module, name.name), f"{node.module} has no {name.name}"
+                    assert hasattr(module, name.name), f"{node.module} has no {name.name}"
 
 
 # -- the README
@@ -125,7 +124,7 @@ def test_the_readme_says_what_was_measured() -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_runs(open_pipeline: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its blocks that draw, one after the other."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {}
@@ -157,7 +156,7 @@ def test_every_recipe_is_listed() -> None:
         assert f"`{recipe.stem}`" in text, recipe.stem
 
 
-def test_usage_runs(open_pipeline: None, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_usage_runs(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a tiny model instead of the packaged one."""
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
