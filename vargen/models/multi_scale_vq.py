@@ -121,6 +121,12 @@ class MultiScaleQuantizer(nn.Module):
         """What tokens `[B, s, s]` of scale k add to the latent: float32 `[B, C, R, G]`."""
         return self.enlarge(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
 
+    def input_of(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
+        """What a transformer is fed at scale k, `[B, N, C]`, where the scales before add up to `f_hat`; None behind the last."""
+        if k == len(self.scales):
+            return None
+        return self.shrink(f_hat_BCRG, k).flatten(2).transpose(1, 2)
+
 
 class MultiScaleVQModel(ModelMixin, ConfigMixin):
     """VAR's image tokenizer, and a small variant of it.
@@ -204,6 +210,7 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
 
     # -- pixels to tokens --------------------------------------------------------------------------------------------
 
+    @apply_forward_hook
     def latent(self, pixels_BCYX: Tensor) -> Tensor:
         """The latent `[B, C, R, G]` of pixels in [-1, 1], before quantisation.
 
@@ -249,9 +256,7 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
             ValueError: if the tokens are not of scale k.
         """
         f_hat = f_hat_BCRG + self.quantize.lookup(self._square(tokens, k), k)
-        if k + 1 == len(self.scales):
-            return f_hat, None
-        return f_hat, self.quantize.shrink(f_hat, k + 1).flatten(2).transpose(1, 2)
+        return f_hat, self.quantize.input_of(f_hat, k + 1)
 
     def teacher_inputs(self, tokens: Sequence[Tensor]) -> Tensor:
         """The transformer's inputs `[B, N of scales 1 to S-1, C]` where the tokens of every scale are known."""

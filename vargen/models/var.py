@@ -13,6 +13,7 @@ of one pass, D width, H heads, K head width, E code width, V vocabulary.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,6 +71,14 @@ class Modulation:
     blocks: Tensor
     head: Tensor
 
+    def rows(self, chosen: slice) -> Modulation:
+        """Of some of the rows; a view."""
+        return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
+
+    def join(self, other: Modulation) -> Modulation:
+        """Of these rows, followed by others."""
+        return Modulation(torch.cat([self.blocks, other.blocks], dim=2), torch.cat([self.head, other.head], dim=1))
+
 
 class ScaleCache:
     """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and how many scales they hold.
@@ -104,6 +113,17 @@ class ScaleCache:
     @property
     def nbytes(self) -> int:
         return self.k.nbytes + self.v.nbytes
+
+    def part(self, chosen: slice) -> ScaleCache:
+        """Some of the rows as a cache that shares this one's memory, and from now on holds scales of its own."""
+        part = copy.copy(self)
+        part.k, part.v = self.k[:, chosen], self.v[:, chosen]
+        part.rows = part.k.shape[1]
+        if self.modulation is not None:
+            part.modulation = self.modulation.rows(chosen)
+        if self.prefix_mask is not None:
+            part.prefix_mask = self.prefix_mask[chosen]
+        return part
 
     def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
         """Store a pass from slot `start` on; returns the layer's keys and values up to its end."""
@@ -350,6 +370,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
         condition: Condition | None = None,
         cache: ScaleCache | None = None,
         logits_of: int | None = None,
+        guidance: Tensor | None = None,
         return_dict: bool = True,
     ) -> VAROutput | tuple[Tensor, Tensor]:
         """One pass, in one of three forms.
@@ -363,14 +384,20 @@ class VARTransformer(ModelMixin, ConfigMixin):
             inputs: `[R, T, E]`, the inputs of whole scales: the sum of the codes so far, resized to each. Scale 0 has none.
             condition: of the R rows.
             logits_of: head rows for this many of the last scales fed; default: for all fed.
+            guidance: strength g `[T]` at each token of these scales. The rows are then R/2 conditional and R/2 unconditional
+                ones, and what is returned is c + g (c - u) of each pair. The head is linear, so guided features are as good as
+                guided logits, at half the work.
 
         Returns:
-            Logits `[R, T, V]` and features of the scales fed (without caption rows).
+            Logits `[R, T, V]` and features of the scales fed (without caption rows); R/2 rows under guidance.
 
         Raises:
             ValueError: if the combination of arguments is none of the three, or `inputs` end inside a scale.
         """
         features = self.hidden(inputs, condition, cache, logits_of)
+        if guidance is not None:
+            conditional, unconditional = features.float().chunk(2)
+            features = torch.lerp(unconditional, conditional, 1 + guidance[:, None]).to(self.dtype)
         logits = self.head(features).float()
         return VAROutput(logits=logits, features=features) if return_dict else (logits, features)
 

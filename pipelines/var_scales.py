@@ -1,0 +1,205 @@
+"""A `VARTransformer` and its image tokenizer as decoding sees them: guidance rows, caches and the sum over scales.
+
+Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T tokens of one pass, n of one scale, V codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Output
+from vargen.decoding.sampling import guide
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.models.condition import Condition
+from vargen.models.multi_scale_vq import MultiScaleQuantizer
+from vargen.models.var import ScaleCache, VAROutput, VARTransformer
+
+
+class ScaleState:
+    """What B images hold: conditional rows, and unconditional ones where guidance is asked for.
+
+    Unconditional rows may hold fewer scales: those at which guidance is off are not run for them, and are caught up when it
+    comes back.
+
+    Attributes:
+        halves: caches of the conditional rows and of the unconditional ones; they share the memory of `both`.
+        conditions: of each half.
+    """
+
+    def __init__(self, cache: ScaleCache, conditions: Sequence[Condition]):
+        self.both, self.conditions = cache, conditions
+        B = cache.rows // len(conditions)
+        self.halves = [cache.part(slice(start, start + B)) for start in range(0, cache.rows, B)]
+
+    @property
+    def together(self) -> bool:
+        """Whether all rows hold the same scales."""
+        return self.halves[0].scale == self.halves[-1].scale
+
+    def joined(self) -> tuple[ScaleCache, Condition]:
+        """All rows as one cache, and their condition; `together` must hold."""
+        first, last = self.halves
+        self.both.scale = first.scale
+        if first.scale and self.both.modulation is None:  # the halves were begun apart
+            assert first.modulation is not None and last.modulation is not None
+            self.both.modulation = first.modulation.join(last.modulation)
+            if first.prefix_mask is not None and last.prefix_mask is not None:
+                self.both.prefix_mask = torch.cat([first.prefix_mask, last.prefix_mask])
+        return self.both, self.conditions[0].join(self.conditions[1])
+
+    def split(self) -> None:
+        """Let the halves hold what `both` does, behind a pass over all rows."""
+        B = len(self.both.k[0]) // 2
+        self.halves = [self.both.part(slice(0, B)), self.both.part(slice(B, 2 * B))]
+
+
+class VARScales:
+    """`ScaleModel` of a VAR transformer.
+
+    Args:
+        transformer: the network.
+        quantiser: of its image tokenizer, on `device`.
+        guidance_scale: 1 runs without the unconditional rows. Guidance grows linearly from none at the first scale to this at
+            the last, as published; the official `cfg` is one less.
+        negative: condition of the unconditional rows; default: the null condition.
+        step: what runs passes: a compiled twin of the transformer, or itself.
+        draft_model: a smaller model of the same tokens.
+        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+    """
+
+    def __init__(
+        self,
+        transformer: VARTransformer,
+        quantiser: MultiScaleQuantizer,
+        guidance_scale: float = 1.0,
+        negative: Condition | None = None,
+        step: Callable[..., VAROutput] | None = None,
+        draft_model: VARScales | None = None,
+        device: torch.device | None = None,
+    ):
+        self.transformer, self.quantiser = transformer, quantiser
+        self.step = transformer if step is None else step
+        self.guidance_scale, self.negative, self.draft_model = guidance_scale, negative, draft_model
+        self.halves = 1 if guidance_scale == 1.0 else 2
+        self.device = device or transformer.device
+        self.scale_tokens = tuple(side * side for side in transformer.scales)
+        self.scale_codes = quantiser.scale_codes
+        self._ends = (0, *transformer.ends)
+        S = len(self.scale_tokens)
+        ramp = [(guidance_scale - 1) * k / max(S - 1, 1) for k in range(S)]
+        self._ramp = torch.tensor([g for g, n in zip(ramp, self.scale_tokens, strict=True) for _ in range(n)], device=self.device)
+
+    @property
+    def cost_key(self) -> str:
+        """What the seconds of a pass depend on, beside batch and machine: sizes and dtype, not the values of weights."""
+        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
+        sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        compiled = ", compiled" if self.step is not self.transformer else ""
+        dtype = str(self.transformer.dtype).removeprefix("torch.")
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}"
+
+    @property
+    def vocab(self) -> int:
+        return self.transformer.config.vocab_size
+
+    # -- the sum over scales ------------------------------------------------------------------------------------------
+
+    def canvas(self, batch: int) -> Tensor:
+        """Zeros `[B, E, side, side]`."""
+        side = self.quantiser.scales[-1]
+        return torch.zeros(batch, self.transformer.config.code_dim, side, side, device=self.device)
+
+    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
+        if tokens is not None:
+            side = self.quantiser.scales[scale]
+            canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
+        return canvas, self.quantiser.input_of(canvas, scale + 1)
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def start(self, condition: Condition) -> ScaleState:
+        conditions = [condition]
+        if self.halves == 2:
+            conditions.append(self.negative or self.transformer.null_condition(condition))
+        conditions = _without_padding(conditions)
+        rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
+        assert rows is not None
+        prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
+        return ScaleState(self.transformer.new_cache(self.halves * len(rows), prefix, self.device), conditions)
+
+    def forward(self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> Output:
+        last = len(inputs)
+        strength = self._strength(last - count, guidance)
+        if self.halves == 1 or not any(guidance):
+            logits = self._pass(state.halves[0], state.conditions[0], inputs, count)
+        elif state.together:
+            logits = self._pass(*state.joined(), inputs, count, strength)
+            state.split()
+        else:
+            conditional, unconditional = (
+                self._pass(cache, condition, inputs, count)
+                for cache, condition in zip(state.halves, state.conditions, strict=True)
+            )
+            logits = guide(conditional, unconditional, 1 + strength[:, None])
+        return Output(self._legal(logits, last - count, last))
+
+    def _pass(
+        self,
+        cache: ScaleCache,
+        condition: Condition,
+        inputs: Sequence[Tensor | None],
+        count: int,
+        guidance: Tensor | None = None,
+    ) -> Tensor:
+        """Logits of the last `count` scales, and the cache holds them all."""
+        fed = [part for part in inputs[cache.scale :] if part is not None]
+        rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
+        if rows is not None and len(rows) < cache.rows:
+            rows = rows.repeat(cache.rows // len(rows), 1, 1)
+        first = condition if cache.scale == 0 else None
+        return self.step(rows, condition=first, cache=cache, logits_of=count, guidance=guidance).logits
+
+    def _strength(self, first: int, factors: Sequence[float]) -> Tensor:
+        """`[T]`: how strongly the tokens of the scales from `first` on are guided."""
+        parts = self._ramp[self._ends[first] : self._ends[first + len(factors)]].split(
+            list(self.scale_tokens[first : first + len(factors)])
+        )
+        scaled = [part if factor == 1 else part * factor for part, factor in zip(parts, factors, strict=True)]
+        return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
+
+    def _legal(self, logits: Tensor, first: int, last: int) -> Tensor:
+        """Logits with those of codes that a scale does not use at -inf."""
+        start = self._ends[first]
+        for scale, (begin, end) in enumerate(pairwise(self._ends[first : last + 1]), first):
+            if self.scale_codes[scale] < self.vocab:
+                logits[:, begin - start : end - start, self.scale_codes[scale] :] = float("-inf")
+        return logits
+
+    def rollback(self, state: ScaleState, scale: int) -> None:
+        for cache in state.halves:
+            if scale == 0:
+                cache.scale = 0
+            elif cache.scale > scale:
+                cache.truncate(scale)
+
+
+def _without_padding(conditions: list[Condition]) -> list[Condition]:
+    """Captions cut to the longest of them: rows that no token sees cost as much as others.
+
+    Not on a GPU, where asking for the length waits for the device, and passes of one shape can be recorded once.
+    """
+    masks = [each.caption_mask for each in conditions]
+    if any(mask is None or not eager_on_cpu(mask) for mask in masks):
+        return conditions
+    used = max(1, *(int(mask.sum(1).max()) for mask in masks if mask is not None))
+    cut = []
+    for each in conditions:
+        assert each.caption_embeds is not None and each.caption_mask is not None
+        cut.append(Condition(caption_embeds=each.caption_embeds[:, -used:], caption_mask=each.caption_mask[:, -used:]))
+    return cut
