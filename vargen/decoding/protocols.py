@@ -73,7 +73,7 @@ class ScaleModel(Protocol):
     Attributes:
         vocab: tokens V of the shared codebook.
         scale_tokens: tokens of every scale, coarse to fine.
-        scale_codes: how many of the V tokens, the first ones, each scale may draw; the logits of others are -inf.
+        scale_codes: how many of the V tokens, the first ones, each scale may draw.
         draft_model: a smaller model of the same image tokenizer; None where there is none.
         cost_key: as of a `TokenModel`.
     """
@@ -109,7 +109,7 @@ class ScaleModel(Protocol):
             The canvas with them, and what the transformer is fed at the next scale, `[B, n', E]`; None behind the last.
         """
 
-    def forward(self, state: Any, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> Output:
+    def forward(self, state: Any, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
         """One block-causal pass over the scales that the state does not hold, up to the last of `inputs`; it holds them then.
 
         Args:
@@ -118,7 +118,7 @@ class ScaleModel(Protocol):
             guidance: of each of these scales, a factor of the guidance asked for; 0 runs it without the unconditional rows.
 
         Returns:
-            Guided logits `[B, T, V]` of these scales, one behind the other.
+            Guided logits of each of these scales, `[B, n, codes]`.
         """
 
     def rollback(self, state: Any, scale: int) -> None:
