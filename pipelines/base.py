@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, outside_autocast
@@ -67,6 +68,7 @@ class Description:
         condition: `"text"` or `"class"`. num_classes, id2label: classes, and their names by number (`"class"` only).
         vocab: tokens V to draw from. tokens: N that a picture has.
         has_draft: whether it has a smaller model to draft with.
+        steps: passes of the baseline.
     """
 
     folder: Path
@@ -77,6 +79,7 @@ class Description:
     num_classes: int
     id2label: dict[int, str]
     has_draft: bool
+    steps: int
 
 
 class Decoder(Protocol):
@@ -113,11 +116,13 @@ class VisualPipeline(DiffusionPipeline):
     Attributes:
         family: which presets it runs; see `vargen.decoding.Accelerator`.
         baseline: preset that ratios of speed are against. default_method: what a call draws with.
+        usual_sampling: where neither a call nor a checkpoint says another.
     """
 
     family: ClassVar[str]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT
+    usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and it takes turns with the transformer
     _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
@@ -145,6 +150,7 @@ class VisualPipeline(DiffusionPipeline):
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
+        self._compiled: Any = None
 
     # -- opening and saving ---------------------------------------------------------------------------------------------
 
@@ -228,6 +234,10 @@ class VisualPipeline(DiffusionPipeline):
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Pictures of tokens `[B, N]`; what lies past `length [B]` is left white."""
 
+    @abstractmethod
+    def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
+        """Pictures of which the first `drawn` tokens of `[B, N]` are there; transparent where nothing can be seen yet."""
+
     @property
     @abstractmethod
     def vocab(self) -> int:
@@ -240,8 +250,18 @@ class VisualPipeline(DiffusionPipeline):
 
     @property
     @abstractmethod
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of the tokens of a picture, in drawing order, raster order in each: one grid, or one per scale."""
+
+    @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the tokens of a picture; of its finest scale."""
+        """Rows and columns of the finest, or only, grid."""
+        return self.grids[-1]
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Passes that the baseline takes for a picture."""
 
     @property
     @abstractmethod
@@ -279,7 +299,10 @@ class VisualPipeline(DiffusionPipeline):
     def default_sampling(self) -> dict[str, Any]:
         """Guidance, temperature and filters where a call gives none: the checkpoint's own, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
-        return {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0, **stored}
+        usual = dict(self.usual_sampling)
+        if usual["top_k"] is not None and usual["top_k"] > self.vocab:
+            usual["top_k"] = None
+        return {**usual, **stored}
 
     @property
     def guidance_scale(self) -> float:
@@ -408,6 +431,12 @@ class VisualPipeline(DiffusionPipeline):
         """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""
         offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
         return self._execution_device if offloaded else component.device
+
+    def _step(self) -> Any:
+        """The transformer, compiled."""
+        if self._compiled is None or self._compiled._orig_mod is not self.transformer:
+            self._compiled = torch.compile(self.transformer, dynamic=False)
+        return self._compiled
 
     def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
         """Feeds the progress bar, and the caller's callback with diffusers' arguments."""

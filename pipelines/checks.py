@@ -175,15 +175,15 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
     return dict(answer)
 
 
-def check_tokens(tokens: Any, vocab: int, who: str = "tokens") -> Tensor:
-    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary."""
+def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0) -> Tensor:
+    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary, or from `least` on."""
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else shown(tokens)
         raise TypeError(f"{who} must be a tensor of whole numbers, got {given}")
     if tokens.numel():
-        least, most = torch.aminmax(tokens)
-        if int(least) < 0 or int(most) >= vocab:
-            raise ValueError(f"{who} must be from 0 to {vocab - 1}, got {int(least)} to {int(most)}")
+        low, high = torch.aminmax(tokens)
+        if int(low) < least or int(high) >= vocab:
+            raise ValueError(f"{who} must be from {least} to {vocab - 1}, got {int(low)} to {int(high)}")
     return tokens
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
@@ -82,7 +83,6 @@ class LlamaGenPipeline(VisualPipeline):
             "draft_transformer": draft_transformer,
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
-        self._compiled: Any = None
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 
@@ -92,8 +92,9 @@ class LlamaGenPipeline(VisualPipeline):
             config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
+        tokens = config.grid_size**2
         return Description(
-            folder, cls.__name__, config.condition, config.vocab_size, config.grid_size**2, config.num_classes, names, has_draft
+            folder, cls.__name__, config.condition, config.vocab_size, tokens, config.num_classes, names, has_draft, tokens
         )
 
     @classmethod
@@ -116,8 +117,13 @@ class LlamaGenPipeline(VisualPipeline):
         return self.transformer.tokens
 
     @property
-    def grid(self) -> tuple[int, int]:
-        return self.transformer.config.grid_size, self.transformer.config.grid_size
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        side = self.transformer.config.grid_size
+        return ((side, side),)
+
+    @property
+    def steps(self) -> int:
+        return self.transformer.tokens
 
     @property
     def codebook(self) -> Tensor:
@@ -243,11 +249,6 @@ class LlamaGenPipeline(VisualPipeline):
         step = self._step() if compile else None
         return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
 
-    def _step(self) -> Any:
-        if self._compiled is None or self._compiled._orig_mod is not self.transformer:
-            self._compiled = torch.compile(self.transformer, dynamic=False)
-        return self._compiled
-
     @torch.no_grad()
     @outside_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
@@ -276,6 +277,15 @@ class LlamaGenPipeline(VisualPipeline):
             mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
             pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
         return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
+        side = self.transformer.config.grid_size
+        mask = Image.new("L", (side, side))
+        mask.putdata([255 if position < drawn else 0 for position in range(side * side)])
+        images = self.decode_tokens(tokens)
+        for image in images:
+            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
+        return images
 
     @torch.no_grad()
     @outside_autocast

@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from vargen.decoding import Output
 from vargen.decoding.sampling import guide
 from vargen.kernels.dispatch import eager_on_cpu
 from vargen.models.condition import Condition
@@ -133,7 +131,7 @@ class VARScales:
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
         return ScaleState(self.transformer.new_cache(self.halves * len(rows), prefix, self.device), conditions)
 
-    def forward(self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> Output:
+    def forward(self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
         last = len(inputs)
         strength = self._strength(last - count, guidance)
         if self.halves == 1 or not any(guidance):
@@ -147,7 +145,7 @@ class VARScales:
                 for cache, condition in zip(state.halves, state.conditions, strict=True)
             )
             logits = guide(conditional, unconditional, 1 + strength[:, None])
-        return Output(self._legal(logits, last - count, last))
+        return self._by_scale(logits, last - count)
 
     def _pass(
         self,
@@ -173,13 +171,16 @@ class VARScales:
         scaled = [part if factor == 1 else part * factor for part, factor in zip(parts, factors, strict=True)]
         return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
 
-    def _legal(self, logits: Tensor, first: int, last: int) -> Tensor:
-        """Logits with those of codes that a scale does not use at -inf."""
-        start = self._ends[first]
-        for scale, (begin, end) in enumerate(pairwise(self._ends[first : last + 1]), first):
-            if self.scale_codes[scale] < self.vocab:
-                logits[:, begin - start : end - start, self.scale_codes[scale] :] = float("-inf")
-        return logits
+    def _by_scale(self, logits: Tensor, first: int) -> list[Tensor]:
+        """Logits `[B, T, V]` of the scales from `first` on, apart, each of the codes that it uses."""
+        parts, begin = [], 0
+        for scale in range(first, len(self.scale_tokens)):
+            if begin == logits.shape[1]:
+                break
+            end = begin + self.scale_tokens[scale]
+            parts.append(logits[:, begin:end, : self.scale_codes[scale]])
+            begin = end
+        return parts
 
     def rollback(self, state: ScaleState, scale: int) -> None:
         for cache in state.halves:

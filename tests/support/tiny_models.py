@@ -9,9 +9,12 @@ from transformers import AutoTokenizer
 
 import vargen.assets
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.var import VARTransformer
 from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.var import VARPipeline
 
 
 def tiny_vq() -> VQModel:
@@ -47,4 +50,50 @@ def text_pipeline(encoder: Path | None = None, **overrides) -> LlamaGenPipeline:
         transformer=tiny_transformer("text", **overrides),
         text_encoder=MiniLMTextEncoder.from_pretrained(encoder / "text_encoder"),
         tokenizer=AutoTokenizer.from_pretrained(encoder / "tokenizer"),
+    )
+
+
+def tiny_multi_scale_vq(**overrides) -> MultiScaleVQModel:
+    """8 x 8 pixels in 4 scales, 30 tokens."""
+    shape = {
+        "codebook_size": 64, "codebook_embed_dim": 8, "ch": 32, "ch_mult": (1, 1), "num_res_blocks": 1, "scales": (1, 2, 3, 4),
+        **overrides,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return MultiScaleVQModel(**shape).eval()
+
+
+def tiny_var(condition: str = "text", seed: int = 0, **overrides) -> VARTransformer:
+    """Weights large enough that pictures depend on their condition; much is zero as built."""
+    shape = {
+        "scales": (1, 2, 3, 4), "depth": 2, "dim": 32, "n_head": 2, "vocab_size": 64, "code_dim": 8, "num_classes": 10,
+        "caption_dim": 384, "caption_rows": 12, **overrides,
+    }  # fmt: skip
+    model = VARTransformer(condition=condition, **shape).eval()
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=1 / parameter.shape[-1] ** 0.5, generator=generator)
+    return model
+
+
+def class_var_pipeline(draft: bool = True, vq: dict | None = None, **overrides) -> VARPipeline:
+    return VARPipeline(
+        vqvae=tiny_multi_scale_vq(**(vq or {})),
+        transformer=tiny_var("class", **overrides),
+        draft_transformer=tiny_var("class", seed=5, depth=1, dim=16, n_head=1) if draft else None,
+        id2label={3: "cat, kitty", 4: "dog"},
+        defaults={"guidance_scale": 3.0},
+    )
+
+
+def text_var_pipeline(encoder: Path | None = None, draft: bool = True, **overrides) -> VARPipeline:
+    encoder = encoder or Path(vargen.assets.__file__).parent / "emoji"
+    return VARPipeline(
+        vqvae=tiny_multi_scale_vq(),
+        transformer=tiny_var("text", **overrides),
+        text_encoder=MiniLMTextEncoder.from_pretrained(encoder / "text_encoder"),
+        tokenizer=AutoTokenizer.from_pretrained(encoder / "tokenizer"),
+        draft_transformer=tiny_var("text", seed=5, depth=1, dim=16, n_head=1) if draft else None,
+        defaults={"guidance_scale": 3.0},
     )

@@ -121,6 +121,14 @@ class MultiScaleQuantizer(nn.Module):
         """What tokens `[B, s, s]` of scale k add to the latent: float32 `[B, C, R, G]`."""
         return self.enlarge(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
 
+    def quantise(self, f_BCRG: Tensor) -> list[Tensor]:
+        """Tokens int64 `[B, s, s]` of each scale: each scale takes the codes nearest to what the ones before have left."""
+        rest, tokens = f_BCRG.float(), []
+        for k in range(len(self.scales)):
+            tokens.append(self.nearest(self.shrink(rest, k), k))
+            rest = rest - self.lookup(tokens[-1], k)
+        return tokens
+
     def input_of(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
         """What a transformer is fed at scale k, `[B, N, C]`, where the scales before add up to `f_hat`; None behind the last."""
         if k == len(self.scales):
@@ -223,12 +231,8 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
         return self.quant_conv(self.encoder(pixels_BCYX))
 
     def quantise_latent(self, f_BCRG: Tensor) -> list[Tensor]:
-        """Tokens int64 `[B, s, s]` of each scale: each scale takes the codes nearest to what the ones before have left."""
-        rest, tokens = f_BCRG.float(), []
-        for k in range(len(self.scales)):
-            tokens.append(self.quantize.nearest(self.quantize.shrink(rest, k), k))
-            rest = rest - self.quantize.lookup(tokens[-1], k)
-        return tokens
+        """Tokens int64 `[B, s, s]` of each scale; see `MultiScaleQuantizer.quantise`."""
+        return self.quantize.quantise(f_BCRG)
 
     @apply_forward_hook  # so that CPU offload moves the weights in
     def encode(self, pixels_BCYX: Tensor) -> list[Tensor]:
@@ -283,6 +287,7 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
         """What the decoder makes of a latent: pixels `[B, 3, Y, X]` that may lie a little outside of [-1, 1]."""
         return self.decoder(self.post_quant_conv(f_hat_BCRG.to(next(self.decoder.parameters()).dtype)))
 
+    @apply_forward_hook
     def decode_latent(self, f_hat_BCRG: Tensor) -> Tensor:
         """Pixels `[B, 3, Y, X]` in [-1, 1] of a latent, such as the sum of the first scales (a preview) or of all."""
         return self.reconstruct(f_hat_BCRG).clamp(-1, 1)

@@ -1,0 +1,137 @@
+"""What a call keeps of a picture that it is given: coarse scales as they are, and what a mask leaves black.
+
+Next-scale models need no training for this. The coarse scales hold what a picture is about, so keeping them is a variation of
+it; and at a scale under way some tokens can be set instead of drawn.
+
+Shape suffixes: N pictures given, B images drawn, C latent channels, R/G latent rows and columns, n tokens of a scale.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor
+
+from vargen.models.multi_scale_vq import MultiScaleQuantizer
+from vargen.pipelines.pixels import pixels_of
+from vargen.values import real, shown
+
+VARIATION, INPAINTING = 0.8, 1.0  # strength where a call gives none, without and with a mask
+_HALF = 0.5  # of its area: a cell of which more is white is drawn anew
+
+
+@dataclass(frozen=True)
+class Source:
+    """A picture to start from.
+
+    Attributes:
+        pixels: float32 `[N, 3, Y, X]` in [-1, 1].
+        mask: bool `[M, 1, Y, X]`, True where it is drawn anew, M is 1 or N; None for everywhere.
+        strength: in [0, 1], the share of scales that are drawn anew.
+    """
+
+    pixels: Tensor
+    mask: Tensor | None
+    strength: float
+
+    def kept_scales(self, scales: int) -> int:
+        """How many of the scales, the coarse ones, stay the picture's own; any strength over 0 draws at least the finest."""
+        return scales - math.ceil(round(self.strength * scales, 6))
+
+
+def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> Source | None:
+    """The `image`, `mask` and `strength` of a call; None where there is no image.
+
+    Args:
+        side: of the model's pictures in pixels.
+
+    Raises:
+        ValueError, TypeError: for a mask or a strength without an image, a strength outside [0, 1], an image that is not of the
+            model's size, or a mask that is not of the image's; naming what was given.
+    """
+    if image is None:
+        for name, value in (("mask", mask), ("strength", strength)):
+            if value is not None:
+                raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
+        return None
+    share = real(strength) if strength is not None else INPAINTING if mask is not None else VARIATION
+    if share is None or not 0 <= share <= 1:
+        raise ValueError(f"strength must be from 0 (keep the image) to 1 (draw all of it anew), got {shown(strength)}")
+    for width, height in _sizes(image):
+        if (width, height) != (side, side):
+            raise ValueError(
+                f"image must be {side}x{side} pixels, the size that this model draws, got {width}x{height}; crop or resize it"
+            )
+    pixels = pixels_of(image, processor, side)
+    return Source(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
+
+
+def _sizes(image: Any) -> set[tuple[int, int]]:
+    """Width and height of each picture; empty for what is none, which `pixels_of` refuses."""
+    if isinstance(image, Tensor) and image.ndim in (3, 4):
+        return {(image.shape[-1], image.shape[-2])}
+    if isinstance(image, np.ndarray) and image.ndim in (3, 4):
+        return {(image.shape[-2], image.shape[-3])}
+    listed = image if isinstance(image, list | tuple) else [image]
+    return {each.size for each in listed if isinstance(each, Image.Image)}
+
+
+def _mask(mask: Any, images: int, side: int) -> Tensor:
+    """bool `[M, 1, Y, X]`, True where white."""
+    allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (draw anew) [Y, X] or [N, 1, Y, X]"
+    if isinstance(mask, Tensor | np.ndarray):
+        values = torch.as_tensor(mask).float()
+        if values.ndim not in (2, 3, 4) or (values.ndim == 4 and values.shape[1] != 1):
+            raise ValueError(f"mask must be {allowed}, got {list(values.shape)}")
+        values = values.reshape(-1, 1, *values.shape[-2:])
+        if not ((values >= 0) & (values <= 1)).all():
+            raise ValueError(f"mask must be {allowed}, got other numbers")
+    else:
+        listed = list(mask) if isinstance(mask, list | tuple) else [mask]
+        if not listed or not all(isinstance(each, Image.Image) for each in listed):
+            raise TypeError(f"mask must be {allowed}, got {shown(mask)}")
+        for each in listed:
+            if each.size != (side, side):
+                raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
+        values = torch.stack([torch.from_numpy(np.array(each.convert("L"), dtype=np.float32)) / 255 for each in listed])[:, None]
+    if values.shape[-2:] != (side, side):
+        raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {values.shape[-1]}x{values.shape[-2]}")
+    if len(values) not in (1, images):
+        raise ValueError(f"mask must be one, or one for each of {images} images, got {len(values)}")
+    return values >= _HALF
+
+
+class Kept:
+    """Tokens that stay a picture's own, as a next-scale loop asks for them at each scale.
+
+    They are the codes nearest to what the *drawn* canvas still lacks of the picture, not those of the picture alone: what was
+    drawn beside them at coarser scales reaches into them, and is made good for here.
+
+    Args:
+        quantiser: of the image tokenizer.
+        latent: float `[B, C, R, G]`, of the pictures, not quantised.
+        mask: bool `[B, 1, Y, X]`, True where pixels are drawn anew. A latent cell is known where none of its pixels is.
+    """
+
+    def __init__(self, quantiser: MultiScaleQuantizer, latent: Tensor, mask: Tensor):
+        self.quantiser, self.latent = quantiser, latent.float()
+        pixels = mask.shape[-1] // latent.shape[-1]
+        self.known = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), pixels)
+
+    def rows(self, chosen: slice) -> Kept:
+        """Of some of the images."""
+        part = object.__new__(Kept)
+        part.quantiser, part.latent, part.known = self.quantiser, self.latent[chosen], self.known[chosen]
+        return part
+
+    def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
+        """Tokens int64 `[B, n]` of a scale behind the canvas `[B, C, R, G]`, and bool `[B, n]` where they are to stay."""
+        share = self.quantiser.shrink(self.known, scale)
+        lacking = self.quantiser.shrink((self.latent - canvas) * self.known, scale) / share.clamp(min=1e-6)
+        return self.quantiser.nearest(lacking, scale).flatten(1), (share >= _HALF).flatten(1)

@@ -1,0 +1,342 @@
+"""`VARPipeline`: a prompt or a class to pictures, scale by scale, with a VAR transformer and its multi-scale tokenizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vargen.compat import outside_autocast
+from vargen.convert.var import DEFAULTS
+from vargen.decoding import Decoded, DecodeStats, Schedule, decode_scales
+from vargen.models.condition import Condition
+from vargen.models.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
+from vargen.models.var import VARTransformer
+from vargen.models.vq import NonFinitePixelsError
+from vargen.pipelines import checks
+from vargen.pipelines.base import Description, VisualPipeline, repeated
+from vargen.pipelines.memory import within_memory
+from vargen.pipelines.pixels import decoded_pixels, pixels_of
+from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.redraw import Kept, Source, check_source
+from vargen.pipelines.scale_decoder import ScaleDecoder
+from vargen.pipelines.var_scales import VARScales
+
+from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
+
+
+@dataclass
+class VARPipelineOutput(BaseOutput):
+    """Result of a call.
+
+    Attributes:
+        images: a list of PIL images; or float32 `[B, Y, X, 3]` numpy or `[B, 3, Y, X]` torch in [0, 1]; or tokens, int64
+            `[B, L]`, all scales from coarse to fine, -1 at those that were left out; by `output_type`.
+        stats: what decoding did; see `vargen.decoding.DecodeStats`.
+    """
+
+    images: Any
+    stats: DecodeStats
+
+
+class VARPipeline(VisualPipeline):
+    """Text or class to image, scale by scale, with VAR (Tian et al. 2024).
+
+    Example:
+        >>> from vargen import VARPipeline
+        >>> pipe = VARPipeline.from_pretrained("var-d16")
+        >>> pipe(class_labels=207, generator=torch.Generator().manual_seed(0)).images[0].save("dog.png")
+
+    Args:
+        vqvae: multi-scale tokenizer between pixels and tokens.
+        transformer: the network that draws tokens.
+        text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
+        draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="code"` and others.
+        id2label, defaults, prompt_styles, prompt_names: as of `LlamaGenPipeline`.
+
+    Raises:
+        ValueError: for parts that do not belong together, class names or defaults that a call could not use.
+    """
+
+    family: ClassVar[str] = "next-scale"
+    baseline: ClassVar[str] = "plain"
+    default_method: ClassVar[str] = "plain"
+    usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
+
+    def __init__(
+        self,
+        vqvae: MultiScaleVQModel,
+        transformer: VARTransformer,
+        text_encoder: Any = None,
+        tokenizer: Any = None,
+        draft_transformer: VARTransformer | None = None,
+        id2label: dict[int, str] | None = None,
+        defaults: dict[str, Any] | None = None,
+        prompt_styles: list[str] | None = None,
+        prompt_names: PromptNames | dict[str, str] | None = None,
+    ):
+        parts = {
+            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
+            "draft_transformer": draft_transformer,
+        }  # fmt: skip
+        self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+
+    # -- what it is -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+        with torch.device("meta"):  # fills in what the file leaves to the defaults
+            transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
+        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
+        has_draft = bool((index.get("draft_transformer") or [None])[0])
+        config = transformer.config
+        return Description(
+            folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
+            len(transformer.scales),
+        )  # fmt: skip
+
+    @classmethod
+    def check_method(cls, described: Description, method: Any) -> None:
+        method.check_scales(described.steps)
+
+    def check_runs(self, method: Any) -> None:
+        method.bind(self.scale_model(1.0))
+
+    def decoder(self, settings: Mapping[str, Any]) -> ScaleDecoder:
+        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
+        return ScaleDecoder(self.scale_model(scale), sampling)
+
+    @property
+    def vocab(self) -> int:
+        return self.transformer.config.vocab_size
+
+    @property
+    def tokens(self) -> int:
+        return self.transformer.tokens
+
+    @property
+    def grids(self) -> tuple[tuple[int, int], ...]:
+        return tuple((side, side) for side in self.transformer.scales)
+
+    @property
+    def steps(self) -> int:
+        return len(self.transformer.scales)
+
+    @property
+    def codebook(self) -> Tensor:
+        return self.vqvae.codebook
+
+    @property
+    def caption_rows(self) -> int:
+        return self.transformer.config.caption_rows
+
+    # -- the call -----------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @outside_autocast
+    def __call__(
+        self,
+        prompt: str | list[str] | None = None,
+        *,
+        image: Any = None,
+        mask: Any = None,
+        strength: float | None = None,
+        class_labels: int | str | list[int | str] | Tensor | None = None,
+        num_images_per_prompt: int = 1,
+        guidance_scale: float | None = None,
+        temperature: float | None = None,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        negative_prompt: str | list[str] | None = None,
+        accelerator: str | Schedule = "plain",
+        generator: torch.Generator | list[torch.Generator] | None = None,
+        prompt_embeds: Tensor | None = None,
+        prompt_mask: Tensor | None = None,
+        negative_prompt_embeds: Tensor | None = None,
+        negative_prompt_mask: Tensor | None = None,
+        output_type: str = "pil",
+        return_dict: bool = True,
+        callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
+        callback_on_step_end_tensor_inputs: list[str] | None = None,
+        compile: bool = False,
+        clean_prompt: bool = False,
+    ) -> VARPipelineOutput | tuple[Any]:
+        """Draw pictures.
+
+        Args:
+            prompt: one prompt or several (`condition="text"`).
+            image: draw a picture like this one, or, with `mask`, draw a part of it anew: a PIL image, or float `[N, 3, Y, X]`
+                in [0, 1], of the model's size; one for all prompts, or one for each.
+            mask: white where the image is drawn anew, as large as it is; a PIL image, or numbers in [0, 1].
+            strength: share of the scales, the fine ones, that are drawn anew, in [0, 1]. Default: 0.8, and 1 with a mask.
+            class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
+            num_images_per_prompt: pictures of each.
+            guidance_scale: classifier-free guidance, at least 0; 1 switches it off. It grows linearly over the scales, from
+                none, to this at the last; the official `cfg` is one less. None: the checkpoint's default, as for `temperature`,
+                `top_k` and `top_p`.
+            negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
+            accelerator: name of a preset (`vargen info presets` lists them), or a `Schedule`.
+            generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as of `LlamaGenPipeline`.
+            output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
+            return_dict: False returns `(images,)`.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every scale, of which
+                `pipe.decode_tokens(tokens)` makes a preview. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the
+                run with what is drawn.
+            compile: run the passes through `torch.compile`; the first call takes minutes.
+            clean_prompt: clean the prompt as official text models were trained (needs ftfy and beautifulsoup4).
+
+        Raises:
+            ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
+            NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
+        """
+        if self.transformer is None or self.vqvae is None:
+            raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
+        checks.check_output_type(output_type)
+        schedule = self.resolved(accelerator)
+        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
+        chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
+        scale, sampling = checks.check_sampling(chosen)
+        sampling.check_vocabulary(self.vocab)
+        checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
+        if negative_prompt is not None:
+            checks.check_prompts(negative_prompt, "negative_prompt")
+        num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
+        source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
+        self.check_runs(schedule)
+
+        condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
+        images = count * checks.check_count(num_images_per_prompt, count)
+        kept, keep = self._source(source, count, num_images_per_prompt)
+        seeds = checks.image_seeds(generator, images)
+        condition = repeated(condition, num_images_per_prompt)
+        unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        negative = self.negative_condition(*unwanted, clean_prompt, count, images)
+        self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.steps, False
+        with self.progress_bar(total=self.tokens) as bar:
+            callback = self._callback(bar, callback_on_step_end)
+
+            def run(chosen: slice) -> Decoded:
+                return decode_scales(
+                    self.scale_model(scale, negative and negative.rows(chosen), compile),
+                    condition.rows(chosen),
+                    seeds.noise[chosen],
+                    schedule,
+                    sampling,
+                    given=[tokens[chosen] for tokens in kept] or None,
+                    keep=keep and keep.rows(chosen),
+                    callback=callback,
+                )
+
+            result = within_memory(run, images)
+        result.stats.seeds = seeds.asked
+        output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
+        self.maybe_free_model_hooks()
+        return VARPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
+
+    def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScales:
+        """The transformer, and the one it may draft with, as `vargen.decoding.decode_scales` sees them; arguments as in a
+        call."""
+        scale, quantiser = checks.check_guidance(guidance_scale), self._quantiser()
+        device = self._device_of(self.transformer)
+        draft = self.draft_transformer
+        small = None if draft is None else VARScales(draft, quantiser, scale, negative, device=device)
+        step = self._step() if compile else None
+        return VARScales(self.transformer, quantiser, scale, negative, step, small, device)
+
+    def _quantiser(self) -> MultiScaleQuantizer:
+        """The sum over scales where passes run: while the tokenizer is offloaded as a whole, a copy, which is small."""
+        own, device = self.vqvae.quantize, self._device_of(self.transformer)
+        weight = own.embedding.weight
+        return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
+
+    def _source(self, source: Source | None, count: int, each: int) -> tuple[list[Tensor], Kept | None]:
+        """Tokens `[B, n]` of the scales that stay a picture's own, and what says which others stay; `each` image of `count`.
+
+        Raises:
+            ValueError: unless there is one picture, or one for each prompt.
+        """
+        if source is None:
+            return [], None
+        if len(source.pixels) not in (1, count):
+            raise ValueError(f"image must be one, or one for each of {count} prompts or classes; got {len(source.pixels)}")
+        latent = self._latent(source.pixels)
+        latent = latent.expand(count, *latent.shape[1:]).repeat_interleave(each, dim=0)
+        tokens = self._quantiser().quantise(latent)[: source.kept_scales(self.steps)]
+        keep = None
+        if source.mask is not None:
+            mask = source.mask.expand(count, *source.mask.shape[1:]).repeat_interleave(each, dim=0)
+            keep = Kept(self._quantiser(), latent, mask)
+        return [part.flatten(1) for part in tokens], keep
+
+    # -- pictures and tokens --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @outside_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Pictures of tokens int64 `[B, L]`, all scales from coarse to fine; scales that hold -1 or end past `length [B]` are
+        left out, which makes a coarser picture, white where none is left.
+
+        Also a preview of a picture that is still being drawn.
+
+        Raises:
+            ValueError, TypeError: for tokens that are none of this model's, or an unknown output type.
+            NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
+        """
+        checks.check_output_type(output_type)
+        checks.check_tokens(tokens, self.vqvae.config.codebook_size, least=-1)
+        if tokens.dim() != 2 or not len(tokens) or tokens.shape[1] != self.vqvae.tokens:
+            raise ValueError(f"tokens must be [B, {self.vqvae.tokens}], got {list(tokens.shape)}")
+        if length is not None and tuple(length.shape) != (len(tokens),):
+            raise ValueError(f"length must be [{len(tokens)}], one per picture, got {list(length.shape)}")
+        if output_type == "latent":
+            return tokens
+        canvas, drawn = self._sum(tokens, length)
+        pixels = decoded_pixels(self.vqvae.decode_latent, canvas)
+        NonFinitePixelsError.check(pixels)
+        pixels = torch.where(drawn.to(pixels.device)[:, None, None, None], pixels, 1.0)
+        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
+        return self.decode_tokens(tokens, torch.full((len(tokens),), drawn))
+
+    def _sum(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
+        """What the scales that are there add up to, `[B, C, R, G]`, and bool `[B]`, whether any is."""
+        device, quantiser = self._device_of(self.vqvae), self._quantiser()
+        tokens = tokens.to(quantiser.embedding.weight.device if not quantiser.embedding.weight.is_meta else device)
+        ends = torch.tensor([side * side for side in quantiser.scales]).cumsum(0).tolist()
+        length = torch.full((len(tokens),), ends[-1]) if length is None else length
+        length = length.to(tokens.device)
+        canvas: Tensor | float = 0.0
+        drawn = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
+        for k, (side, end) in enumerate(zip(quantiser.scales, ends, strict=True)):
+            part = tokens[:, end - side * side : end]
+            there = (part >= 0).all(1) & (length >= end)
+            added = quantiser.lookup(part.clamp(min=0).unflatten(1, (side, side)), k)
+            canvas, drawn = canvas + added * there[:, None, None, None], drawn | there
+        assert isinstance(canvas, Tensor)
+        return canvas.to(device), drawn
+
+    def _latent(self, pixels: Tensor) -> Tensor:
+        """`[B, C, R, G]`, not quantised, of pixels `[B, 3, Y, X]` in [-1, 1]."""
+        latent = self.vqvae.latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
+        NonFinitePixelsError.check(latent)
+        return latent.to(self._device_of(self.transformer))
+
+    @torch.no_grad()
+    @outside_autocast
+    def encode_image(self, images: Any) -> Tensor:
+        """Tokens int64 `[B, L]`, all scales from coarse to fine, of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to
+        the model's size.
+
+        Raises:
+            ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
+            NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
+        """
+        latent = self._latent(pixels_of(images, self.image_processor, self.vqvae.image_size))
+        return torch.cat([tokens.flatten(1) for tokens in self._quantiser().quantise(latent)], dim=1)

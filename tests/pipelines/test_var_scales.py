@@ -1,0 +1,177 @@
+"""`VARScales` against the official sampler, and against itself: rows apart, lagging, fused and rolled back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import tiny_multi_scale_vq, tiny_var
+from torch import Tensor
+
+from vargen.models.condition import Condition
+from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.var import VARTransformer, is_rebuilt
+from vargen.pipelines.var_scales import VARScales
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Any:
+    with torch.no_grad():
+        yield
+
+
+def official(guidance_scale: float) -> tuple[VARScales, dict[str, Tensor]]:
+    """The tiny model that the official code ran, and what it gave."""
+    config = json.loads((_GOLDEN / "config.json").read_text())
+    scales = tuple(config["patch_nums"])
+    vqvae = MultiScaleVQModel(
+        codebook_size=config["vocab_size"], codebook_embed_dim=config["z_channels"], ch=config["ch"], scales=scales
+    ).eval()
+    vqvae.load_state_dict({k: v.float() for k, v in load_file(_GOLDEN / "vae.safetensors").items()})
+    sizes = {"vocab_size": config["vocab_size"], "code_dim": config["z_channels"], "num_classes": config["num_classes"]}
+    transformer = VARTransformer(depth=config["depth"], scales=scales, **sizes).eval()
+    state = load_file(_GOLDEN / "var.safetensors")
+    transformer.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
+    return VARScales(transformer, vqvae.quantize, guidance_scale), load_file(_GOLDEN / "io.safetensors")
+
+
+def tiny(condition: str = "class", guidance_scale: float = 3.0, **options: Any) -> VARScales:
+    return VARScales(tiny_var(condition), tiny_multi_scale_vq().quantize, guidance_scale, **options)
+
+
+def a_condition(model: VARScales, images: int = 3) -> Condition:
+    if model.transformer.config.condition == "class":
+        return Condition(class_labels=torch.arange(images))
+    embeds = torch.randn(images, 12, 384, generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(12) >= 12 - torch.tensor([[3], [5], [4]])[:images]
+    return Condition(caption_embeds=embeds * mask[..., None], caption_mask=mask)
+
+
+def histories(model: VARScales, images: int = 3) -> list[Tensor | None]:
+    """Inputs of every scale, of random tokens."""
+    generator = torch.Generator().manual_seed(1)
+    canvas, inputs = model.canvas(images), [None]
+    for scale, count in enumerate(model.scale_tokens[:-1]):
+        tokens = torch.randint(model.scale_codes[scale], (images, count), generator=generator)
+        canvas, following = model.add(canvas, tokens, scale)
+        inputs.append(following)
+    return inputs
+
+
+def one_by_one(model: VARScales, guidance: list[float]) -> list[Tensor]:
+    """Logits of each scale, of a pass each."""
+    state, inputs = model.start(a_condition(model)), histories(model)
+    return [model.forward(state, inputs[: k + 1], 1, [factor])[0] for k, factor in enumerate(guidance)]
+
+
+def test_greedy_sampling_with_guidance_is_the_official_one() -> None:
+    """Their cfg is our guidance_scale less one."""
+    model, io = official(2.5)
+    state, canvas, inputs = model.start(Condition(class_labels=io["class_labels"])), model.canvas(2), [None]
+    for scale in range(len(model.scale_tokens)):
+        (logits,) = model.forward(state, inputs, 1, [1.0])
+        torch.testing.assert_close(logits, io[f"greedy_logits_cfg1.5_scale{scale}"], atol=1e-4, rtol=0)
+        tokens = logits.argmax(-1)
+        assert torch.equal(tokens, io[f"greedy_tokens_cfg1.5_scale{scale}"]), scale
+        canvas, following = model.add(canvas, tokens, scale)
+        inputs.append(following)
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@pytest.mark.parametrize("groups", [[2, 2], [1, 3], [3, 1], [4]])
+def test_scales_of_one_pass_are_those_of_several(condition: str, groups: list[int]) -> None:
+    model = tiny(condition)
+    expected = one_by_one(model, [1.0] * 4)
+    state, inputs, found, held = model.start(a_condition(model)), histories(model), [], 0
+    for count in groups:
+        held += count
+        found += model.forward(state, inputs[:held], count, [1.0] * count)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@pytest.mark.parametrize("factors", [[0, 0, 1, 1], [1, 0, 0, 1], [0, 1, 0, 1], [1, 1, 0, 0], [0, 0.5, 1, 2], [0] * 4])
+def test_unconditional_rows_that_lag_catch_up(condition: str, factors: list[float]) -> None:
+    """Where guidance was off for some scales, what follows is as if their rows had been run all the time."""
+    model, plain = tiny(condition), tiny(condition, 1.0)
+    always, never = one_by_one(model, [1.0] * 4), one_by_one(plain, [1.0] * 4)
+    for scale, (factor, logits) in enumerate(zip(factors, one_by_one(model, factors), strict=True)):
+        wanted = never[scale] + factor * (always[scale] - never[scale])
+        torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
+    assert (always[3] - never[3]).abs().max() > 0.1
+
+
+def test_rows_without_guidance_are_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = tiny(), []
+
+    def step(*arguments: Any, cache: Any, **options: Any) -> Any:
+        rows.append(cache.rows)
+        return model.transformer(*arguments, cache=cache, **options)
+
+    model.step = step
+    one_by_one(model, [1.0, 0.0, 0.0, 1.0])
+    assert rows == [6, 3, 3, 3, 3], "the last scale in two passes: the unconditional rows have three scales to catch up with"
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@pytest.mark.parametrize("scale", [0, 1, 3])
+def test_rolled_back_scales_are_run_again(condition: str, scale: int) -> None:
+    model = tiny(condition)
+    expected, inputs = one_by_one(model, [1.0] * 4), histories(model)
+    for before in ([1.0] * 4, [1.0, 0.0, 0.0, 0.0], [0.0] * 4):
+        state = model.start(a_condition(model))
+        wrong = [None if part is None else part + (k > scale) for k, part in enumerate(inputs)]
+        for k, factor in enumerate(before):
+            model.forward(state, wrong[: k + 1], 1, [factor])
+        model.rollback(state, scale)
+        found = [model.forward(state, inputs[: k + 1], 1, [1.0])[0] for k in range(scale, 4)]
+        if before[scale] or not scale:
+            for ours, theirs in zip(found, expected[scale:], strict=True):
+                torch.testing.assert_close(ours, theirs, atol=2e-5, rtol=1e-5)
+
+
+def test_a_prefix_is_filled_in_one_pass_without_its_logits() -> None:
+    model = tiny("text")
+    expected, state = one_by_one(model, [1.0] * 4), model.start(a_condition(model))
+    heads: list[int] = []
+    model.transformer.head.register_forward_pre_hook(lambda _, given: heads.append(given[0].shape[1]))
+    (logits,) = model.forward(state, histories(model)[:3], 1, [1.0])
+    torch.testing.assert_close(logits, expected[2], atol=2e-5, rtol=1e-5)
+    assert heads == [9] and state.both.scale == 3
+
+
+def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
+    vqvae = tiny_multi_scale_vq(scale_codes=(5, 20, 64, 64))
+    model = VARScales(tiny_var("class"), vqvae.quantize, 2.0)
+    shapes = [logits.shape[1:] for logits in one_by_one(model, [1.0] * 4)]
+    assert shapes == [(1, 5), (4, 20), (9, 64), (16, 64)]
+    state = model.start(a_condition(model))
+    together = model.forward(state, histories(model), 4, [1.0] * 4)
+    assert [logits.shape[1:] for logits in together] == shapes
+
+
+def test_padding_of_captions_is_not_computed() -> None:
+    model = tiny("text")
+    state = model.start(a_condition(model))
+    assert state.both.prefix == 5 and state.both.k.shape[3] == 5 + 30
+    whole = Condition(caption_embeds=a_condition(model).caption_embeds, caption_mask=a_condition(model).caption_mask)
+    row = model.start(whole.rows(slice(0, 1)))
+    assert row.both.prefix == 3
+    torch.testing.assert_close(
+        model.forward(row, [None], 1, [1.0])[0], model.forward(state, [None], 1, [1.0])[0][:1], atol=2e-5, rtol=1e-5
+    )
+
+
+def test_a_scale_that_is_left_out_changes_no_canvas() -> None:
+    model = tiny()
+    canvas = torch.randn(2, 8, 4, 4)
+    same, following = model.add(canvas, None, 1)
+    assert torch.equal(same, canvas) and following is not None and following.shape == (2, 9, 8)
+    assert model.add(canvas, None, 3)[1] is None
