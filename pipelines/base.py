@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, methods_of, resolve_accelerator
+from vargen.decoding import DEFAULT, Decoded, DecodeStats, Progress, methods_of, resolve_accelerator
 from vargen.files import expanded, whole_files
 from vargen.models.condition import Condition
 
@@ -92,20 +92,23 @@ class Decoder(Protocol):
         self,
         condition: Condition,
         seeds: Tensor,
-        method: str | Accelerator,
+        method: Any,
         callback: Callable[[Progress], bool | None] | None = None,
         profile: bool = False,
     ) -> Decoded:
-        """Draw B pictures; see `vargen.decoding.decode`."""
+        """Draw B pictures by a preset's name or a method of this family; see `vargen.decoding.decode`."""
 
     def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
-        """As many CPU threads as passes of one token are worth, for as long as the block runs."""
+        """As many CPU threads as passes of the baseline are worth, for as long as the block runs."""
 
-    def pass_costs(self, condition: Condition, batch: int, widths: list[int]) -> dict[int, float]:
-        """Seconds of a target pass by the tokens it feeds, measured anew."""
+    def pass_costs(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
+        """Seconds of a target pass by the tokens it feeds, measured anew; of `widths` and of the narrowest that there is."""
 
-    def drafting_cost(self, method: Accelerator, condition: Condition, batch: int, width: int) -> float:
-        """Seconds that drafting for a pass of `width` fed tokens takes beside it."""
+    def spent(
+        self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
+    ) -> tuple[float, int]:
+        """Seconds that the passes of some runs of a method take by the cost curve, drafting included, and nothing else; and how
+        many passes these are, those of a drafter that only proposes left out."""
 
 
 class VisualPipeline(DiffusionPipeline):
@@ -219,11 +222,11 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def check_method(cls, described: Description, method: Accelerator) -> None:
+    def check_method(cls, described: Description, method: Any) -> None:
         """Raise ValueError if a model that a folder describes cannot run a method; what weights would tell is not asked."""
 
     @abstractmethod
-    def check_runs(self, method: Accelerator) -> None:
+    def check_runs(self, method: Any) -> None:
         """Raise ValueError if this pipeline cannot run a method, saying why."""
 
     @abstractmethod
@@ -419,7 +422,7 @@ class VisualPipeline(DiffusionPipeline):
             raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
         return repeated(negative, images // given)
 
-    def resolved(self, accelerator: str | Accelerator) -> Accelerator:
+    def resolved(self, accelerator: Any) -> Any:
         """A preset by name, or the object itself, of this family.
 
         Raises:
@@ -448,8 +451,9 @@ class VisualPipeline(DiffusionPipeline):
                 bar.update(drawn - bar.n)
             if on_step_end is None:
                 return not self._interrupt
+            left_out = progress.tokens < 0  # whole scales, by some schedules
             answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens})
-            answer = checks.check_answer(answer, progress.tokens, self.vocab)
+            answer = checks.check_answer(answer, progress.tokens, self.vocab, left_out)
             latents = answer.get("latents")
             if latents is not None and latents is not progress.tokens:
                 progress.tokens.copy_(latents)

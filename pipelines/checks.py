@@ -148,8 +148,11 @@ def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
         raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {shown(tensor_inputs)}")
 
 
-def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
+def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> dict[str, Any]:
     """What `callback_on_step_end` returned, as a dictionary.
+
+    Args:
+        left_out: bool, as `tokens`: places that hold no token, whatever stands there.
 
     Raises:
         TypeError: for anything but a dictionary or None.
@@ -169,19 +172,25 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int) -> dict[str, Any]:
         if shape != list(tokens.shape):
             given = shown(latents) if shape is None else shape
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
-        check_tokens(latents, vocab, returned)
+        check_tokens(latents, vocab, returned, left_out=left_out)
     else:
-        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed")  # in place, as it may
+        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", left_out=left_out)  # in place, as it may
     return dict(answer)
 
 
-def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0) -> Tensor:
-    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary, or from `least` on."""
+def check_tokens(
+    tokens: Any, vocab: int, who: str = "tokens", least: int = 0, left_out: Tensor | None = None
+) -> Tensor:
+    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary, or from `least` on.
+
+    Args:
+        left_out: bool, as `tokens`: where not to look.
+    """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else shown(tokens)
         raise TypeError(f"{who} must be a tensor of whole numbers, got {given}")
     if tokens.numel():
-        low, high = torch.aminmax(tokens)
+        low, high = torch.aminmax(tokens if left_out is None else tokens.masked_fill(left_out.to(tokens.device), 0))
         if int(low) < least or int(high) >= vocab:
             raise ValueError(f"{who} must be from {least} to {vocab - 1}, got {int(low)} to {int(high)}")
     return tokens

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -29,6 +29,7 @@ class Network:
     transformer: LlamaGenTransformer
     guidance_scale: float = 4.0
     sampling: Sampling = field(default_factory=Sampling)
+    baseline: ClassVar[str] = "ar"
 
     @property
     def tokens(self) -> int:

@@ -99,7 +99,8 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
         for each in listed:
             if each.size != (side, side):
                 raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")
-        values = torch.stack([torch.from_numpy(np.array(each.convert("L"), dtype=np.float32)) / 255 for each in listed])[:, None]
+        arrays = [np.array(each.convert("L"), dtype=np.float32) / 255 for each in listed]
+        values = torch.from_numpy(np.stack(arrays))[:, None]
     if values.shape[-2:] != (side, side):
         raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {values.shape[-1]}x{values.shape[-2]}")
     if len(values) not in (1, images):

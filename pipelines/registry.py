@@ -50,8 +50,11 @@ class Network(Protocol):
     """A transformer to measure, and the sampling that its checkpoint asks for.
 
     Attributes:
+        baseline: preset of sequential decoding.
         tokens: of a picture. weight_bytes: of the parameters that every pass reads in full.
     """
+
+    baseline: str
 
     @property
     def name(self) -> str: ...

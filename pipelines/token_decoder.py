@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, Decoded, Progress, Sampling, TokenModel, decode
+from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, Sampling, TokenModel, decode
 from vargen.decoding.cost import pass_costs, suitable_threads
 
 
@@ -38,8 +39,13 @@ class TokenDecoder:
     def threads(self, condition: Any, batch: int) -> AbstractContextManager[int]:
         return suitable_threads(self.model, condition, batch, 1)
 
-    def pass_costs(self, condition: Any, batch: int, widths: list[int]) -> dict[int, float]:
+    def pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
+        widths = sorted({1, *widths})
         return pass_costs(self.model, condition, batch, widths, repeats=15, anew=True)
 
-    def drafting_cost(self, method: Accelerator, condition: Any, batch: int, width: int) -> float:
-        return method.drafting_cost(self.model, condition, batch, width - 1)
+    def spent(
+        self, method: Accelerator, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
+    ) -> tuple[float, int]:
+        fed = sum((Counter(run.fed) for run in runs), Counter())
+        drafting = {width: method.drafting_cost(self.model, condition, batch, width - 1) for width in fed}
+        return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())

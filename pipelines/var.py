@@ -185,9 +185,9 @@ class VARPipeline(VisualPipeline):
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as of `LlamaGenPipeline`.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
-            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every scale, of which
-                `pipe.decode_tokens(tokens)` makes a preview. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the
-                run with what is drawn.
+            callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
+                `pipe.preview(tokens, tokens_drawn)` shows what is there. It may change the tokens of the scale that was drawn
+                last. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the run with what is drawn.
             compile: run the passes through `torch.compile`; the first call takes minutes.
             clean_prompt: clean the prompt as official text models were trained (needs ftfy and beautifulsoup4).
 
@@ -228,7 +228,7 @@ class VARPipeline(VisualPipeline):
                     seeds.noise[chosen],
                     schedule,
                     sampling,
-                    given=[tokens[chosen] for tokens in kept] or None,
+                    given=[tokens[chosen] for tokens in kept],
                     keep=keep and keep.rows(chosen),
                     callback=callback,
                 )

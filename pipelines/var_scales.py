@@ -90,8 +90,8 @@ class VARScales:
         self.scale_codes = quantiser.scale_codes
         self._ends = (0, *transformer.ends)
         S = len(self.scale_tokens)
-        ramp = [(guidance_scale - 1) * k / max(S - 1, 1) for k in range(S)]
-        self._ramp = torch.tensor([g for g, n in zip(ramp, self.scale_tokens, strict=True) for _ in range(n)], device=self.device)
+        strength = torch.arange(S, device=self.device) * ((guidance_scale - 1) / max(S - 1, 1))
+        self._ramp = strength.repeat_interleave(torch.tensor(self.scale_tokens, device=self.device))
 
     @property
     def cost_key(self) -> str:
@@ -131,7 +131,9 @@ class VARScales:
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
         return ScaleState(self.transformer.new_cache(self.halves * len(rows), prefix, self.device), conditions)
 
-    def forward(self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
+    def forward(
+        self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
+    ) -> list[Tensor]:
         last = len(inputs)
         strength = self._strength(last - count, guidance)
         if self.halves == 1 or not any(guidance):

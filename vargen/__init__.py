@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from vargen.models.vq import VQModel
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.registry import open_pipeline
+    from vargen.pipelines.var import VARPipeline
 
 __version__ = "0.1.0"
 
@@ -23,6 +24,7 @@ __all__ = [
     "LlamaGenPipeline",
     "LlamaGenTransformer",
     "MultiScaleVQModel",
+    "VARPipeline",
     "VARTransformer",
     "VQModel",
     "__version__",
@@ -36,6 +38,7 @@ _HOMES = {
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
     "LlamaGenTransformer": "vargen.models.llamagen",
     "MultiScaleVQModel": "vargen.models.multi_scale_vq",
+    "VARPipeline": "vargen.pipelines.var",
     "VARTransformer": "vargen.models.var",
     "VQModel": "vargen.models.vq",
     "open_pipeline": "vargen.pipelines.registry",

@@ -16,7 +16,7 @@ from vargen.cli.outputs import Write, check_apart, json_writes, model_files, res
 from vargen.files import expanded
 
 if TYPE_CHECKING:
-    from vargen.decoding import Accelerator
+    from vargen.decoding import Method
     from vargen.evaluation.compare import Comparison
 
 def compare(
@@ -46,8 +46,8 @@ def compare(
 ) -> None:
     """Seconds, passes, relaxation and pictures of several methods, in one run.
 
-    The ratio is ar's seconds over the method's; `allowed` is what the ratio would be if a step cost its passes alone, and
-    efficiency the one over the other.
+    The ratio is the baseline's seconds over the method's; `allowed` is what the ratio would be if a step cost its passes alone,
+    and efficiency the one over the other.
     """
     place = targets(output, ["comparison"])[0]
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
@@ -65,7 +65,7 @@ def compare(
     from vargen.pipelines.registry import open_pipeline
 
     checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch)) * batch)
-    check_fits(model, chosen_methods, settings)
+    check_fits(model, chosen_methods, settings, leave_out=methods is None)
     pipe = open_pipeline(model, torch_dtype=kind).to(chosen_device)
     if methods is None:
         for method in pipe.methods():
@@ -97,8 +97,8 @@ def compare(
     write_each(writes)
 
 
-def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Accelerator]:
-    """The accelerators by name, the baseline first, with another window if one is given; by default all of the model's family
+def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
+    """The methods by name, the baseline first, with another window if one is given; by default all of the model's family
     but the one that chooses among others.
 
     Raises:
@@ -116,8 +116,11 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 
-def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, Any]) -> None:
+def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any], leave_out: bool = False) -> None:
     """Before a weight is read: does the model draw from prompts, and do the methods and settings fit it?
+
+    Args:
+        leave_out: take a method that does not fit out of `methods`, and say so.
 
     Raises:
         ValueError: if not, saying why.
@@ -130,8 +133,14 @@ def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, 
     if opened.condition != "text":
         raise ValueError("model must draw from text, and this one draws classes")
     sampling.check_vocabulary(opened.vocab)
-    for method in methods.values():
-        pipeline_class(opened.pipeline).check_method(opened, method)
+    for name, method in list(methods.items()):
+        try:
+            pipeline_class(opened.pipeline).check_method(opened, method)
+        except ValueError as error:
+            if not leave_out:
+                raise
+            say(f"{name} is left out: {error}")
+            del methods[name]
 
 
 def comparison_table(comparison: Comparison) -> str:

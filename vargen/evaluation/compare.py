@@ -1,7 +1,7 @@
 """Methods side by side: seconds, passes, relaxation and pictures of the same prompts and seeds, in one run.
 
-Every speed is a ratio to sequential decoding (`ar`) within the run. Methods take turns batch by batch, in an order that
-rotates, so that a drift of the machine meets all alike.
+Every speed is a ratio to the pipeline's baseline, sequential decoding, within the run. Methods take turns batch by batch, in an
+order that rotates, so that a drift of the machine meets all alike.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress
+from vargen.decoding import DecodeStats, Method, Progress
 from vargen.models.condition import Condition
 from vargen.pipelines.base import Decoder, VisualPipeline
 from vargen.pipelines.checks import check_batch, check_prompts, check_seed
@@ -29,9 +29,9 @@ class MethodResult:
     Attributes:
         kind: `"exact"` or `"relaxed"`.
         seconds_per_image: median over the batches, and the quartiles.
-        ratio: median over the batches of `ar`'s seconds over this method's, and the quartiles.
+        ratio: median over the batches of the baseline's seconds over this method's, and the quartiles.
         tokens_per_pass: tokens that a pass committed per unfinished image.
-        step_cost: mean cost of a step's passes, drafting included, relative to a pass of one token (the cost curve).
+        step_cost: mean cost of a step's passes, drafting included, relative to the narrowest pass of the cost curve.
         allowed: what the ratio would be if a step took the time of its passes alone, by the cost curve.
         efficiency: ratio / allowed.
         share_by_part: of the loop's seconds.
@@ -81,7 +81,7 @@ class Comparison:
 def compare(
     pipe: VisualPipeline,
     prompts: Sequence[str],
-    methods: dict[str, Accelerator],
+    methods: dict[str, Method],
     batch: int = 1,
     seed: int = 0,
     settings: dict[str, Any] | None = None,
@@ -96,8 +96,8 @@ def compare(
         progress: called with batches done and to do.
 
     Raises:
-        ValueError: without `ar`, without prompts, for a batch below 1 or beyond 1024, a seed that does not fit 63 bits with
-            the last picture's, or a method that this model cannot run.
+        ValueError: without the baseline, without prompts, for a batch below 1 or beyond 1024, a seed that does not fit 63 bits
+            with the last picture's, or a method that this model cannot run.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
@@ -130,7 +130,7 @@ def _take_turns(
     condition: Condition,
     seeds: Tensor,
     groups: list[slice],
-    methods: dict[str, Accelerator],
+    methods: dict[str, Method],
     baseline: str,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[list[MethodResult], dict[str, Tensor], dict[int, float]]:
@@ -153,14 +153,15 @@ def _take_turns(
     if decoder.device.type == "cuda":  # the time of a part is known if the host waits for the device, which timed runs do not
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
-    widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
+    widths = sorted({width for stats in runs.values() for run in stats for width in run.fed})
     curve = decoder.pass_costs(condition.rows(groups[0]), batch, widths)
     shown = condition.rows(groups[0])
-    results = [_result(methods[name], name, runs, baseline, drawn, curve, decoder, shown, batch) for name in names]
+    spent = {name: decoder.spent(methods[name], runs[name], curve, shown, batch) for name in names}
+    results = [_result(methods[name], name, runs, baseline, drawn, curve, spent, batch) for name in names]
     for measured in results:
-        spent = sum(run.seconds for run in shares[measured.name])
+        whole = sum(run.seconds for run in shares[measured.name])
         parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
-        measured.share_by_part = {part: value / spent for part, value in parts.items()}
+        measured.share_by_part = {part: value / whole for part, value in parts.items()}
     return results, drawn, curve
 
 
@@ -177,28 +178,25 @@ def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:
 
 
 def _result(
-    accelerator: Accelerator,
+    method: Method,
     name: str,
     runs: dict[str, list[DecodeStats]],
     baseline: str,
     tokens: dict[str, Tensor],
     curve: dict[int, float],
-    decoder: Decoder,
-    condition: Condition,
+    spent: dict[str, tuple[float, int]],
     batch: int,
 ) -> MethodResult:
     own, ratio_to = runs[name], runs[baseline]
-    result = MethodResult(name, accelerator.kind, images=sum(run.images for run in own))
+    result = MethodResult(name, method.kind, images=sum(run.images for run in own))
     result.seconds_per_image, result.seconds_quartiles = _spread([run.seconds / batch for run in own])
     ratios = [slow.seconds / run.seconds for slow, run in zip(ratio_to, own, strict=True)]
     result.ratio, result.ratio_quartiles = _spread(ratios)
     result.passes_per_batch = statistics.mean(run.passes for run in own)
     result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
-    fed = sum((Counter(run.fed) for run in own), Counter())
-    drafting = {width: decoder.drafting_cost(accelerator, condition, batch, width) for width in fed}
-    seconds = sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items())
-    result.step_cost = seconds / sum(fed.values()) / curve[1]
-    result.allowed = sum(passes * curve[width] for run in ratio_to for width, passes in run.fed.items()) / seconds
+    seconds, passes = spent[name]
+    result.step_cost = seconds / passes / curve[min(curve)]
+    result.allowed = spent[baseline][0] / seconds
     result.efficiency = result.ratio / result.allowed
     longest = max(len(run.accepted_histogram) for run in own)
     padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]

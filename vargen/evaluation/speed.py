@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress
+from vargen.decoding import DecodeStats, Method, Progress
 from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
@@ -192,12 +192,13 @@ def measure_steps(
 
 @torch.no_grad()
 def measure_baseline(
-    network: Network, batch: int, *, seconds: float = 10.0, compile: bool = False, accelerator: str | Accelerator = "ar"
+    network: Network, batch: int, *, seconds: float = 10.0, compile: bool = False, accelerator: str | Method | None = None
 ) -> BaselineReport:
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
     Args:
         compile: run the passes through `torch.compile`; compiling is part of the warm-up.
+        accelerator: another method than the network's baseline.
 
     Raises:
         ValueError: if `batch` is below 1, or `seconds` is negative or not finite.
@@ -208,7 +209,7 @@ def measure_baseline(
     condition, seeds = network.condition(batch), torch.arange(batch)
 
     def run(**options: Any) -> DecodeStats:
-        return decoder.decode(condition, seeds, accelerator, **options).stats
+        return decoder.decode(condition, seeds, accelerator or network.baseline, **options).stats
 
     def few_passes(progress: Progress) -> bool:
         return progress.step < 8

@@ -130,7 +130,7 @@ class MultiScaleQuantizer(nn.Module):
         return tokens
 
     def input_of(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
-        """What a transformer is fed at scale k, `[B, N, C]`, where the scales before add up to `f_hat`; None behind the last."""
+        """What a transformer is fed at scale k, `[B, N, C]`, where `f_hat` is the sum of those before; None behind the last."""
         if k == len(self.scales):
             return None
         return self.shrink(f_hat_BCRG, k).flatten(2).transpose(1, 2)

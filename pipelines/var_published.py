@@ -1,4 +1,4 @@
-"""The opponent of `vargen bench var`: VAR's published sampling loop, written straightforwardly.
+"""The opponent in `vargen bench var`: VAR's published sampling loop, written straightforwardly.
 
 What it does at every scale, and ours does once or not at all: compute each block's modulation from the condition, grow the
 keys and values by concatenation, run the head on the conditional and the unconditional rows of every token, filter by sorting

@@ -1,0 +1,130 @@
+"""The decoder of next-scale models: one guidance and sampling, any schedule, and what passes cost."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Decoded, DecodeStats, Progress, Sampling, ScaleModel, Schedule, decode_scales
+
+Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
+
+
+@dataclass(frozen=True)
+class ScaleDecoder:
+    """`Decoder` of a `ScaleModel`."""
+
+    model: ScaleModel
+    sampling: Sampling
+    _measured: dict[tuple[Place, int], float] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def decode(
+        self,
+        condition: Any,
+        seeds: Tensor,
+        method: str | Schedule,
+        callback: Callable[[Progress], bool | None] | None = None,
+        profile: bool = False,
+    ) -> Decoded:
+        return decode_scales(self.model, condition, seeds, method, self.sampling, callback=callback, profile=profile)
+
+    def threads(self, condition: Any, batch: int) -> AbstractContextManager[int]:
+        """Torch's own number: passes are wide."""
+        return nullcontext(torch.get_num_threads())
+
+    def pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
+        """Of guided passes of the target, each at its place in a picture."""
+        each = sorted({self.model.scale_tokens[0], *widths})
+        places = {width: ("target", *scales_of(self.model.scale_tokens, width), True) for width in each}
+        return {width: self._seconds(place, condition, batch, anew=True) for width, place in places.items()}
+
+    def spent(
+        self, method: Schedule, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
+    ) -> tuple[float, int]:
+        stages, seconds, passes = method.bind(self.model), 0.0, 0
+        for run in runs:
+            for model, fed in (("target", run.fed), ("draft", run.draft_fed)):
+                for width, count in fed.items():
+                    first, last = scales_of(self.model.scale_tokens, width)
+                    guided = stages[last].guidance != 0
+                    known = curve.get(width) if model == "target" and guided else None
+                    each = self._seconds((model, first, last, guided), condition, batch) if known is None else known
+                    seconds, passes = seconds + count * each, passes + count
+        return seconds, passes
+
+    def _seconds(self, place: Place, condition: Any, batch: int, anew: bool = False, repeats: int = 7) -> float:
+        """Of a pass, the least of several."""
+        if anew or (place, batch) not in self._measured:
+            name, first, last, guided = place
+            model = self.model if name == "target" else self.model.draft_model
+            assert model is not None
+            self._measured[place, batch] = min(_times(model, condition, batch, first, last, float(guided), repeats))
+        return self._measured[place, batch]
+
+
+def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
+    """The first and the last scale of a pass that feeds so many tokens; of several such, the one of fewest scales.
+
+    Raises:
+        ValueError: if no neighbouring scales have so many together.
+    """
+    for count in range(1, len(scale_tokens) + 1):
+        for first in range(len(scale_tokens) + 1 - count):
+            if sum(scale_tokens[first : first + count]) == width:
+                return first, first + count - 1
+    raise ValueError(f"a pass feeds whole scales, of {', '.join(map(str, scale_tokens))} tokens; got {width}")
+
+
+def _times(
+    model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float, repeats: int
+) -> list[float]:
+    """Seconds of equal passes, behind the scales before `first`; the first pass, a warm-up, is left out."""
+    pass_ = scale_pass(model, condition, batch, first, last, guidance)
+    # Of the processor where one thread works, so that other programs do not count; else of the clock.
+    now = time.thread_time if model.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    found = []
+    for _ in range(repeats + 1):
+        _wait(model.device)
+        start = now()
+        pass_()
+        _wait(model.device)
+        found.append(now() - start)
+    return found[1:]
+
+
+@torch.no_grad()
+def scale_pass(
+    model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float
+) -> Callable[[], Any]:
+    """A function that runs one pass over some scales, of any tokens, behind those before; it can be called again and again."""
+    canvas, inputs = model.canvas(batch), [None]
+    for scale in range(last):
+        zeros = torch.zeros(batch, model.scale_tokens[scale], dtype=torch.int64, device=model.device)
+        canvas, following = model.add(canvas, zeros, scale)
+        inputs.append(following)  # type: ignore[arg-type]
+    state = model.start(condition)
+    if first:
+        model.forward(state, inputs[:first], 1, [1.0])
+
+    @torch.no_grad()
+    def run() -> Any:
+        out = model.forward(state, inputs, last + 1 - first, [guidance] * (last + 1 - first))
+        model.rollback(state, first)
+        return out
+
+    return run
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,397 @@
+"""`VARPipeline`: conventions of diffusers, seeds, batches, previews, pictures to start from, and what bad input gets."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tiny_models import class_var_pipeline, text_var_pipeline
+
+from vargen import VARPipeline, open_pipeline
+from vargen.decoding import NonFiniteLogitsError, Schedule, Stage
+
+SPECULATIVE = Schedule("speculative", (Stage(until=3, drafted=2), Stage()))
+METHODS = ["plain", "code", "economy", SPECULATIVE]
+PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b"]
+
+
+def seeded(*seeds: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+@pytest.fixture(scope="module")
+def classes() -> VARPipeline:
+    pipe = class_var_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+@pytest.fixture(scope="module")
+def texts() -> VARPipeline:
+    pipe = text_var_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def a_picture(seed: int = 0, size: int = 8) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8))
+
+
+def half(size: int = 8) -> Image.Image:
+    """Black on the left, white on the right."""
+    mask = Image.new("L", (size, size))
+    mask.paste(255, (size // 2, 0, size, size))
+    return mask
+
+
+# -- a call ---------------------------------------------------------------------------------------------------------------
+
+
+def test_output_types_agree(classes: VARPipeline) -> None:
+    calls = {
+        kind: classes(class_labels="dog", generator=seeded(0)[0], output_type=kind).images
+        for kind in ("pil", "np", "pt", "latent")
+    }
+    assert isinstance(calls["pil"][0], Image.Image) and calls["pil"][0].size == (8, 8)
+    assert calls["np"].shape == (1, 8, 8, 3) and calls["pt"].shape == (1, 3, 8, 8)
+    assert calls["latent"].shape == (1, 30) and calls["latent"].dtype == torch.int64
+    assert np.array_equal(np.asarray(calls["pil"][0]), (calls["np"][0] * 255).round().astype("uint8"))
+    assert np.allclose(classes.decode_tokens(calls["latent"], output_type="np"), calls["np"])
+    (by_place,) = classes(class_labels="dog", generator=seeded(0)[0], output_type="latent", return_dict=False)
+    assert torch.equal(by_place, calls["latent"])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
+def test_row_of_a_batch_equals_the_image_alone(texts: VARPipeline, method: Any) -> None:
+    options: dict[str, Any] = {"accelerator": method, "output_type": "latent"}
+    together = texts(PROMPTS, generator=seeded(7, 8, 9), **options).images
+    for row, prompt in enumerate(PROMPTS):
+        alone = texts(prompt, generator=seeded(7 + row)[0], **options).images[0]
+        assert torch.equal(alone, together[row])
+
+
+def test_a_seed_is_a_picture_and_captions_matter(texts: VARPipeline) -> None:
+    def draw(prompt: str, seed: int, **options: Any) -> torch.Tensor:
+        return texts(prompt, generator=seeded(seed)[0], output_type="latent", **options).images
+
+    first = draw("a red apple", 1)
+    assert torch.equal(first, draw("a red apple", 1))
+    assert not torch.equal(first, draw("a red apple", 2)) and not torch.equal(first, draw("a cat", 1))
+    assert not torch.equal(first, draw("a red apple", 1, negative_prompt="a cat"))
+    assert not torch.equal(first, draw("a red apple", 1, guidance_scale=1.0))
+
+
+def test_the_seeds_in_the_statistics_draw_the_pictures_again(classes: VARPipeline) -> None:
+    result = classes(class_labels=[1, 2], generator=torch.Generator().manual_seed(5), output_type="latent")
+    for row, seed in enumerate(result.stats.seeds):
+        again = classes(class_labels=1 + row, generator=seeded(seed)[0], output_type="latent").images
+        assert torch.equal(again[0], result.images[row])
+
+
+def test_statistics_tell_of_every_scale(classes: VARPipeline) -> None:
+    stats = classes(class_labels=[3, 4], accelerator="code").stats
+    assert (stats.passes, stats.tokens, stats.images) == (4, 60, 2)
+    assert [scale["tokens"] for scale in stats.by_scale] == [1, 4, 9, 16]
+    assert [scale["model"] for scale in stats.by_scale] == ["target", "target", "draft", "draft"]
+    assert stats.tokens_per_pass == 7.5 and stats.to_dict()["by_scale"]
+
+
+def test_code_is_the_two_models_by_hand(classes: VARPipeline) -> None:
+    """The large model's scales are those that it draws in `plain`, and the small one's those that it draws behind them."""
+    options: dict[str, Any] = {"class_labels": 3, "output_type": "latent"}
+    code = classes(accelerator="code", generator=seeded(2)[0], **options).images
+    plain = classes(accelerator="plain", generator=seeded(2)[0], **options).images
+    assert torch.equal(code[:, :5], plain[:, :5]) and not torch.equal(code, plain)
+    small = Schedule(stages=(Stage(model="draft"),))
+    assert not torch.equal(classes(accelerator=small, generator=seeded(2)[0], **options).images, code)
+
+
+def test_methods_and_what_they_lack(classes: VARPipeline) -> None:
+    reasons = {method.name: method.reason for method in classes.methods()}
+    assert "4 scales" in str(reasons.pop("scale-spec")), "it drafts the first four, and leaves some to draw"
+    assert reasons == dict.fromkeys(["plain", "code", "economy"])
+    alone = class_var_pipeline(draft=False)
+    reasons = {method.name: method.reason for method in alone.methods()}
+    assert reasons["plain"] is None and "draft_transformer" in str(reasons["code"])
+    with pytest.raises(ValueError, match="needs a smaller model"):
+        alone(class_labels=3, accelerator="code")
+    with pytest.raises(ValueError, match="is for next-token models"):
+        alone(class_labels=3, accelerator="gumbel")
+
+
+def test_saved_opened_and_described(tmp_path: Any) -> None:
+    from vargen.pipelines.registry import describe
+
+    pipe = class_var_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    opened = open_pipeline(tmp_path / "model")
+    opened.set_progress_bar_config(disable=True)
+    assert isinstance(opened, VARPipeline)
+    told = describe(tmp_path / "model")
+    assert (told.tokens, told.steps, told.has_draft, told.condition) == (30, 4, True, "class")
+    ours, theirs = (each(class_labels=3, generator=seeded(0)[0], output_type="latent").images for each in (pipe, opened))
+    assert torch.equal(ours, theirs)
+
+
+def test_the_kind_says_what_it_is(classes: VARPipeline) -> None:
+    assert classes.grids == ((1, 1), (2, 2), (3, 3), (4, 4)) and classes.grid == (4, 4)
+    assert (classes.steps, classes.tokens, classes.vocab, classes.baseline) == (4, 30, 64, "plain")
+    assert classes.codebook.shape == (64, 8)
+    assert class_var_pipeline().default_sampling["guidance_scale"] == 3.0
+    assert class_var_pipeline().default_sampling["top_k"] is None, "the family's 900 are more than there are tokens"
+
+
+# -- while it draws ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_preview_per_scale(classes: VARPipeline) -> None:
+    seen: list[tuple[int, int, bytes]] = []
+
+    def look(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        seen.append((step, drawn, pipe.preview(tensors["latents"], drawn)[0].tobytes()))
+        return {}
+
+    image = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=look).images[0]
+    assert [(step, drawn) for step, drawn, _ in seen] == [(0, 1), (1, 5), (2, 14), (3, 30)]
+    assert len({picture for *_, picture in seen}) == 4 and seen[-1][2] == image.tobytes()
+
+
+def test_a_stopped_drawing_is_a_coarse_picture(classes: VARPipeline) -> None:
+    def stop(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"stop": step == 1}
+
+    result = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=stop, output_type="np")
+    whole = classes(class_labels=3, generator=seeded(0)[0], output_type="latent").images
+    assert result.stats.stopped and result.stats.passes == 2
+    coarse = classes.decode_tokens(whole, torch.tensor([5]), output_type="np")
+    assert np.allclose(result.images, coarse) and not np.allclose(coarse, classes.decode_tokens(whole, output_type="np"))
+    left_out = whole.clone()
+    left_out[:, 5:] = -1
+    assert np.allclose(classes.decode_tokens(left_out, output_type="np"), coarse)
+    assert (classes.decode_tokens(whole, torch.tensor([0]), output_type="np") == 1).all(), "white where nothing is drawn"
+
+
+def test_scales_that_a_schedule_leaves_out(classes: VARPipeline) -> None:
+    seen: list[int] = []
+
+    def look(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        seen.append(drawn)
+        return {}
+
+    skipping = Schedule(name="skip", stages=(Stage(until=2), Stage(until=3, model="none"), Stage()))
+    result = classes(class_labels=3, accelerator=skipping, output_type="latent", callback_on_step_end=look)
+    assert (result.images[:, 5:14] == -1).all() and (result.images[:, 14:] >= 0).all() and seen[-1] == 30
+    assert classes.decode_tokens(result.images)[0].size == (8, 8)
+
+
+def test_a_callback_may_change_the_scale_that_was_drawn_last(classes: VARPipeline) -> None:
+    def first_is_seven(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        if step == 0:
+            tensors["latents"][:, 0] = 7
+        return tensors
+
+    changed = classes(class_labels=3, generator=seeded(0)[0], callback_on_step_end=first_is_seven, output_type="latent")
+    assert changed.images[0, 0] == 7
+
+    def beyond(pipe: VARPipeline, step: int, drawn: int, tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
+        return {"latents": torch.full_like(tensors["latents"], 64)}
+
+    with pytest.raises(ValueError, match="must be from 0 to 63, got 64"):
+        classes(class_labels=3, callback_on_step_end=beyond)
+
+
+def test_the_progress_bar_counts_tokens(classes: VARPipeline) -> None:
+    shown = io.StringIO()
+    classes.set_progress_bar_config(file=shown, disable=False)
+    classes(class_labels=3)
+    classes.set_progress_bar_config(disable=True)
+    assert "30/30" in shown.getvalue() and classes.num_timesteps == 4
+
+
+def test_interrupt(classes: VARPipeline) -> None:
+    def interrupt(pipe: VARPipeline, *_: Any) -> dict[str, Any]:
+        pipe._interrupt = True
+        return {}
+
+    assert classes(class_labels=3, callback_on_step_end=interrupt).stats.passes == 1
+
+
+def test_halves_draw_the_same_pictures(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from vargen.pipelines import var
+
+    pipe = class_var_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = {"class_labels": [1, 2, 3], "output_type": "latent", "image": a_picture(), "mask": half()}
+    whole = pipe(generator=seeded(0, 1, 2), **options)
+    real, tries = var.decode_scales, []
+
+    def scarce(model: Any, condition: Any, seeds: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        tries.append(len(seeds))
+        if len(seeds) > 2:
+            raise torch.OutOfMemoryError("no room")
+        return real(model, condition, seeds, *arguments, **more)
+
+    monkeypatch.setattr(var, "decode_scales", scarce)
+    with caplog.at_level("WARNING", logger="vargen"):
+        halves = pipe(generator=seeded(0, 1, 2), **options)
+    assert tries == [3, 1, 2] and torch.equal(halves.images, whole.images)
+    assert halves.stats.by_scale[0]["passes"] == 2 and "two halves" in caplog.text
+
+
+def test_logits_that_are_no_numbers_make_no_picture() -> None:
+    pipe = class_var_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    pipe.transformer.head.bias.data[3] = float("nan")
+    with pytest.raises(NonFiniteLogitsError):
+        pipe(class_labels=3)
+
+
+def test_model_offload_draws_the_same() -> None:
+    """Where whole networks are moved in for their passes: here between a CPU and itself, which runs all hooks."""
+    pipe = class_var_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    options: dict[str, Any] = {"class_labels": 3, "output_type": "np", "image": a_picture(), "mask": half()}
+    expected = pipe(generator=seeded(0)[0], **options).images
+    from accelerate import cpu_offload_with_hook
+
+    for part in (pipe.transformer, pipe.vqvae):
+        cpu_offload_with_hook(part, execution_device="cpu")
+    assert np.array_equal(pipe(generator=seeded(0)[0], **options).images, expected)
+
+
+# -- pictures to start from ---------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_a_picture_are_a_picture_again(classes: VARPipeline) -> None:
+    tokens = classes.encode_image([a_picture(0), a_picture(1)])
+    assert tokens.shape == (2, 30) and not torch.equal(tokens[0], tokens[1])
+    assert torch.equal(classes.encode_image(a_picture(1))[0], tokens[1])
+    by_scale = classes.vqvae.encode(classes.image_processor.preprocess([a_picture(0)]))
+    assert torch.equal(torch.cat([each.flatten(1) for each in by_scale], dim=1)[0], tokens[0])
+
+
+@pytest.mark.parametrize(("strength", "kept"), [(0.0, 4), (0.01, 3), (0.25, 3), (0.5, 2), (0.6, 1), (1.0, 0)])
+def test_strength_is_the_share_of_scales_that_is_drawn(classes: VARPipeline, strength: float, kept: int) -> None:
+    own, ends = classes.encode_image(a_picture())[0], [0, 1, 5, 14, 30]
+    result = classes(
+        class_labels=3, image=a_picture(), strength=strength, generator=seeded(3)[0], output_type="latent", top_p=1.0
+    )
+    assert torch.equal(result.images[0, : ends[kept]], own[: ends[kept]])
+    assert result.stats.passes == 4 - kept
+    if kept < 4:
+        assert not torch.equal(result.images[0, ends[kept] :], own[ends[kept] :])
+    drawn = classes(class_labels=3, generator=seeded(3)[0], output_type="latent", top_p=1.0).images[0]
+    assert torch.equal(result.images[0], drawn) == (strength == 1.0)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: getattr(method, "name", method))
+def test_what_a_mask_leaves_black_stays(classes: VARPipeline, method: Any) -> None:
+    """Fine cells of the black half are those of the picture, quantised behind what was drawn; the white half is another."""
+    image, mask = a_picture(), half()
+    latents = [
+        classes(
+            class_labels=3, image=image, mask=mask, generator=seeded(seed)[0], output_type="latent", accelerator=method
+        ).images
+        for seed in range(2)
+    ]
+    assert not torch.equal(*latents)
+    target = classes._latent(classes.image_processor.preprocess([image]))
+    for tokens in latents:
+        canvas, _ = classes._sum(tokens, None)
+        before = tokens.clone()
+        before[:, 14:] = -1
+        lacking = target - classes._sum(before, None)[0]
+        codes = classes.vqvae.quantize.nearest(lacking, 3)
+        assert torch.equal(tokens[0, 14:].view(4, 4)[:, :2], codes[0, :, :2]), "black cells hold the nearest codes"
+        error = (canvas - target).square().mean((0, 1, 2))
+        assert error[:2].mean() < error[2:].mean()
+    white = [tokens[0, 14:].view(4, 4)[:, 2:] for tokens in latents]
+    assert not torch.equal(*white)
+
+
+def test_a_black_mask_keeps_all_and_a_white_one_nothing(classes: VARPipeline) -> None:
+    def draw(**options: Any) -> torch.Tensor:
+        return classes(class_labels=3, generator=seeded(1)[0], output_type="latent", **options).images
+
+    black, white = Image.new("L", (8, 8), 0), Image.new("L", (8, 8), 255)
+    assert torch.equal(draw(image=a_picture(), mask=black), classes.encode_image(a_picture()))
+    assert torch.equal(draw(image=a_picture(), mask=white), draw())
+
+
+def test_each_prompt_may_have_its_picture_and_mask(texts: VARPipeline) -> None:
+    images, masks = [a_picture(0), a_picture(1)], [half(), half().transpose(Image.Transpose.FLIP_LEFT_RIGHT)]
+    options: dict[str, Any] = {"output_type": "latent", "strength": 0.9}
+    together = texts(
+        PROMPTS[:2], image=images, mask=masks, num_images_per_prompt=2, generator=seeded(0, 1, 2, 3), **options
+    ).images
+    for k in range(4):
+        alone = texts(PROMPTS[k // 2], image=images[k // 2], mask=masks[k // 2], generator=seeded(k)[0], **options).images
+        assert torch.equal(alone[0], together[k])
+
+
+def test_pictures_and_masks_as_tensors(classes: VARPipeline) -> None:
+    options: dict[str, Any] = {"class_labels": 3, "output_type": "latent"}
+    first = classes(image=a_picture(), mask=half(), generator=seeded(1)[0], **options).images
+    pixels = torch.from_numpy(np.array(a_picture(), dtype=np.float32)).permute(2, 0, 1)[None] / 255
+    mask = torch.zeros(8, 8)
+    mask[:, 4:] = 1
+    for given in (mask, mask[None, None], mask.numpy(), mask > 0):
+        assert torch.equal(classes(image=pixels, mask=given, generator=seeded(1)[0], **options).images, first)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"mask": half()}, ValueError, "mask says what to do with an image, and none is given"),
+        ({"strength": 0.5}, ValueError, "strength says what to do with an image"),
+        ({"image": a_picture(), "strength": 1.5}, ValueError, r"strength must be from 0 .* to 1 .*, got 1.5"),
+        ({"image": a_picture(), "strength": float("nan")}, ValueError, "strength must be from 0"),
+        ({"image": a_picture(), "strength": True}, ValueError, "strength must be from 0"),
+        ({"image": a_picture(size=9)}, ValueError, "image must be 8x8 pixels, the size that this model draws, got 9x9"),
+        ({"image": torch.zeros(1, 3, 8, 6)}, ValueError, "got 6x8"),
+        ({"image": "picture.png"}, TypeError, "images must be PIL images"),
+        ({"image": a_picture(), "mask": half(16)}, ValueError, "mask must be 8x8 pixels, as the image is, got 16x16"),
+        ({"image": a_picture(), "mask": torch.zeros(4, 8)}, ValueError, "mask must be 8x8 pixels, as the image is, got 8x4"),
+        ({"image": a_picture(), "mask": torch.full((8, 8), 2.0)}, ValueError, "mask must be .* got other numbers"),
+        ({"image": a_picture(), "mask": torch.zeros(1, 3, 8, 8)}, ValueError, r"mask must be .* got \[1, 3, 8, 8\]"),
+        ({"image": a_picture(), "mask": "mask.png"}, TypeError, "mask must be a PIL image"),
+        ({"image": [a_picture()] * 3, "mask": [half()] * 2}, ValueError, "one for each of 3 images, got 2"),
+        ({"image": [a_picture()] * 3}, ValueError, "image must be one, or one for each of 2 prompts or classes; got 3"),
+        ({"accelerator": Schedule(stages=(Stage(until=5), Stage()))}, ValueError, "until of stage 1"),
+        ({"output_type": "jpeg"}, ValueError, "output_type must be"),
+        ({"top_k": 65}, ValueError, "top_k must be at most the vocabulary of 64"),
+    ],
+)
+def test_bad_input_gets_an_error_before_any_pass(
+    classes: VARPipeline, options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    passes = 0
+
+    def count(*_: Any) -> None:
+        nonlocal passes
+        passes += 1
+
+    hooks = [part.register_forward_pre_hook(count) for part in (classes.transformer, classes.vqvae.encoder)]
+    with pytest.raises(error, match=words):
+        classes(class_labels=[3, 4], **options)
+    for hook in hooks:
+        hook.remove()
+    assert passes == 0
+
+
+@pytest.mark.parametrize(
+    ("tokens", "error", "words"),
+    [
+        (torch.zeros(1, 29, dtype=torch.int64), ValueError, r"tokens must be \[B, 30\], got \[1, 29\]"),
+        (torch.full((1, 30), 64), ValueError, "tokens must be from -1 to 63, got 64 to 64"),
+        (torch.full((1, 30), -2), ValueError, "tokens must be from -1 to 63"),
+        (torch.zeros(1, 30), TypeError, "tokens must be a tensor of whole numbers"),
+    ],
+)
+def test_foreign_tokens_make_no_picture(classes: VARPipeline, tokens: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        classes.decode_tokens(tokens)
