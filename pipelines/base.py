@@ -213,11 +213,11 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def check_method(cls, described: Description, method: Accelerator) -> None:
+    def check_method(cls, described: Description, method: Any) -> None:
         """Raise ValueError if a model that a folder describes cannot run a method; what weights would tell is not asked."""
 
     @abstractmethod
-    def check_runs(self, method: Accelerator) -> None:
+    def check_runs(self, method: Any) -> None:
         """Raise ValueError if this pipeline cannot run a method, saying why."""
 
     @abstractmethod
@@ -396,7 +396,7 @@ class VisualPipeline(DiffusionPipeline):
             raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
         return repeated(negative, images // given)
 
-    def resolved(self, accelerator: str | Accelerator) -> Accelerator:
+    def resolved(self, accelerator: Any) -> Any:
         """A preset by name, or the object itself, of this family.
 
         Raises:
