@@ -18,6 +18,7 @@ from markdown import anchors, blocks, commands, links, pages, prose
 import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
+from vargen.decoding.acceptance import scales
 from vargen.training.recipe import PACKAGED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +96,7 @@ def test_the_readme_shows_the_loop_as_it_stands() -> None:
 
 
 def test_the_readme_names_every_preset_and_its_kind() -> None:
-    rows = dict(re.findall(r"^\| `(\w+)`[^|]*\|.*\| ([^|]*) \|$", prose(README).split("## Measured")[0], flags=re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w-]+)`[^|]*\|.*\| ([^|]*) \|$", prose(README).split("## Measured")[0], flags=re.MULTILINE))
     assert set(rows) == set(PRESETS)
     for name, said in rows.items():
         assert ("relaxed" in said) == (PRESETS[name].kind == "relaxed"), name
@@ -145,7 +146,7 @@ def test_every_method_is_described_as_it_is() -> None:
     assert list(described) == list(PRESETS)
     for name, section in described.items():
         code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
-        composed = eval(code, {**vars(vargen.decoding), "Accelerator": Accelerator})
+        composed = eval(code, {**vars(vargen.decoding), **vars(scales), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
 

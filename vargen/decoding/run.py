@@ -46,12 +46,14 @@ class Progress:
 
 @dataclass
 class Decoded:
-    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics."""
+    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics; of
+    `decode_scales` also the canvas, what the scales add up to."""
 
     tokens: Tensor
     length: Tensor
     stats: DecodeStats
     finished: bool = field(default=True)
+    canvas: Tensor | None = None
 
 
 Callback = Callable[[Progress], bool | None]

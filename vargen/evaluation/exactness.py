@@ -22,16 +22,22 @@ from vargen.decoding import (
     Accelerator,
     Draft,
     Jacobi,
+    Method,
     Noise,
     Purpose,
     Sampling,
+    Schedule,
+    Stage,
     Verdict,
     acceptance_rule,
     decode,
+    decode_scales,
     exact,
 )
+from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
+from vargen.evaluation.scale_table import ScaleTable
 from vargen.evaluation.table_model import TableModel
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
@@ -62,6 +68,29 @@ CASES = (
     Case("top-p 0.7", sampling=Sampling(top_p=0.7)),
     Case("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
     Case("certain tokens", tokens=6, forced=((1, 2), (4, 0))),
+)
+
+
+@dataclass(frozen=True)
+class ScaleCase:
+    """The same of a next-scale model, whose `tokens` are its scales."""
+
+    name: str
+    tokens: int = 3
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    codes: tuple[int, ...] | None = None
+
+    def model(self) -> ScaleTable:
+        model = ScaleTable(seed=4, codes=self.codes)
+        model.draft_model = ScaleTable(seed=77, codes=self.codes)
+        return model
+
+
+SCALE_CASES = (
+    ScaleCase("plain softmax"),
+    ScaleCase("top-p 0.7", sampling=Sampling(top_p=0.7)),
+    ScaleCase("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
+    ScaleCase("fewer codes at coarse scales", codes=(2, 3, 3)),
 )
 
 
@@ -115,11 +144,14 @@ class Report:
         return {**dataclasses.asdict(self), "exact": self.exact, "can_tell": self.can_tell}
 
 
-def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS, case: str = "") -> Finding:
+def measure(
+    method: Method, model: TableModel | ScaleTable, sampling: Sampling, chains: int = CHAINS, case: str = ""
+) -> Finding:
     """Draw `chains` sequences of a table model by a method, and compare their shares with the true probabilities."""
-    result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
-    V, N = model.vocab, model.tokens
-    index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
+    loop: Any = decode_scales if isinstance(model, ScaleTable) else decode
+    tokens = loop(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, method, sampling).tokens
+    V, N = model.vocab, tokens.shape[1]
+    index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
     drawn = torch.bincount(index, minlength=V**N).double() / chains
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
     # A share of n draws is off by e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi) and variance e^2 (1 - 2 / pi).
@@ -129,11 +161,11 @@ def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, cha
     return Finding(case, float(distance), float(floor), float(spread), float(drawn[truth == 0].sum()))
 
 
-def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
+def check(accelerator: Method, chains: int = CHAINS) -> Report:
     """Whether a method draws what its model says, in every case, and whether the check can tell.
 
     Args:
-        accelerator: windows and chains are cut to the models' five or six tokens.
+        accelerator: windows and chains are cut to the models' five or six tokens, the stages of a schedule to three scales.
         chains: sequences drawn of each case; fewer raise the noise floor, under which small errors hide.
 
     Raises:
@@ -141,11 +173,11 @@ def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
     """
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
-    findings = [
-        measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in CASES
-    ]
-    first = CASES[0]
-    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in WRONG.items()]
+    cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
+    wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
+    findings = [measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in cases]
+    first = cases[0]
+    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in wrongs.items()]
     return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
 
 
@@ -171,4 +203,24 @@ def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor)
 WRONG = {
     "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
     "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+}
+
+
+@scale_rule(exact=True)
+def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """A refused token is redrawn from p instead of the residual."""
+    tokens, same = token_wise(p, q, draft, noise)
+    return torch.where(tokens != draft, noise.draw(p, Purpose.RESIDUAL), draft), same
+
+
+@scale_rule(exact=True)
+def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """lijrjyan/SDVAR: a scale is kept if half of its tokens are the target's likeliest."""
+    kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
+    return torch.where(kept[:, None], draft, noise.draw(p, Purpose.RESIDUAL)), kept
+
+
+WRONG_SCALES = {
+    "refused tokens drawn from p": Schedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
+    "kept if half are the likeliest": Schedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
 }
