@@ -79,6 +79,7 @@ FAMILIES: dict[str, Family] = {
                 "class": ("condition", "num_classes", "vocab_size", "code_dim", "scales"),
                 "text": ("condition", "caption_rows", "caption_dim", "vocab_size", "code_dim", "scales"),
             },
+            networks_module="vargen.pipelines.var_network",
         ),
     )
 }

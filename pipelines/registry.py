@@ -6,10 +6,12 @@ import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
+from torch import Tensor
 
+from vargen.decoding import Decoded
 from vargen.pipelines.base import Decoder, Description, VisualPipeline
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
@@ -79,6 +81,23 @@ class Network(Protocol):
 
     def decoder(self, compile: bool = False) -> Decoder:
         """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
+
+
+@runtime_checkable
+class PictureNetwork(Network, Protocol):
+    """A network of which whole pictures are measured, against the sampling loop that its authors published."""
+
+    def pixels(self, drawn: Decoded) -> Tensor:
+        """Pixels `[B, 3, Y, X]` of what a decoder drew."""
+
+    def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
+        """What draws such a batch by the published loop, in float32, and what decodes its result to pixels."""
+
+    def work(self, batch: int) -> list[tuple[int, int]]:
+        """Bytes of weights that are read, and floating-point operations, of each pass of the baseline."""
+
+    def pixel_work(self, batch: int) -> int:
+        """Floating-point operations of decoding the pixels."""
 
 
 def random_networks() -> dict[str, str]:

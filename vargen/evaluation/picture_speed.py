@@ -1,0 +1,153 @@
+"""How long a whole picture takes, against what the machine allows, and against the published sampling loop in the same run.
+
+What the machine allows is its roofline: a pass takes at least as long as reading its weights once, and as long as its
+floating-point operations at the rate of a large matrix product. Both rates are measured here. The opponent and ours take turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from vargen.evaluation.speed import weight_readers
+from vargen.pipelines.registry import PictureNetwork
+
+_PRODUCT = 1536  # rows and columns of the matrices whose product tells the rate
+
+
+@dataclass(frozen=True)
+class PictureReport:
+    """Milliseconds a picture, medians over the rounds.
+
+    Attributes:
+        drawing, decoding: the tokens by the baseline's passes, and their pixels.
+        published_drawing, published_decoding: the same by the published loop, in float32.
+        ratio, ratio_with_pixels: the published loop's over ours, without and with pixels.
+        roofline, roofline_with_pixels: what weights and floating-point operations take at least.
+        share, share_with_pixels: the roofline's part of ours.
+        gigabytes_per_second, gigaflops: the measured rates of reading and of a product, in the transformer's dtype.
+    """
+
+    model: str
+    dtype: str
+    device: str
+    batch: int
+    threads: int
+    rounds: int
+    parameters: int
+    drawing: float
+    decoding: float
+    published_drawing: float
+    published_decoding: float
+    ratio: float
+    ratio_with_pixels: float
+    roofline: float
+    roofline_with_pixels: float
+    share: float
+    share_with_pixels: float
+    gigabytes_per_second: float
+    gigaflops: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure_pictures(
+    network: PictureNetwork,
+    batch: int = 1,
+    *,
+    rounds: int = 5,
+    compile: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> PictureReport:
+    """Draw and decode whole batches by the baseline and by the published loop, in turn, behind one untimed round.
+
+    Args:
+        compile: run the baseline's passes through `torch.compile`; compiling is part of the untimed round.
+        progress: called with the rounds done and all rounds.
+
+    Raises:
+        ValueError: if `batch` or `rounds` is below 1.
+    """
+    if batch < 1 or rounds < 1:
+        raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
+    transformer, decoder = network.transformer, network.decoder(compile)
+    device = transformer.device
+    condition, seeds = network.condition(batch), torch.arange(batch)
+    published_draw, published_pixels = network.published(batch)
+    seconds: dict[str, list[float]] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> Any:
+        now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+        _wait(device)
+        start = now()
+        result = run()
+        _wait(device)
+        seconds.setdefault(name, []).append(now() - start)
+        return result
+
+    for done in range(rounds + 1):
+        drawn = timed("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
+        timed("decoding", lambda drawn=drawn: network.pixels(drawn))
+        canvas = timed("published_drawing", published_draw)
+        timed("published_decoding", lambda canvas=canvas: published_pixels(canvas))
+        if progress:
+            progress(done, rounds)
+    each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
+    bandwidth, rate = _bandwidth(network.weight_bytes, device), _product_rate(transformer.dtype, device)
+    least = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.work(batch))
+    pixels = network.pixel_work(batch) / _product_rate(torch.float32, device)
+    roofline, roofline_with = 1e3 * least / batch, 1e3 * (least + pixels) / batch
+    ours, with_pixels = each["drawing"], each["drawing"] + each["decoding"]
+    return PictureReport(
+        model=network.name,
+        dtype=str(transformer.dtype).removeprefix("torch."),
+        device=str(device),
+        batch=batch,
+        threads=torch.get_num_threads(),
+        rounds=rounds,
+        parameters=sum(p.numel() for p in transformer.parameters()),
+        ratio=each["published_drawing"] / ours,
+        ratio_with_pixels=(each["published_drawing"] + each["published_decoding"]) / with_pixels,
+        roofline=roofline,
+        roofline_with_pixels=roofline_with,
+        share=roofline / ours,
+        share_with_pixels=roofline_with / with_pixels,
+        gigabytes_per_second=bandwidth / 1e9,
+        gigaflops=rate / 1e9,
+        **each,
+    )
+
+
+def _bandwidth(nbytes: int, device: torch.device) -> float:
+    """Bytes read a second, by the fastest of several ways."""
+    return nbytes / min(_least(read, device) for read in weight_readers(nbytes, device))
+
+
+def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of a product of large matrices."""
+    left, right = (torch.randn(_PRODUCT, _PRODUCT, device=device).to(dtype) for _ in range(2))
+    return 2 * _PRODUCT**3 / _least(lambda: left @ right, device)
+
+
+def _least(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
+    """Seconds of the fastest of several runs."""
+    now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    found = []
+    for _ in range(times + 1):
+        _wait(device)
+        start = now()
+        run()
+        _wait(device)
+        found.append(now() - start)
+    return min(found[1:])
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
