@@ -17,7 +17,9 @@ from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
-from vargen.pipelines.base import Description, VisualPipeline, repeated
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.conditioning import repeated
+from vargen.pipelines.description import Description
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of

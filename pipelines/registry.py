@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Decoded
-from vargen.pipelines.base import Decoder, Description, VisualPipeline
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.description import Decoder, Description
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
 

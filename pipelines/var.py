@@ -20,7 +20,9 @@ from vargen.models.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.models.vq import NonFinitePixelsError
 from vargen.pipelines import checks
-from vargen.pipelines.base import Description, VisualPipeline, repeated
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.conditioning import repeated
+from vargen.pipelines.description import Description
 from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames

@@ -107,8 +107,9 @@ class Network:
         D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
         rows = batch * (1 if self.guidance_scale == 1 else 2)
         caption = min(8, config.caption_rows) if config.condition == "text" else 0
-        linear = sum(p.numel() for name, p in self.transformer.blocks.named_parameters() if p.dim() == 2 and "ada_lin" not in name)
-        once = sum(p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2 and "ada_lin" in name)
+        matrices = {name: p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2}
+        once = sum(count for name, count in matrices.items() if "ada_lin" in name)
+        linear = sum(count for name, count in matrices.items() if name.startswith("blocks.") and "ada_lin" not in name)
         found = []
         for k, side in enumerate(scales):
             fed, seen = side * side + caption * (k == 0), self.transformer.ends[k] + caption

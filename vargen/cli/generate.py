@@ -42,7 +42,7 @@ from vargen.device import fix_threads
 from vargen.files import expanded
 
 if TYPE_CHECKING:
-    from vargen.pipelines.base import Description
+    from vargen.pipelines.description import Description
 
 _LARGEST_SEED = 2**63 - 1
 

@@ -119,7 +119,8 @@ def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.fam
             raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, names)}")
         accelerator = PRESETS[accelerator]
     if not isinstance(accelerator, Accelerator | Schedule):
-        raise TypeError(f"accelerator must be a preset's name, an Accelerator or a Schedule, got {shown(accelerator)}")
+        wanted = "an Accelerator" if family == Accelerator.family else "a Schedule"
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
     if accelerator.family != family:
         raise ValueError(
             f"accelerator {accelerator.name!r} is for {accelerator.family} models, and this is a {family} one: it runs "
