@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from vargen.kernels.kth_largest import kth_largest
+from vargen.kernels.kth_largest import kth_largest, largest
 from vargen.options import OPTIONS
 from vargen.values import shown
 
@@ -54,18 +54,19 @@ def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> 
 def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Logits `[..., V]` with what the filters drop at -inf.
 
-    top-k keeps everything that is at least the k-th largest (ties stay). top-p then keeps the most probable tokens until their
-    sum exceeds p, the crossing one included.
+    top-k keeps everything that is at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
+    p, the crossing one included. Of both, ties stay: what is kept depends on values, not on how a sort orders equal ones.
     """
-    if top_k and top_k < logits.shape[-1]:
-        logits = torch.where(logits < kth_largest(logits, top_k), float("-inf"), logits)
+    kept = min(top_k or logits.shape[-1], logits.shape[-1])
     if top_p < 1.0:
-        ordered, order = logits.sort(dim=-1, descending=True)
-        cumulative = ordered.softmax(-1).cumsum(-1)
-        drop = (cumulative > top_p).roll(1, dims=-1)
-        drop[..., 0] = False
-        logits = logits.masked_fill(torch.zeros_like(drop).scatter(-1, order, drop), float("-inf"))
-    return logits
+        ordered = largest(logits, kept)
+        before = (ordered.softmax(-1).cumsum(-1) <= top_p).sum(-1, keepdim=True)
+        least = ordered.gather(-1, before.clamp(max=kept - 1))
+    elif kept < logits.shape[-1]:
+        least = kth_largest(logits, kept)
+    else:
+        return logits
+    return torch.where(logits < least, float("-inf"), logits)
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -42,6 +42,7 @@ SCALES: dict[int, tuple[int, ...]] = {
     1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64),
 }
 _NORM_EPS = 1e-6
+_SHORTEST = 1e-12  # query or key that is made a unit vector
 _MOST_SHARPNESS = math.log(100)  # of the logarithm that a head multiplies its unit queries with
 
 
@@ -63,8 +64,7 @@ class Modulation:
     """What adaptive layer norms do to a row; a function of its label or caption alone, so computed once per picture.
 
     Attributes:
-        blocks: `[depth, 6, R, 1, D]`: gains of attention and feed-forward, scales (one added), shifts. Where blocks share one
-            network, the same for all; each adds its offset.
+        blocks: `[depth, 6, R, 1, D]`: gains of attention and feed-forward, scales (one added), shifts.
         head: `[2, R, 1, D]`: scale (one added) and shift of the final norm.
     """
 
@@ -160,12 +160,14 @@ class Attention(nn.Module):
 
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, already scaled, keys and values `[R, H, T, K]`."""
-        q, k, v = self.mat_qkv(x_RTD).chunk(3, dim=-1)
-        q, v = q + self.q_bias.type_as(q), v + self.v_bias.type_as(v)
-        q, k, v = (part.unflatten(-1, (self.n_head, self.head_dim)).transpose(1, 2) for part in (q, k, v))
+        bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
+        fused = F.linear(x_RTD, self.mat_qkv.weight, bias).unflatten(-1, (3, self.n_head, self.head_dim))
+        q, k, v = fused.permute(2, 0, 3, 1, 4)
         if self.l2_norm:
-            sharpness = self.scale_mul_1H11.clamp_max(_MOST_SHARPNESS).exp()
-            q, k = F.normalize(q.float(), dim=-1) * sharpness, F.normalize(k.float(), dim=-1)
+            both = fused[:, :, :2].float()
+            both = both / both.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST)
+            q, k = both.permute(2, 0, 3, 1, 4)
+            q = q * self.scale_mul_1H11.clamp_max(_MOST_SHARPNESS).exp()
         else:
             q = q * (0.25 / math.sqrt(self.head_dim))
         return q.type_as(v), k.type_as(v), v
@@ -174,11 +176,12 @@ class Attention(nn.Module):
         q, k, v = self.project(x_RTD)
         if cache is not None:
             k, v = cache.write(*place, k, v)
+        visible = None if visible is None else visible.type_as(q)
         if q.device.type == "cpu" and torch.is_grad_enabled():
             # The gradient of torch's fused attention takes 40 % of a training step there, that of these products 8 %.
             scores = q @ k.mT
             if visible is not None:
-                scores = torch.where(visible, scores, float("-inf"))
+                scores = scores + visible
             out = scores.softmax(-1).type_as(v) @ v
         else:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0)
@@ -217,11 +220,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """
         Args:
-            x: `[R, T, D]`. modulation: `[6, R, 1, D]`. visible: bool `[T, S]` or `[R, 1, T, S]`, None for all.
+            x: `[R, T, D]`. modulation: `[6, R, 1, D]`. visible: added to scores, `[T, S]` or `[R, 1, T, S]`, None for nothing.
             place: layer and first slot in the `cache`.
         """
-        if hasattr(self, "ada_gss"):
-            modulation = modulation + self.ada_gss.view(6, 1, 1, -1)
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
         attended = self.attn(modulated(x, scale1, shift1), visible, cache, place)
         x = torch.addcmul(x, gain1, attended.type_as(x))
@@ -478,7 +479,8 @@ class VARTransformer(ModelMixin, ConfigMixin):
     def modulation(self, vector_RD: Tensor) -> Modulation:
         """Of rows with these condition vectors; see `embed_condition`."""
         if self.config.shared_aln:
-            blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)).expand(self.config.depth, -1, -1, -1)
+            offsets = torch.stack([block.ada_gss.view(1, 6, -1) for block in self.blocks])
+            blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
         else:
             blocks = torch.stack([block.ada_lin(vector_RD).unflatten(-1, (6, -1)) for block in self.blocks])
         blocks = blocks.permute(0, 2, 1, 3)  # [depth, 6, R, D]
@@ -488,7 +490,8 @@ class VARTransformer(ModelMixin, ConfigMixin):
         return Modulation(blocks[:, :, :, None], head[:, :, None])
 
     def _visible(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
-        """bool `[T, S]` or `[R, 1, T, S]`: a token sees its own scale, all coarser ones, and the caption; None for everything.
+        """What is added to scores, `[T, S]` or `[R, 1, T, S]`: a token sees its own scale, all coarser ones, and the caption;
+        None where it sees everything.
 
         Caption rows see the caption alone, padding among them itself too, so that no row sees nothing.
         """
@@ -498,11 +501,15 @@ class VARTransformer(ModelMixin, ConfigMixin):
         fed = levels[len(levels) - (self.ends[last] - self.start_of(first)) - fed_prefix :]
         visible = fed[:, None] >= levels[None]
         if mask is None or not held_prefix:
-            return visible
+            return self._bias(visible)
         seen = visible & F.pad(mask, (0, len(levels) - held_prefix), value=True)[:, None]
         if fed_prefix:
             seen = seen | torch.eye(len(fed), len(levels), dtype=torch.bool, device=seen.device)
-        return seen[:, None]
+        return self._bias(seen[:, None])
+
+    def _bias(self, visible: Tensor) -> Tensor:
+        """Once for all blocks: given what may be seen, attention would make this of it in each."""
+        return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def _two_layers(width_in: int, width: int) -> nn.Sequential:
