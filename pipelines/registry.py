@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -84,7 +83,6 @@ class Network(Protocol):
         """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
 
 
-@runtime_checkable
 class PictureNetwork(Network, Protocol):
     """A network of which whole pictures are measured, against the sampling loop that its authors published."""
 
@@ -107,10 +105,16 @@ def random_networks() -> dict[str, str]:
     return {name: module for module in modules for name in import_module(module).RANDOM}
 
 
-def check_network(name: str) -> None:
-    """Raise ValueError unless `open_network` can open `name`; reads no weight."""
-    if name not in random_networks():
-        _network_module(checked_folder(name, None, {}))
+def check_network(name: str, pictures: bool = False) -> None:
+    """Raise ValueError unless `open_network` can open `name`; reads no weight.
+
+    Args:
+        pictures: it must also be one of which whole pictures are measured, a `PictureNetwork`.
+    """
+    module = _module_of(name)
+    if pictures and not hasattr(import_module(module).Network, "published"):
+        able = [each for each, made_by in random_networks().items() if hasattr(import_module(made_by).Network, "published")]
+        raise ValueError(f"model must be a next-scale one, such as {able[0]}, to compare with a published loop; got {name!r}")
 
 
 def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
@@ -119,14 +123,29 @@ def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network
     Raises:
         ValueError: if it is none of these; see `checked_folder`.
     """
+    module = import_module(_module_of(name))
+    if name in random_networks():
+        return module.random_network(name, dtype, device)
+    return module.stored_network(name, checked_folder(name, None, {}), dtype, device)
+
+
+def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
+    """Likewise, with the image tokenizer.
+
+    Raises:
+        ValueError: see `check_network`.
+    """
+    check_network(name, pictures=True)
+    network: Any = open_network(name, dtype, device)
+    return network
+
+
+def _module_of(name: str) -> str:
+    """What opens the networks of a model."""
     random = random_networks()
     if name in random:
-        return import_module(random[name]).random_network(name, dtype, device)
+        return random[name]
     folder = checked_folder(name, None, {})
-    return import_module(_network_module(folder)).stored_network(name, folder, dtype, device)
-
-
-def _network_module(folder: Path) -> str:
     kind = json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"]
     module = FAMILIES[kind].networks_module
     if module is None:

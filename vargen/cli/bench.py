@@ -21,25 +21,25 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
-_MODEL = typer.Option(
+MODEL = typer.Option(
     metavar="NAME|DIR", help="Packaged model, folder, or an official size, random weights; `vargen info models` lists both."
 )  # fmt: skip
-_JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
+JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
 MOST_IMAGES = 1024  # at once
-_BATCH = typer.Option(metavar="N,...", help="Images at once.")
+BATCH = typer.Option(metavar="N,...", help="Images at once.")
 
 
 @app.command()
 def step(
-    model: Annotated[list[str] | None, _MODEL] = None,
+    model: Annotated[list[str] | None, MODEL] = None,
     tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens fed per image.")] = "1,2,4,8,16,32,64",
-    batch: Annotated[str, _BATCH] = "1,8",
+    batch: Annotated[str, BATCH] = "1,8",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
     guidance: Annotated[bool, typer.Option("--guidance", help="Two rows per image, as guidance feeds.")] = False,
     rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 7,
-    as_json: Annotated[str | None, _JSON] = None,
+    as_json: Annotated[str | None, JSON] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
     """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
@@ -84,14 +84,14 @@ def step(
 
 @app.command()
 def ar(
-    model: Annotated[list[str] | None, _MODEL] = None,
-    batch: Annotated[str, _BATCH] = "1,8",
+    model: Annotated[list[str] | None, MODEL] = None,
+    batch: Annotated[str, BATCH] = "1,8",
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
     seconds: Annotated[float, typer.Option(metavar="X", help="Draw whole batches of each size for at least so long.")] = 10.0,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
-    as_json: Annotated[str | None, _JSON] = None,
+    as_json: Annotated[str | None, JSON] = None,
 ) -> None:  # fmt: skip
     """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
     batches = whole_numbers(batch, "batch", MOST_IMAGES)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, distribution, generate, info, train, verify
+from vargen.cli import bench, bench_pictures, compare, convert, distribution, generate, info, train, verify
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
@@ -47,6 +47,7 @@ app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
 app.add_typer(info.app, name="info")
 bench.app.command("distribution")(distribution.distribution)
+bench.app.command("var")(bench_pictures.pictures)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
