@@ -45,13 +45,13 @@ def main() -> None:
             from vargen.demo.engine import Engine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
-        from vargen import LlamaGenPipeline
-        from vargen.pipelines.loading import checked_folder, default_dtype
+        from vargen.pipelines.loading import default_dtype
+        from vargen.pipelines.registry import describe, open_pipeline
 
         try:
             device = pick_device(options.device)
-            saved = checked_folder(options.model, "LlamaGenPipeline", {})
-            pipe = LlamaGenPipeline.from_pretrained(saved, torch_dtype=default_dtype(saved, device)).to(device)
+            saved = describe(options.model).folder
+            pipe = open_pipeline(saved, torch_dtype=default_dtype(saved, device)).to(device)
         except (ValueError, OSError, RuntimeError) as error:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Sampling
-from vargen.values import real, shown, whole
+from vargen.options import OPTIONS
+from vargen.values import shown, whole
 
-MAX_GUIDANCE = 1000.0  # far beyond any use; float32 logits hold it, and not 1e38
 MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
 LARGEST_SEED = 2**63 - 1
 
@@ -47,15 +47,8 @@ def _visible(char: str) -> bool:
 
 
 def check_guidance(guidance_scale: Any) -> float:
-    """The scale as a float. Raises ValueError unless it is a finite number from 0 to `MAX_GUIDANCE`."""
-    number = real(guidance_scale)
-    if number is None or number < 0:
-        raise ValueError(
-            f"guidance_scale must be a finite number of at least 0 (1 switches guidance off), got {shown(guidance_scale)}"
-        )
-    if number > MAX_GUIDANCE:
-        raise ValueError(f"guidance_scale must be at most {MAX_GUIDANCE:g}, got {shown(guidance_scale)}; 1 to 10 is usual")
-    return number
+    """The scale as a float. Raises ValueError unless it is a finite number of at least 0 and at most 1000."""
+    return OPTIONS["guidance_scale"].check(guidance_scale)
 
 
 def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:

@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode, resolve_accelerator
-from vargen.files import expanded, whole_files
-from vargen.models.llamagen import Condition, LlamaGenTransformer
-
-# from_pretrained finds these classes by module path, so the modules must have been imported.
-from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
+from vargen.compat import outside_autocast
+from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
+from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
-from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
+from vargen.pipelines.base import Description, VisualPipeline, repeated
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
-from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.memory import within_memory
-from vargen.pipelines.parts import check_parts
-from vargen.pipelines.prompt_names import FILE as NAMES_FILE
-from vargen.pipelines.prompt_names import PromptNames, Reading
-from vargen.values import shown
+from vargen.pipelines.pixels import decoded_pixels, pixels_of
+from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.token_decoder import TokenDecoder
 
-ensure_torchvision()
-
-import diffusers
-from diffusers import DiffusionPipeline
-from diffusers.image_processor import VaeImageProcessor
-from diffusers.utils import BaseOutput
-
-logger = logging.getLogger("vargen")
-_RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
-_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # what diffusers calls it
+from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
 
 
 @dataclass
@@ -56,7 +40,7 @@ class LlamaGenPipelineOutput(BaseOutput):
     stats: DecodeStats
 
 
-class LlamaGenPipeline(DiffusionPipeline):
+class LlamaGenPipeline(VisualPipeline):
     """Text or class to image with LlamaGen (Sun et al. 2024).
 
     Example:
@@ -71,6 +55,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
+        prompt_styles: words for styles that its captions were trained with, such as "flat" in "a red apple, flat style".
         prompt_names: what characters in a prompt stand for, such as "grinning cat" for "😺"; only for models whose captions
             name them so. Kept in the model folder as `prompt_names.json`.
 
@@ -78,10 +63,7 @@ class LlamaGenPipeline(DiffusionPipeline):
         ValueError: for parts that do not belong together, class names or defaults that a call could not use.
     """
 
-    model_cpu_offload_seq = "text_encoder->transformer->vqvae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and it takes turns with the transformer
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
-    _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
+    family: ClassVar[str] = "next-token"
 
     def __init__(
         self,
@@ -92,195 +74,58 @@ class LlamaGenPipeline(DiffusionPipeline):
         draft_transformer: LlamaGenTransformer | None = None,
         id2label: dict[int, str] | None = None,
         defaults: dict[str, Any] | None = None,
+        prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
     ):
-        networks = {
-            "vqvae": vqvae, "transformer": transformer, "draft_transformer": draft_transformer, "text_encoder": text_encoder,
+        parts = {
+            "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
+            "draft_transformer": draft_transformer,
         }  # fmt: skip
-        check_parts({name: getattr(part, "config", None) for name, part in networks.items()}, id2label, defaults)
-        super().__init__()
-        self.register_modules(
-            vqvae=vqvae,
-            transformer=transformer,
-            text_encoder=text_encoder,
-            tokenizer=tokenizer,
-            draft_transformer=draft_transformer,
-        )
-        self.register_to_config(id2label=id2label, defaults=defaults)
-        # Opened with transformer=None and vqvae=None, a pipeline still encodes prompts.
-        self.image_processor = VaeImageProcessor(vae_scale_factor=vqvae.downsampling if vqvae is not None else 8)
-        self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
+        self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
         self._compiled: Any = None
-        self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
 
-    # -- loading ------------------------------------------------------------------------------------------------------
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        torch_dtype: torch.dtype | dict[str, torch.dtype] | None = None,
-        dtype: torch.dtype | dict[str, torch.dtype] | None = None,
-        **kwargs: Any,
-    ) -> LlamaGenPipeline:
-        """Open a packaged model by name (`"emoji"`, no network), a folder, or a model of the hub (`"owner/name"`).
-
-        Args:
-            torch_dtype, dtype: of the transformer and a large text encoder, under diffusers' old or new name, or dtypes by
-                component. Default: bfloat16 on machines with CUDA and on CPUs that multiply it in hardware, else float32. The
-                image tokenizer stays in float32, as trained.
-            **kwargs: of `DiffusionPipeline.from_pretrained`.
-
-        Raises:
-            ValueError: for two dtypes or one that is not of floating point, an unknown name, a folder without
-                `model_index.json`, one that holds or asks for foreign code, or parts that are missing, damaged or do not
-                belong together; before any weight is loaded. For `trust_remote_code` or `custom_pipeline`.
-        """
-        if dtype is not None and torch_dtype is not None:
-            raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
-        kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
-        kwargs.setdefault("use_safetensors", True)
-        if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.read(folder)
-        return super().from_pretrained(str(folder), **kwargs)
+    # -- what it is -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> LlamaGenPipeline:
-        """As diffusers has it; `prompt_names`, which is no part of the config, goes along."""
-        kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
-        return super().from_pipe(pipeline, **kwargs)
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+        with torch.device("meta"):  # fills in what the file leaves to the defaults
+            config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
+        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
+        has_draft = bool((index.get("draft_transformer") or [None])[0])
+        return Description(
+            folder, cls.__name__, config.condition, config.vocab_size, config.grid_size**2, config.num_classes, names, has_draft
+        )
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
+    @classmethod
+    def check_method(cls, described: Description, method: Accelerator) -> None:
+        method.check_grid(described.tokens)
 
-        Args:
-            save_directory: made when missing; files of other names that it holds stay, but for shards of older weights.
-            **kwargs: of `DiffusionPipeline.save_pretrained`.
+    def check_runs(self, method: Accelerator) -> None:
+        method.bind(self.token_model(1.0))
 
-        Raises:
-            OSError: if the folder cannot be made or written.
-        """
-        folder = expanded(save_directory, "save_directory")
-        if kwargs.get("push_to_hub"):
-            kwargs.setdefault("repo_id", folder.name)
-        with whole_files(folder) as staged:
-            super().save_pretrained(str(staged), **kwargs)
-            if self.prompt_names is not None:
-                self.prompt_names.write(staged)
-        if self.prompt_names is None:
-            (folder / NAMES_FILE).unlink(missing_ok=True)  # of another model that was saved here
-
-    # -- inputs -------------------------------------------------------------------------------------------------------
+    def decoder(self, settings: Mapping[str, Any]) -> TokenDecoder:
+        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
+        return TokenDecoder(self.token_model(scale), sampling)
 
     @property
-    def default_sampling(self) -> dict[str, Any]:
-        """Guidance, temperature and filters where a call gives none: the checkpoint's own, else LlamaGen's."""
-        stored = {k: v for k, v in (self.config.defaults or {}).items() if v is not None}
-        return {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0, **stored}
+    def vocab(self) -> int:
+        return self.transformer.config.vocab_size
 
     @property
-    def guidance_scale(self) -> float:
-        """Of the call that runs, or ran last; as the next three are."""
-        return self._guidance_scale
+    def tokens(self) -> int:
+        return self.transformer.tokens
 
     @property
-    def do_classifier_free_guidance(self) -> bool:
-        return self._guidance_scale != 1.0
+    def grid(self) -> tuple[int, int]:
+        return self.transformer.config.grid_size, self.transformer.config.grid_size
 
     @property
-    def num_timesteps(self) -> int:
-        """Passes that a call takes at most: one for each token. The `"ar"` preset takes all of them."""
-        return self._num_timesteps
+    def codebook(self) -> Tensor:
+        return self.vqvae.quantize.codebook()
 
     @property
-    def interrupt(self) -> bool:
-        """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
-        return self._interrupt
-
-    def read_prompt(self, prompt: str) -> Reading:
-        """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
-        return Reading(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
-
-    @outside_autocast
-    def encode_prompt(
-        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
-
-        Prompts are read by `read_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost; words
-        that the text encoder cannot read get a warning too.
-
-        Args:
-            prompt: one prompt or several.
-            clean: clean them first; see `clean_prompt` of a call.
-            max_sequence_length: P; default: what the transformer takes. A pipeline opened without one has to be told.
-
-        Raises:
-            ValueError, TypeError: for prompts that a call refuses, no text encoder, or no P.
-        """
-        prompts = checks.check_prompts(prompt)
-        if self.text_encoder is None or self.tokenizer is None:
-            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
-        if self.transformer is None and max_sequence_length is None:
-            raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
-        prompts = [self.read_prompt(text).text for text in prompts]
-        for hint in dict.fromkeys(unreadable_hint(self.tokenizer, text) for text in prompts):
-            if hint:
-                logger.warning("%s", hint)
-        if clean:
-            prompts = [clean_caption(text) for text in prompts]
-        rows = self.transformer.config.cls_token_num if max_sequence_length is None else checks.check_rows(max_sequence_length)
-        warn_truncated(self.tokenizer, prompts, rows)
-        encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
-        mask = encoded.attention_mask.to(self._execution_device)
-        features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
-        features = features if isinstance(features, Tensor) else features[0]
-        return align_left_padded(features, mask.bool())
-
-    def condition(
-        self,
-        prompt: Any = None,
-        class_labels: Any = None,
-        prompt_embeds: Any = None,
-        prompt_mask: Any = None,
-        clean: bool = False,
-        name: str = "prompt",
-    ) -> tuple[Condition, int]:
-        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes.
-
-        Args:
-            name: of the argument, for messages.
-        """
-        config = self.transformer.config
-        if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
-            raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
-        if prompt_mask is not None and prompt_embeds is None:
-            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-        if config.condition == "class":
-            if name != "prompt" or prompt_embeds is not None:
-                raise ValueError(f"this model draws classes: it takes class_labels, no {name}{'_embeds' * (prompt is None)}")
-            if class_labels is None or prompt is not None:
-                raise ValueError(f"this model draws classes: give class_labels (0 to {config.num_classes - 1}), no prompt")
-            names = {int(k): v for k, v in (self.config.id2label or {}).items()}
-            labels = checks.check_class_labels(class_labels, config.num_classes, names)
-            return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
-        if class_labels is not None:
-            raise ValueError("this model draws from text: give a prompt, not class_labels")
-        if prompt_embeds is not None:
-            expected = (config.cls_token_num, config.caption_dim)
-            if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
-                raise ValueError(
-                    f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-                    f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-                )
-            embeds, mask = checks.check_embeds(prompt_embeds, prompt_mask, name)
-            embeds, mask = embeds.to(self._execution_device), mask.to(self._execution_device)
-            return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a red apple')")
-        embeds, mask = self.encode_prompt(prompt, clean)
-        return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
+    def caption_rows(self) -> int:
+        return self.transformer.config.cls_token_num
 
     # -- the call -----------------------------------------------------------------------------------------------------
 
@@ -348,9 +193,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
-        preset = resolve_accelerator(accelerator)
+        preset = self.resolved(accelerator)
         if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
-            preset = resolve_accelerator("gumbel")
+            preset = self.resolved("gumbel")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
         scale, sampling = checks.check_sampling(chosen)
@@ -364,14 +209,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
         seeds = checks.image_seeds(generator, images)
-        condition = _repeat(condition, num_images_per_prompt)
-        negative = None
-        if any(given is not None for given in (negative_prompt, negative_prompt_embeds, negative_prompt_mask)):
-            unwanted = (negative_prompt, None, negative_prompt_embeds, negative_prompt_mask)
-            negative, given_negatives = self.condition(*unwanted, clean_prompt, "negative_prompt")
-            if given_negatives not in (1, count):
-                raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given_negatives}")
-            negative = _repeat(negative, images // given_negatives)
+        condition = repeated(condition, num_images_per_prompt)
+        unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        negative = self.negative_condition(*unwanted, clean_prompt, count, images)
         self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.transformer.tokens, False
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
@@ -399,33 +239,9 @@ class LlamaGenPipeline(DiffusionPipeline):
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
-        codes = self.vqvae.quantize.codebook().to(device)
+        codes = self.codebook.to(device)
         step = self._step() if compile else None
         return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
-
-    def _device_of(self, component: Any) -> torch.device:
-        """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""
-        offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
-        return self._execution_device if offloaded else component.device
-
-    def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
-        """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
-
-        def callback(progress: Progress) -> bool | None:
-            # Reading a length waits for the device: on CUDA only now and then.
-            if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
-                drawn = int(progress.length.amin())
-                bar.update(drawn - bar.n)
-            if on_step_end is None:
-                return not self._interrupt
-            answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens})
-            answer = checks.check_answer(answer, progress.tokens, self.transformer.config.vocab_size)
-            latents = answer.get("latents")
-            if latents is not None and latents is not progress.tokens:
-                progress.tokens.copy_(latents)
-            return not (answer.get("stop", False) or self._interrupt)
-
-        return callback
 
     def _step(self) -> Any:
         if self._compiled is None or self._compiled._orig_mod is not self.transformer:
@@ -453,31 +269,13 @@ class LlamaGenPipeline(DiffusionPipeline):
         tokens = tokens.reshape(-1, side, side)
         if output_type == "latent":
             return tokens
-        pixels = self._pixels(tokens.to(self._device_of(self.vqvae)))
+        pixels = decoded_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
         NonFinitePixelsError.check(pixels)
         if length is not None:
             drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
             mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
             pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
         return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
-
-    def _pixels(self, tokens: Tensor) -> Tensor:
-        """Float32 `[B, 3, Y, X]` of tokens; by halves where memory does not hold all of them: drawn tokens are not lost to it.
-
-        Raises:
-            torch.OutOfMemoryError: if not even one picture fits.
-        """
-        try:
-            return self.vqvae.decode(tokens).float()
-        except torch.OutOfMemoryError as error:
-            if len(tokens) == 1:
-                raise torch.OutOfMemoryError(
-                    "out of memory decoding the pixels of one image; output_type='latent' returns its tokens"
-                ) from error
-        logger.warning("out of memory decoding %d images at once: decoding them in two halves", len(tokens))
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        return torch.cat([self._pixels(half) for half in tokens.tensor_split(2)])
 
     @torch.no_grad()
     @outside_autocast
@@ -489,20 +287,5 @@ class LlamaGenPipeline(DiffusionPipeline):
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
-        if not isinstance(images, Tensor | np.ndarray):
-            images = list(images) if isinstance(images, list | tuple) else [images]
-            if not images or not all(isinstance(image, Image.Image) for image in images):
-                raise TypeError(f"images must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {shown(images)}")
-            images = [image.convert("RGB") for image in images]
-        elif images.ndim not in (3, 4) or not len(images):
-            raise ValueError(f"images must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
-        pixels = self.image_processor.preprocess(images, height=side, width=side)
-        if not pixels.isfinite().all():
-            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
+        pixels = pixels_of(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
-
-
-def _repeat(condition: Condition, count: int) -> Condition:
-    """Each row `count` times, in place: prompt 0's images first."""
-    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))

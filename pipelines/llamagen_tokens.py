@@ -15,7 +15,8 @@ from torch import Tensor
 from vargen.decoding import Output, Tree
 from vargen.decoding.sampling import guide
 from vargen.models.cache import KVCache
-from vargen.models.llamagen import Condition, LlamaGenOutput, LlamaGenTransformer
+from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 
 
 class LlamaGenTokens:

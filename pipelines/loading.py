@@ -14,20 +14,14 @@ from huggingface_hub import snapshot_download
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import fast_dtype
 from vargen.files import expanded
-from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.vq import VQModel
 from vargen.models.weights import read_header
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
+from vargen.pipelines.families import FAMILIES, Family
 from vargen.pipelines.parts import check_parts
-from vargen.pipelines.trust import CLASSES, check_classes, check_no_code, check_no_code_keys, check_options
+from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options
 
 _SMALL = 50_000_000  # parameters
-_KINDS: dict[str, type] = {
-    "transformer": LlamaGenTransformer,
-    "draft_transformer": LlamaGenTransformer,
-    "vqvae": VQModel,
-}
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # of a hub model: nothing that could run
 
 
@@ -65,8 +59,11 @@ def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] |
     return {**dtypes, **({"text_encoder": dtype} if large else {}), **own}
 
 
-def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Path:
+def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> Path:
     """The folder of a packaged model, a local one, or a hub model's, checked without loading a weight.
+
+    Args:
+        pipeline: the class that is to open it; None takes any of `FAMILIES`.
 
     Raises:
         ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
@@ -76,26 +73,29 @@ def checked_folder(name: Any, pipeline: str, hub_options: dict[str, Any]) -> Pat
     folder = _locate(name, hub_options)
     index_file = folder / "model_index.json"
     if not index_file.is_file():
+        commands = " or ".join(f"`{each.convert}`" for each in FAMILIES.values() if pipeline in (None, each.pipeline))
         raise ValueError(
-            f"{folder} holds no model_index.json, so it is not a pipeline folder. "
-            "For official LlamaGen files run `vargen convert llamagen --transformer FILE --vq FILE --output DIR` first"
+            f"{folder} holds no model_index.json, so it is not a pipeline folder. For official files run {commands} first"
         )
     index = read_object(index_file)
-    if index.get("_class_name") != pipeline:
-        raise ValueError(f"{index_file} describes a {index.get('_class_name')!r}, this class opens {pipeline!r}")
+    kind = index.get("_class_name")
+    if pipeline not in (None, kind):
+        raise ValueError(f"{index_file} describes a {kind!r}, this class opens {pipeline!r}")
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
     check_no_code_keys(index, index_file)
     check_classes(index, index_file)
     check_no_code(folder)
-    _check_components(folder, index, hub_options)
+    _check_components(folder, index, FAMILIES[kind], hub_options)
     return folder
 
 
-def _check_components(folder: Path, index: dict[str, Any], given: dict[str, Any]) -> None:
+def _check_components(folder: Path, index: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
     """Check each component that the index names and a caller does not bring, then whether they belong together."""
     variant = given.get("variant")
-    named = {part: index[part][1] for part in CLASSES if part not in given and (index.get(part) or [None, None])[1]}
-    configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in CLASSES}
-    for part, kind in _KINDS.items():
+    named = {part: index[part][1] for part in family.classes() if part not in given and (index.get(part) or [None, None])[1]}
+    configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in family.classes()}
+    for part, kind in family.networks.items():
         if part in named:
             configs[part] = check_component(folder / part, kind, variant)
     if named.get("text_encoder") == MiniLMTextEncoder.__name__:
@@ -105,7 +105,8 @@ def _check_components(folder: Path, index: dict[str, Any], given: dict[str, Any]
     if "tokenizer" in named:
         check_tokenizer(folder / "tokenizer", named["tokenizer"])
     try:
-        check_parts(configs, given.get("id2label", index.get("id2label")), given.get("defaults", index.get("defaults")))
+        kept = (given.get(name, index.get(name)) for name in ("id2label", "defaults", "prompt_styles"))
+        check_parts(family, configs, *kept)
     except ValueError as error:
         raise ValueError(f"{folder / 'model_index.json'}: {error}") from error
 

@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from vargen.options import OPTIONS
 from vargen.pipelines import checks
-
-SETTINGS = ("guidance_scale", "temperature", "top_k", "top_p")
-_SHARED = {
-    "class": ("condition", "num_classes", "vocab_size", "grid_size"),
-    "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
-}
+from vargen.pipelines.families import Family
+from vargen.values import shown
 
 
-def check_parts(configs: Mapping[str, Any], id2label: Any, defaults: Any) -> None:
+def check_parts(
+    family: Family, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None
+) -> None:
     """Compare the networks' configurations, and check what a pipeline keeps beside them.
 
     Args:
-        configs: a mapping by component, None for one that is not there. id2label, defaults: arguments of the pipeline.
+        configs: a mapping by component, None for one that is not there. id2label, defaults, prompt_styles: arguments of the
+            pipeline.
 
     Raises:
         ValueError: the vqvae has other tokens than the transformer draws, the draft model draws other tokens or from other
@@ -30,18 +30,32 @@ def check_parts(configs: Mapping[str, Any], id2label: Any, defaults: Any) -> Non
     transformer = configs.get("transformer") or {}
     check_defaults(defaults, transformer.get("vocab_size"))
     check_id2label(id2label, transformer.get("num_classes") if transformer.get("condition") == "class" else None)
+    styles = [] if prompt_styles is None else prompt_styles
+    if not isinstance(styles, list | tuple) or not all(isinstance(style, str) and style.strip() for style in styles):
+        raise ValueError(f"prompt_styles must be a list of words, or None, got {shown(prompt_styles)}")
     if transformer:
-        _check_networks(transformer, configs.get("vqvae"), configs.get("draft_transformer"), configs.get("text_encoder"))
+        _check_networks(family, transformer, configs)
 
 
-def _check_networks(transformer: Any, vqvae: Any, draft_transformer: Any, text_encoder: Any) -> None:
+def _check_networks(family: Family, transformer: Any, configs: Mapping[str, Any]) -> None:
+    vqvae: Any = configs.get("vqvae")
+    draft_transformer: Any = configs.get("draft_transformer")
+    text_encoder: Any = configs.get("text_encoder")
     if vqvae is not None and vqvae["codebook_size"] != transformer["vocab_size"]:
         raise ValueError(
             f"transformer and vqvae do not belong together: the transformer draws from {transformer['vocab_size']} tokens "
             f"(vocab_size), the vqvae has {vqvae['codebook_size']} codes (codebook_size)"
         )
+    if vqvae is not None and "scales" in transformer:
+        for name, other in (("scales", "scales"), ("code_dim", "codebook_embed_dim")):
+            own, its = transformer[name], vqvae[other]
+            if own != its and not (isinstance(own, list | tuple) and list(own) == list(its)):
+                raise ValueError(
+                    f"transformer and vqvae do not belong together: {name} of the transformer is {own!r}, {other} of the vqvae "
+                    f"is {its!r}"
+                )
     condition = transformer["condition"]
-    for name in _SHARED[condition] if draft_transformer is not None else ():
+    for name in family.shared[condition] if draft_transformer is not None else ():
         draft, target = draft_transformer[name], transformer[name]
         if draft != target:
             raise ValueError(
@@ -70,10 +84,10 @@ def check_defaults(defaults: Any, vocab_size: int | None = None) -> None:
     if defaults is None:
         return
     if not isinstance(defaults, dict):
-        raise ValueError(f"defaults must be a dict of {', '.join(SETTINGS)}, or None, got {defaults!r}")
+        raise ValueError(f"defaults must be a dict of {', '.join(OPTIONS)}, or None, got {defaults!r}")
     for name in defaults:
-        if name not in SETTINGS:
-            raise ValueError(f"defaults has an unknown setting {name!r}; it may have {', '.join(SETTINGS)}")
+        if name not in OPTIONS:
+            raise ValueError(f"defaults has an unknown setting {name!r}; it may have {', '.join(OPTIONS)}")
     try:
         _, sampling = checks.check_sampling({name: value for name, value in defaults.items() if value is not None})
         if vocab_size is not None:

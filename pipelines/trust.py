@@ -7,34 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.vq import VQModel
+from vargen.pipelines.families import FAMILIES, REQUIRED, Class
 
-Class = tuple[str, str]
-
-
-def _ours(*kinds: type) -> list[Class]:
-    return [(kind.__module__, kind.__name__) for kind in kinds]
-
-
-# Library and class that an index may name, by component. A list, not a rule about libraries: diffusers imports what an index
-# names, up to 0.37 also from a file of that name in the component's folder, and `DiffusionPipeline` is a class of diffusers.
-# The last two tokenizers are what transformers 4 and 5 call one that is read from tokenizer.json alone.
-CLASSES: dict[str, list[Class]] = {
-    "transformer": _ours(LlamaGenTransformer),
-    "draft_transformer": _ours(LlamaGenTransformer),
-    "vqvae": _ours(VQModel),
-    "text_encoder": [*_ours(MiniLMTextEncoder), ("transformers", "T5EncoderModel")],
-    "tokenizer": [
-        ("transformers", name)
-        for name in (
-            "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
-            "TokenizersBackend",
-        )
-    ],
-}  # fmt: skip
-REQUIRED = ("transformer", "vqvae")
+# What any family's index may name, by component.
+CLASSES: dict[str, list[Class]] = {}
+for _family in FAMILIES.values():
+    for _component, _classes in _family.classes().items():
+        CLASSES[_component] = list(dict.fromkeys([*CLASSES.get(_component, []), *_classes]))
 
 _CODE = (".py", ".pyc", ".pyd", ".so")
 # Keys by which a configuration has its reader run or fetch code: transformers' and diffusers' remote classes, and kernels
@@ -51,19 +30,20 @@ def check_options(options: Mapping[str, Any]) -> None:
 
 
 def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
-    """Raise ValueError unless every component that an index names is of a class that it may be."""
+    """Raise ValueError unless every component that an index names is of a class that it may be in its family."""
+    classes = FAMILIES[index["_class_name"]].classes()
     for component in REQUIRED:
         if component not in index:
             raise ValueError(f"{index_file} names no {component!r}; the folder is incomplete, download or convert it again")
     for component, value in index.items():
-        if component in CLASSES:
-            allowed = CLASSES[component]
+        if component in classes:
+            allowed = classes[component]
             if value in ([None, None], None) or (isinstance(value, list) and tuple(value) in allowed):
                 continue
             choice = ", ".join(f"{library}.{name}" for library, name in allowed)
             raise ValueError(f"{index_file} takes {component!r} from {_said(value)}; only {choice} may be named there")
-        if isinstance(value, list) and component not in ("id2label", "defaults"):
-            raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(CLASSES)} are components")
+        if isinstance(value, list) and component not in ("id2label", "defaults", "prompt_styles"):
+            raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(classes)} are components")
 
 
 def check_no_code(folder: Path) -> None:

@@ -29,9 +29,10 @@ _ALLOWED: dict[str, set[str]] = {
     "compat": set(),
     "device": set(),
     "files": set(),
+    "options": {"values"},
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "options", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

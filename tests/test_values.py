@@ -1,6 +1,7 @@
 """One reading of numbers for every setting and count: Python's and NumPy's alike, and nothing that only looks like one."""
 
 import math
+import re
 from decimal import Decimal
 from fractions import Fraction
 
@@ -11,6 +12,7 @@ import torch
 from vargen import Accelerator
 from vargen.decoding import Grouped, Jacobi, Sampling, Speculative
 from vargen.decoding.draft_length import Adaptive, Auto
+from vargen.options import OPTIONS, Option, options_table
 from vargen.pipelines import checks
 from vargen.values import real, shown, whole
 
@@ -118,3 +120,18 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):
         Accelerator(name=5)
+
+
+@pytest.mark.parametrize("option", OPTIONS.values(), ids=list(OPTIONS))
+def test_an_option_is_said_once_and_read_everywhere(option: Option) -> None:
+    """The bounds of a setting are those of the pipeline's check, and the page's control stays within them."""
+    low, high, step = option.slider
+    assert step > 0 and (option.optional or option.check(low if not option.above or low > option.least else high) is not None)
+    assert high <= option.most or option.whole
+    with pytest.raises(ValueError, match=f"^{option.name} must be "):
+        option.check(option.least - 1)
+    for wrong in ("much", True, float("nan"), [1]):
+        with pytest.raises(ValueError, match=rf"^{option.name} must be {re.escape(option.allowed)}, got "):
+            option.check(wrong)
+    assert option.check(option.neutral) == option.neutral
+    assert f"| `{option.name}` | {option.allowed} |" in options_table()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from vargen.models.var import VARTransformer
     from vargen.models.vq import VQModel
     from vargen.pipelines.llamagen import LlamaGenPipeline
+    from vargen.pipelines.registry import open_pipeline
 
 __version__ = "0.1.0"
 
@@ -25,6 +26,7 @@ __all__ = [
     "VARTransformer",
     "VQModel",
     "__version__",
+    "open_pipeline",
 ]
 
 # Public name -> the module that defines it.
@@ -36,6 +38,7 @@ _HOMES = {
     "MultiScaleVQModel": "vargen.models.multi_scale_vq",
     "VARTransformer": "vargen.models.var",
     "VQModel": "vargen.models.vq",
+    "open_pipeline": "vargen.pipelines.registry",
 }
 
 

@@ -75,13 +75,15 @@ def test_bad_input(run: Any, text_model: Path, words: list[str], said: list[str]
 def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    from vargen.evaluation import network, speed
+    from vargen.pipelines import llamagen_network as network
+    from vargen.pipelines.registry import open_network
 
     monkeypatch.setitem(network.SIZES, "B", {"dim": 32, "n_layer": 1, "n_head": 2})
-    opened = network.open_network("llamagen-b", torch.float32, torch.device("cpu")).transformer
+    found = open_network("llamagen-b", torch.float32, torch.device("cpu"))
+    opened = found.transformer
     assert opened.config.condition == "class" and opened.config.grid_size == 16
     assert opened.output.weight.std() > 0.01
-    assert speed.read_weight_bytes(opened) == sum(
+    assert found.weight_bytes == sum(
         p.nbytes
         for name, p in opened.named_parameters()
         if name not in ("tok_embeddings.weight", "cls_embedding.embedding_table.weight")

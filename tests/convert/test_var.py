@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen.convert.var import convert_var, detect_transformer
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer, is_rebuilt, official_config
 

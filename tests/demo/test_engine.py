@@ -11,9 +11,11 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
+from diffusers.configuration_utils import FrozenDict
+
 from vargen.decoding import PRESETS
 from vargen.demo import figures, inputs
-from vargen.demo.engine import EMOJI_STYLES, Engine
+from vargen.demo.engine import Engine
 from vargen.demo.explore_tab import KNOBS
 from vargen.demo.generate_tab import command_line
 from vargen.demo.runs import Runs
@@ -71,10 +73,10 @@ def test_what_the_model_cannot_do_is_told(engine: Engine) -> None:
     assert "cannot read" in (both := engine.ignored("собака " * 40) or "") and "was cut after" in both
 
 
-def test_styles_are_those_of_the_captions(engine: Engine) -> None:
-    from vargen.training.emoji_captions import STYLES
-
-    assert EMOJI_STYLES == STYLES
+def test_styles_are_the_models_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert engine.styles == (), "a model that does not say its styles has none to offer"
+    monkeypatch.setattr(type(engine.pipe), "config", FrozenDict(prompt_styles=["3d", "flat"]), raising=False)
+    assert engine.styles == ("3d", "flat")
     values = ("a red apple", "3d", 1, 4.0, 1.0, 0, 1.0, "")
     assert inputs.settings(engine, values, "ar").prompt == "a red apple, 3d style"
 

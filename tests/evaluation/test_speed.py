@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vargen.evaluation.network import Network, plausible_condition
-from vargen.evaluation.speed import filled_caches, measure_baseline, measure_steps, read_weight_bytes, weight_readers
+from vargen.evaluation.speed import measure_baseline, measure_steps, weight_readers
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.pipelines.llamagen_network import Network, filled_caches, plausible_condition
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def test_weights_read_are_all_but_the_tables_that_are_looked_up(network: Network
     parameters = dict(network.transformer.named_parameters())
     assert names < parameters.keys()
     expected = sum(p.nbytes for name, p in parameters.items() if name not in names)
-    assert read_weight_bytes(network.transformer) == expected
+    assert network.weight_bytes == expected
     total, dot, product = (read() for read in weight_readers(4 * 10 * 1024, torch.device("cpu")))
     assert total.shape == dot.shape == () and product.shape == (10,)  # each took all ten rows
 

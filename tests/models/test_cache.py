@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from vargen.models.cache import KVCache
-from vargen.models.llamagen import Condition, LlamaGenTransformer
+from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenTransformer
 
 _ROWS, _GRID, _VOCAB = 3, 4, 40
 _N = _GRID**2

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen.decoding.sampling import filtered
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 from vargen.models.var import SCALES, VARTransformer, is_rebuilt, official_config
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"

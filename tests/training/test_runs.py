@@ -326,7 +326,7 @@ def test_the_code_prior_folds_into_an_ordinary_model():
     model = LlamaGenTransformer(condition="class", dim=32, n_layer=1, n_head=2, vocab_size=64, grid_size=4, multiple_of=32)
     prior = generator.CodePrior(torch.nn.functional.normalize(torch.randn(64, 8), dim=-1), 32)
     torch.nn.init.normal_(prior.head)
-    from vargen.models.llamagen import Condition
+    from vargen.models.condition import Condition
 
     tokens, condition = torch.randint(64, (2, 16)), Condition(class_labels=torch.tensor([1, 2]))
     summed = torch.func.functional_call(model, prior.weights(model), (tokens, condition)).logits

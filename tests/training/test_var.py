@@ -13,7 +13,7 @@ from PIL import Image
 from safetensors.torch import load_file
 
 import vargen.assets
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training import var

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
 _MODEL = typer.Option(
-    metavar="NAME|DIR", help="Packaged model, folder, or llamagen-b, -l, -xl, -xxl, -3b with random weights; may be repeated."
+    metavar="NAME|DIR", help="Packaged model, folder, or an official size, random weights; `vargen info models` lists both."
 )  # fmt: skip
 _JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
 MOST_IMAGES = 1024  # at once
@@ -46,14 +46,16 @@ def step(
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
-    names = model or ["emoji", "llamagen-b"]
+    from vargen.pipelines.registry import random_networks
+
+    names = model or ["emoji", next(iter(random_networks()))]
     read = {"a file of model": [file for name in names for file in model_files(name)]}
     check_apart({"json": [json_file], "plot": [plot_file]}, read)
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_steps
+    from vargen.pipelines.registry import check_network, open_network
 
     for name in names:  # before minutes are spent on the first
         check_network(name)
@@ -100,8 +102,8 @@ def ar(
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.network import check_network, open_network
     from vargen.evaluation.speed import measure_baseline
+    from vargen.pipelines.registry import check_network, open_network
 
     for name in names:
         check_network(name)
@@ -137,11 +139,10 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
     quiet_libraries()
 
     from vargen.evaluation.machine import describe_machine
-    from vargen.evaluation.network import RANDOM_MODELS
-    from vargen.pipelines.loading import checked_folder
+    from vargen.pipelines.registry import describe, random_networks
 
-    saved = next((name for name in models if name not in RANDOM_MODELS), None)
-    folder = None if saved is None else checked_folder(saved, "LlamaGenPipeline", {})
+    saved = next((name for name in models if name not in random_networks()), None)
+    folder = None if saved is None else describe(saved).folder
     chosen = pick_device(device)
     machine = describe_machine()
     busy = machine["load"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +10,8 @@ from tqdm import tqdm
 
 from vargen.cli.bench import prepare
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_model, read_prompts, say_names
-from vargen.cli.options import Device, Dtype
+from vargen.cli.generate import read_prompts, say_names
+from vargen.cli.options import Device, Dtype, Guidance, ModelName, Temperature, Threads, TopK, TopP, given_options
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
 from vargen.files import expanded
 
@@ -20,12 +19,11 @@ if TYPE_CHECKING:
     from vargen.decoding import Accelerator
     from vargen.evaluation.compare import Comparison
 
-_METHODS = "ar,sjd,scd,gumbel,gsd,speculative"
-
-
 def compare(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line; each is one picture per method.")],
-    methods: Annotated[str, typer.Option(metavar="PRESET,...", help="With ar, what ratios are against.")] = _METHODS,
+    methods: Annotated[
+        str | None, typer.Option(metavar="PRESET,...", help="The baseline joins them. Default: all that the model can run.")
+    ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
     window: Annotated[
         str | None,
@@ -36,15 +34,15 @@ def compare(
     ),
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures.")] = None,
-    model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")] = "emoji",
+    model: ModelName = "emoji",
     seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture; the next has seed + 1.")] = 0,
-    guidance_scale: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="N", help="Default: the model's.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="X", help="Default: the model's.")] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
+    threads: Threads = None,
 ) -> None:
     """Seconds, passes, relaxation and pictures of several methods, in one run.
 
@@ -56,23 +54,24 @@ def compare(
     inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
     check_apart({"output": [place], "json": [json_file], "plot": [plot_file]}, inputs)
     prompts = read_prompts(prompt_file)
-    given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    settings = {name: value for name, value in given.items() if value is not None}
-    chosen_methods = chosen(methods, window)
+    settings = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    chosen_methods = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.evaluation.compare import compare as run
     from vargen.evaluation.compare_plot import picture_grid, plot_comparison
     from vargen.evaluation.machine import machine_line
     from vargen.pipelines import checks
-    from vargen.pipelines.llamagen import LlamaGenPipeline
+    from vargen.pipelines.registry import open_pipeline
 
     checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch)) * batch)
     check_fits(model, chosen_methods, settings)
-    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
-    if pipe.draft_transformer is None and methods == _METHODS:
-        say("speculative is left out: this model has no draft_transformer")
-        del chosen_methods["speculative"]
+    pipe = open_pipeline(model, torch_dtype=kind).to(chosen_device)
+    if methods is None:
+        for method in pipe.methods():
+            if method.name in chosen_methods and method.reason is not None:
+                say(f"{method.name} is left out: {method.reason}")
+                del chosen_methods[method.name]
     say_names(pipe, prompts)
     with tqdm(desc="batches", disable=None, leave=False) as bar:
 
@@ -98,25 +97,23 @@ def compare(
     write_each(writes)
 
 
-def chosen(methods: str, window: str | None) -> dict[str, Accelerator]:
-    """The accelerators by name, `ar` first, with another window if one is given.
+def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Accelerator]:
+    """The accelerators by name, the baseline first, with another window if one is given; by default all of the model's family
+    but the one that chooses among others.
 
     Raises:
         ValueError: for an unknown preset or window.
     """
-    from vargen.decoding import Jacobi, Speculative, resolve_accelerator
+    from vargen.decoding import DEFAULT, methods_of, resolve_accelerator
+    from vargen.pipelines.registry import describe, pipeline_class
 
+    kind = pipeline_class(describe(model).pipeline)
+    names = [each.strip() for each in methods.split(",")] if methods is not None else []
+    names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found: dict[str, Accelerator] = {"ar": resolve_accelerator("ar")}
-    for name in (part.strip() for part in methods.split(",")):
-        accelerator = resolve_accelerator(name)
-        if size is not None and isinstance(accelerator.drafter, Jacobi):
-            accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, window=size))
-        if size == "auto" and isinstance(accelerator.drafter, Speculative):
-            accelerator = dataclasses.replace(accelerator, drafter=dataclasses.replace(accelerator.drafter, length="auto"))
-        found[name] = accelerator
-    return found
+    found = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
+    return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 
 def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, Any]) -> None:
@@ -125,17 +122,16 @@ def check_fits(model: str, methods: dict[str, Accelerator], settings: dict[str, 
     Raises:
         ValueError: if not, saying why.
     """
-    from vargen.decoding import Jacobi, Speculative
     from vargen.pipelines import checks
+    from vargen.pipelines.registry import describe, pipeline_class
 
     _, sampling = checks.check_sampling(settings)
-    opened = read_model(model)
+    opened = describe(model)
     if opened.condition != "text":
         raise ValueError("model must draw from text, and this one draws classes")
-    sampling.check_vocabulary(opened.vocab_size)
+    sampling.check_vocabulary(opened.vocab)
     for method in methods.values():
-        if isinstance(method.drafter, Jacobi | Speculative):
-            method.drafter.check_grid(opened.tokens)
+        pipeline_class(opened.pipeline).check_method(opened, method)
 
 
 def comparison_table(comparison: Comparison) -> str:
@@ -152,12 +148,12 @@ def comparison_table(comparison: Comparison) -> str:
             f"{method.efficiency:.2f}",
             f"{100 * sum(method.share_by_part.get(part, 0.0) for part in ('draft', 'accept', 'commit')):.0f} %",
             f"{method.relaxation_per_image:.2f}",
-            f"{method.same_as_ar}/{method.images}",
+            f"{method.same_as_baseline}/{method.images}",
         ]
         for method in comparison.methods
     ]
     head = ["method", "kind", "s/image", "quartiles", "ratio", "tokens/pass", "allowed", "efficiency", "overhead"]
-    head += ["relaxation", "same as ar"]
+    head += ["relaxation", f"same as {comparison.baseline}"]
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
     settings = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
     return (

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from vargen.cli.console import quiet_libraries, say
-from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
+from vargen.cli.options import (
+    Device,
+    Dtype,
+    Guidance,
+    ModelName,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    check_range,
+    given_options,
+    pick_device,
+    pick_dtype,
+)
 from vargen.cli.outputs import (
     Target,
     Write,
@@ -29,6 +41,9 @@ from vargen.cli.outputs import (
 from vargen.device import fix_threads
 from vargen.files import expanded
 
+if TYPE_CHECKING:
+    from vargen.pipelines.base import Description
+
 _LARGEST_SEED = 2**63 - 1
 
 
@@ -39,18 +54,6 @@ class Job:
     subject: str | int
     seed: int
     target: Target
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a model folder says without its weights: see `LlamaGenTransformer` and `LlamaGenPipeline` for the fields."""
-
-    folder: Path
-    condition: str
-    vocab_size: int
-    tokens: int
-    num_classes: int
-    id2label: dict[int, str]
 
 
 def generate(
@@ -69,7 +72,7 @@ def generate(
     prompt_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="UTF-8, one prompt a line; skips blank lines and those starting with #.")
     ] = None,
-    model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")] = "emoji",
+    model: ModelName = "emoji",
     class_label: Annotated[
         list[str] | None, typer.Option(metavar="N|NAME", help="Class to draw, instead of a prompt; may be repeated.")
     ] = None,
@@ -77,17 +80,19 @@ def generate(
         int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
     ] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
-    accelerator: Annotated[str, typer.Option(metavar="PRESET", help="`vargen info presets` lists them.")] = "auto",
-    guidance_scale: Annotated[float | None, typer.Option(metavar="X", help="From 0; 1 is off. Default: the model's.")] = None,
-    temperature: Annotated[float | None, typer.Option(metavar="X", help="From 0; 0 is greedy. Default: the model's.")] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="N", help="1 to the vocabulary. Default: the model's.")] = None,
-    top_p: Annotated[float | None, typer.Option(metavar="X", help="Over 0, up to 1. Default: the model's.")] = None,
+    accelerator: Annotated[
+        str | None, typer.Option(metavar="PRESET", help="`vargen info presets` lists them. Default: the model's.")
+    ] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
+    threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:  # fmt: skip
@@ -96,48 +101,33 @@ def generate(
     Image k of a run is drawn with seed + k and does not depend on the others, so it can be drawn again alone.
     """
     subjects = _subjects(prompts, prompt_file, class_label)
-    settings = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-    given = {name: value for name, value in settings.items() if value is not None}
-    _check_settings(given, accelerator, negative_prompt, num_images)
-    check_range(seed, "seed", 0, _LARGEST_SEED)
+    given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    _check_settings(given, negative_prompt, num_images)
+    first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
     fix_threads(threads)
     chosen_device = pick_device(device)
-    first = secrets.randbelow(2**32) if seed is None else seed
-    total = len(subjects) * num_images
-    if first + total - 1 > _LARGEST_SEED:
-        raise ValueError(f"seed must be at most {_LARGEST_SEED} for the last of {total} images, got {seed} for the first")
     repeated = [subject for subject in subjects for _ in range(num_images)]
     kind = "class " if class_label else ""
-    stems = [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)]
-    places = targets(output, stems)
+    places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])
     sheet_place = None if sheet is None else targets(sheet, ["sheet"], "sheet")[0]
     listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
     check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
     quiet_libraries()
-    opened = read_model(model)
-    _check_against(opened, given, bool(class_label), negative_prompt)
+    opened, method = _check_against(model, accelerator, given, bool(class_label), negative_prompt)
     drawn: list[Any] = _class_numbers(repeated, opened) if class_label else repeated
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
-    from vargen.compat import installed_version
-    from vargen.pipelines.llamagen import LlamaGenPipeline
+    from vargen.pipelines.registry import open_pipeline
 
     chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
-    pipe = LlamaGenPipeline.from_pretrained(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
+    pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started
-    used = {**pipe.default_sampling, **given}
-    packages = ("vargen", "torch", "diffusers", "transformers")
-    parameters = {
-        "model": Path(model).resolve().name if Path(model).is_dir() else model,  # a picture tells no one's folders
-        "accelerator": accelerator,
-        "negative_prompt": negative_prompt,
-        **used,
-        "dtype": str(chosen_dtype).removeprefix("torch."),
-        "versions": {name: installed_version(name) for name in packages},
-    }
-    options = {**given, "accelerator": accelerator, "negative_prompt": negative_prompt, "compile": compile}
+    options = {**given, "accelerator": method, "negative_prompt": negative_prompt}
+    parameters = _parameters(pipe, model, options, chosen_dtype)
+    if compile:
+        options["compile"] = True
     if not quiet:
         say_names(pipe, [*([] if class_label else subjects), *([negative_prompt] if negative_prompt else [])])
     images, runs, seconds = _draw(pipe, jobs, options, parameters, batch_size, quiet, silent=as_json)
@@ -145,26 +135,50 @@ def generate(
     rate = tokens / loop_seconds if loop_seconds else 0.0
     writes: list[Write] = []
     if as_json:
-        from vargen.decoding import DecodeStats
-
-        document = {
-            "images": images,
-            **parameters,
-            "device": str(chosen_device),
-            "seconds_load": seconds_load,
-            "seconds_generate": seconds,
-            "tokens_per_second": rate,
-            "stats": DecodeStats.joined(runs).to_dict(),
-        }
-        writes += json_writes("-", None, document)
+        measured = {"seconds_load": seconds_load, "seconds_generate": seconds, "tokens_per_second": rate}
+        writes += json_writes("-", None, _document(images, {**parameters, "device": str(chosen_device), **measured}, runs))
     if sheet_place is not None and images:
         writes.append((f"sheet {str(sheet_place.path)!r}", lambda: _write_sheet(images, sheet_place, parameters)))
     write_each(writes)
-    if len(images) < total:
+    if len(images) < len(jobs):
         raise typer.Exit(1)
     if not quiet:
-        count = f"{total} image{'s' if total > 1 else ''}"
+        count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
         say(f"{count} in {seconds:.1f} s (and {seconds_load:.1f} s to load), {rate:.0f} tokens per second, seed {first}")
+
+
+def _first_seed(seed: int | None, images: int) -> int:
+    """The seed of the first of so many images; a random one where none is given.
+
+    Raises:
+        ValueError: if it, or the last image's, is none.
+    """
+    check_range(seed, "seed", 0, _LARGEST_SEED)
+    first = secrets.randbelow(2**32) if seed is None else seed
+    if first + images - 1 > _LARGEST_SEED:
+        raise ValueError(f"seed must be at most {_LARGEST_SEED} for the last of {images} images, got {seed} for the first")
+    return first
+
+
+def _parameters(pipe: Any, model: str, options: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """What a picture's PNG and the JSON document say of how it was drawn."""
+    from vargen.compat import installed_version
+
+    return {
+        "model": Path(model).resolve().name if Path(model).is_dir() else model,  # a picture tells no one's folders
+        "accelerator": options["accelerator"],
+        "negative_prompt": options["negative_prompt"],
+        **pipe.default_sampling,
+        **{name: value for name, value in options.items() if name in pipe.default_sampling},
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")},
+    }
+
+
+def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any]) -> dict[str, Any]:
+    from vargen.decoding import DecodeStats
+
+    return {"images": images, **said, "stats": DecodeStats.joined(runs).to_dict()}
 
 
 def say_names(pipe: Any, prompts: list[str]) -> None:
@@ -208,50 +222,41 @@ def read_prompts(path: Path) -> list[str]:
     return found
 
 
-def _check_settings(given: dict[str, Any], accelerator: str, negative_prompt: str | None, num_images: int) -> None:
+def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
     """What can be checked without a model."""
-    from vargen.decoding import resolve_accelerator
     from vargen.pipelines import checks
 
     checks.check_sampling(given)
-    resolve_accelerator(accelerator)
     checks.check_count(num_images, 1)
     if negative_prompt is not None:
         checks.check_prompts(negative_prompt, "negative_prompt")
 
 
-def read_model(name: str) -> Model:
-    """Find a model, check its files, and read its configuration; no weight is read.
+def _check_against(
+    name: str, accelerator: str | None, given: dict[str, Any], by_class: bool, negative_prompt: str | None
+) -> tuple[Description, str]:
+    """What the model's files say, no weight being read, and the name of the method to draw with.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.checked_folder`.
+        ValueError: for a model that is none, or one that cannot draw what is asked.
     """
-    import torch
+    from vargen.decoding import Sampling, resolve_accelerator
+    from vargen.pipelines.registry import describe, pipeline_class
 
-    from vargen.models.llamagen import LlamaGenTransformer
-    from vargen.pipelines.loading import checked_folder
-
-    folder = checked_folder(name, "LlamaGenPipeline", {})
-    index = json.loads((folder / "model_index.json").read_text())
-    with torch.device("meta"):  # fills in what the file leaves to the defaults
-        config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
-    names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-    return Model(folder, config.condition, config.vocab_size, config.grid_size**2, config.num_classes, names)
-
-
-def _check_against(model: Model, given: dict[str, Any], by_class: bool, negative_prompt: str | None) -> None:
-    from vargen.decoding import Sampling
-
-    Sampling(top_k=given.get("top_k")).check_vocabulary(model.vocab_size)
+    model = describe(name)
+    kind = pipeline_class(model.pipeline)
+    method = resolve_accelerator(kind.default_method if accelerator is None else accelerator, kind.family)
+    Sampling(top_k=given.get("top_k")).check_vocabulary(model.vocab)
     if model.condition == "class" and not by_class:
         raise ValueError(f"this model draws classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt")
     if model.condition == "class" and negative_prompt is not None:
         raise ValueError("negative_prompt must be left out: this model draws classes, not text")
     if model.condition == "text" and by_class:
         raise ValueError("this model draws from text: give a prompt instead of --class-label")
+    return model, method.name
 
 
-def _class_numbers(labels: list[str], model: Model) -> list[int]:
+def _class_numbers(labels: list[str], model: Description) -> list[int]:
     from vargen.pipelines import checks
 
     # A number of thousands of digits is one that Python does not read; no class has one of more than nine.
@@ -274,7 +279,7 @@ def _draw(
     """
     import torch
 
-    key = "prompt" if pipe.transformer.config.condition == "text" else "class_label"
+    key = "class_label" if pipe.by_class else "prompt"
     images: list[dict[str, Any]] = []
     runs: list[Any] = []
     seconds = 0.0

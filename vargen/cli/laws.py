@@ -58,13 +58,13 @@ def laws(
     inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
     check_apart({"json": [json_file]}, {**inputs, "a file of cache": model_files(str(kept))})
     prompts = read_prompts(prompt_file)
-    asked = chosen(methods, window)
+    asked = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.decoding import Accelerator, Grouped
     from vargen.evaluation.laws import laws_report
     from vargen.pipelines import checks
-    from vargen.pipelines.llamagen import LlamaGenPipeline
+    from vargen.pipelines.registry import open_pipeline
 
     accelerators: dict[str, Accelerator] = {}
     for name, accelerator in asked.items():
@@ -75,7 +75,7 @@ def laws(
     settings = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
     checks.check_batch(batch)
     check_fits(model, accelerators, settings)
-    pipe = LlamaGenPipeline.from_pretrained(model, torch_dtype=kind).to(chosen_device)
+    pipe = open_pipeline(model, torch_dtype=kind).to(chosen_device)
     with tqdm(total=pictures * (len(accelerators) + 1), desc="pictures", disable=None, leave=False) as bar:
         lost: list[Path] = []
 

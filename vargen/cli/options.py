@@ -1,12 +1,15 @@
-"""Options that several verbs take: the device, the dtype."""
+"""Options that several verbs take: the model, the sampling, the device, the dtype."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from vargen import device
+from vargen.options import OPTIONS
 
 if TYPE_CHECKING:
     import torch
@@ -23,6 +26,26 @@ class Dtype(StrEnum):
     float32 = "float32"
     bfloat16 = "bfloat16"
     float16 = "float16"
+
+
+def _sampling(name: str) -> Any:
+    option = OPTIONS[name]
+    most = f" to {option.most:g}" if option.most < float("inf") else ""
+    least = f"{'Over' if option.above else 'From'} {option.least:g}{most}"
+    return typer.Option(metavar="N" if option.whole else "X", help=f"{least}; {option.help}. Default: the model's.")
+
+
+Guidance = Annotated[float | None, _sampling("guidance_scale")]
+Temperature = Annotated[float | None, _sampling("temperature")]
+TopK = Annotated[int | None, _sampling("top_k")]
+TopP = Annotated[float | None, _sampling("top_p")]
+ModelName = Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")]
+
+
+def given_options(**values: float | int | None) -> dict[str, float | int]:
+    """Those that were given; the model's own defaults stand for the others."""
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def pick_device(name: Device) -> torch.device:

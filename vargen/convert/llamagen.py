@@ -108,7 +108,7 @@ def convert_llamagen(
             if part is not None:
                 part.save_pretrained(folder / name)
         defaults = fitting_defaults(DEFAULTS[config["condition"]], config["vocab_size"])
-        write_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults)
+        write_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
 

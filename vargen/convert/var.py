@@ -85,7 +85,7 @@ def convert_var(
             if part is not None:
                 part.save_pretrained(folder / name)
         defaults = fitting_defaults(DEFAULTS, config["vocab_size"])
-        write_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults)
+        write_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
 

@@ -6,7 +6,7 @@ from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters import Jacobi, Speculative
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.presets import DEFAULT, PRESETS, resolve_accelerator
+from vargen.decoding.presets import DEFAULT, PRESETS, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
@@ -41,6 +41,7 @@ __all__ = [
     "acceptance_rule",
     "decode",
     "exact",
+    "methods_of",
     "resolve_accelerator",
     "shared_noise",
 ]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, ClassVar, Literal
 
 from vargen.decoding.acceptance import FunctionRule, shared_noise
-from vargen.decoding.protocols import AcceptanceRule, Drafter
+from vargen.decoding.protocols import AcceptanceRule, Drafter, PricedDrafter, SizedDrafter, TokenModel
 from vargen.values import shown
 
 
@@ -21,6 +21,7 @@ class Accelerator:
         acceptance: the rule that judges a draft.
         summary: one line for people.
         source: paper.
+        family: of models that it is for.
 
     Raises:
         TypeError: for a drafter or a rule that is none.
@@ -33,6 +34,7 @@ class Accelerator:
     topology: Literal["chain", "tree"] | None = None
     summary: str = ""
     source: str = ""
+    family: ClassVar[str] = "next-token"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # statistics and reports are keyed by it
@@ -74,6 +76,35 @@ class Accelerator:
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` when the output follows the target's own probabilities."""
         return "exact" if self.acceptance.exact else "relaxed"
+
+    def bind(self, model: TokenModel) -> tuple[Drafter[Any] | None, AcceptanceRule]:
+        """Drafter and rule for a model.
+
+        Raises:
+            ValueError: if this model cannot run the method, saying why.
+        """
+        return self.drafter and self.drafter.bind(model), self.acceptance.bind(model)
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the drafts fit a grid of so many tokens, which is known before a weight is read."""
+        if isinstance(self.drafter, SizedDrafter):
+            self.drafter.check_grid(tokens)
+
+    def fitted(self, tokens: int) -> Accelerator:
+        """The method with its drafts cut to a grid of so many tokens."""
+        return replace(self, drafter=self.drafter.fitted(tokens)) if isinstance(self.drafter, SizedDrafter) else self
+
+    def resized(self, window: int | str) -> Accelerator:
+        """The method with another window; see `SizedDrafter`.
+
+        Raises:
+            ValueError: for an unknown window.
+        """
+        return replace(self, drafter=self.drafter.resized(window)) if isinstance(self.drafter, SizedDrafter) else self
+
+    def drafting_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds that drafting so many tokens takes beside the target's pass, measured."""
+        return self.drafter.cost(model, condition, images, drafts) if isinstance(self.drafter, PricedDrafter) else 0.0
 
     @property
     def settings(self) -> dict[str, Any]:

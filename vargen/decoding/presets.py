@@ -63,17 +63,31 @@ PRESETS: dict[str, Accelerator] = {
 }
 
 
-def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator:
+def methods_of(family: str) -> list[Accelerator]:
+    """The presets for models of a family, such as `"next-token"`."""
+    return [preset for preset in PRESETS.values() if preset.family == family]
+
+
+def resolve_accelerator(accelerator: str | Accelerator, family: str = Accelerator.family) -> Accelerator:
     """A preset by name, or the object itself.
 
+    Args:
+        family: of the model that is to run it.
+
     Raises:
-        ValueError: for an unknown name (names the nearest).
+        ValueError: for an unknown name (names the nearest), or a method for models of another family.
         TypeError: for anything else.
     """
-    if isinstance(accelerator, Accelerator):
-        return accelerator
-    if not isinstance(accelerator, str):
+    names = [preset.name for preset in methods_of(family)]
+    if isinstance(accelerator, str):
+        if accelerator not in PRESETS:
+            raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, names)}")
+        accelerator = PRESETS[accelerator]
+    if not isinstance(accelerator, Accelerator):
         raise TypeError(f"accelerator must be a preset's name or an Accelerator, got {shown(accelerator)}")
-    if accelerator not in PRESETS:
-        raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, PRESETS)}")
-    return PRESETS[accelerator]
+    if accelerator.family != family:
+        raise ValueError(
+            f"accelerator {accelerator.name!r} is for {accelerator.family} models, and this is a {family} one: it runs "
+            f"{', '.join(names)}"
+        )
+    return accelerator

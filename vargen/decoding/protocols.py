@@ -93,6 +93,28 @@ class Drafter(Protocol[State]):
 
 
 @runtime_checkable
+class SizedDrafter(Protocol):
+    """A drafter whose drafts have a length, which a grid may not hold."""
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the drafts fit a grid of so many tokens, or shrink to it."""
+
+    def fitted(self, tokens: int) -> Drafter[Any]:
+        """The drafter with its drafts cut to a grid of so many tokens."""
+
+    def resized(self, window: int | str) -> Drafter[Any]:
+        """The drafter with another window: fed tokens of a pass, or the name of a rule. What has no window stays."""
+
+
+@runtime_checkable
+class PricedDrafter(Protocol):
+    """A drafter that takes time beside the target's passes."""
+
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of drafting so many tokens for each of `images`, measured."""
+
+
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """A pure function of the target's probabilities behind each fed slot, the draft, the noise, and the relaxation so far.
 

@@ -6,13 +6,14 @@ Every method, `ar` included, takes its probabilities from here: that is what "th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 
 import torch
 from torch import Tensor
 
 from vargen.kernels.kth_largest import kth_largest
-from vargen.values import real, shown, whole
+from vargen.options import OPTIONS
+from vargen.values import shown
 
 LOWEST_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
 
@@ -30,26 +31,19 @@ class Sampling:
         ValueError: for values outside these ranges.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float = 1.0
+    temperature: float = field(default=1.0, metadata={"option": OPTIONS["temperature"]})
+    top_k: int | None = field(default=None, metadata={"option": OPTIONS["top_k"]})
+    top_p: float = field(default=1.0, metadata={"option": OPTIONS["top_p"]})
 
     def __post_init__(self) -> None:
-        temperature, top_k, top_p = real(self.temperature), whole(self.top_k, 1), real(self.top_p)
-        if temperature is None or temperature < 0:
-            raise ValueError(f"temperature must be a finite number of at least 0 (0 is greedy), got {shown(self.temperature)}")
-        if top_k is None and self.top_k is not None:
-            given = shown(self.top_k)
-            raise ValueError(f"top_k must be a whole number of at least 1, or None to keep every token, got {given}")
-        if top_p is None or not 0 < top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1], where 1 keeps every token, got {shown(self.top_p)}")
-        for name, value in (("temperature", temperature), ("top_k", top_k), ("top_p", top_p)):
-            object.__setattr__(self, name, value)  # NumPy's numbers as Python's, which JSON knows
+        for each in fields(self):  # NumPy's numbers become Python's, which JSON knows
+            object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
 
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ValueError if `top_k` is larger than the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
+
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

@@ -7,35 +7,23 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.decoding import PRESETS, Accelerator, DecodeStats
+from vargen.decoding import Accelerator, DecodeStats
 from vargen.demo.png import PictureFolder
 from vargen.demo.settings import MOST_LANES, Settings
+from vargen.pipelines.base import Method, VisualPipeline
 from vargen.pipelines.captions import unreadable_hint
 
 logger = logging.getLogger("vargen")
 
-# What the packaged emoji models were captioned with.
-EMOJI_STYLES = ("3d", "flat", "twemoji", "noto")
 _PREVIEW_SECONDS = 0.25
 _PREVIEW_SHARE = 4  # a preview may take a fifth of the time: it waits four times what the last one took
-
-
-@dataclass(frozen=True)
-class Method:
-    """A preset as the page lists it. `reason` says why this model cannot run it; None where it can."""
-
-    name: str
-    kind: str
-    summary: str
-    source: str
-    reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -113,21 +101,20 @@ class Engine:
     """A loaded pipeline and what the page may do with it.
 
     Args:
-        pipe: a `LlamaGenPipeline`, on its device.
+        pipe: of any family, on its device.
         name: what people call the model; no path.
     """
 
-    def __init__(self, pipe: Any, name: str):
+    def __init__(self, pipe: VisualPipeline, name: str):
         self.pipe, self.name = pipe, name
         pipe.set_progress_bar_config(disable=True)
-        config = pipe.transformer.config
-        self.by_class: bool = config.condition == "class"
-        self.side: int = config.grid_size
-        self.vocab: int = config.vocab_size
+        self.by_class: bool = pipe.by_class
+        self.side: int = pipe.grid[1]
+        self.vocab: int = pipe.vocab
         self.pictures = PictureFolder()
         # Threads are kept, because each new one would bring a thread pool of its own to torch.
         self._threads = ThreadPoolExecutor(max_workers=2 * MOST_LANES, thread_name_prefix="draw")
-        self.methods = {preset.name: self._probe(preset) for preset in PRESETS.values()}
+        self.methods = {method.name: self._probed(method) for method in pipe.methods()}
 
     @property
     def available(self) -> list[Method]:
@@ -142,23 +129,25 @@ class Engine:
     @property
     def styles(self) -> tuple[str, ...]:
         """Style words of the captions that the model was trained on; empty where they are not known."""
-        return EMOJI_STYLES if type(self.pipe.text_encoder).__name__ == "MiniLMTextEncoder" else ()
+        return tuple(self.pipe.config.prompt_styles or ())
 
     @property
     def class_names(self) -> list[str]:
-        return [str(names).split(",")[0] for names in (self.pipe.config.id2label or {}).values()]
+        return [names.split(",")[0] for names in self.pipe.class_names.values()]
 
-    def _probe(self, preset: Accelerator) -> Method:
-        """One pass of a method: what a model cannot run says so itself."""
+    def _probed(self, method: Method) -> Method:
+        """One pass of a method that should run: what this machine cannot run shows then, and not under a person's hands."""
+        if method.reason is not None:
+            return method
         subject = {"class_labels": 0} if self.by_class else {"prompt": "probe"}
-        reason = None
         try:
             stop = {"stop": True}
-            self.pipe(**subject, accelerator=preset, output_type="latent", callback_on_step_end=lambda *_: stop)
+            self.pipe(**subject, accelerator=method.name, output_type="latent", callback_on_step_end=lambda *_: stop)
         except Exception as error:
-            reason = str(error) if isinstance(error, ValueError | TypeError) else "it does not start; the server's log says why"
-            logger.info("method %s is left out: %s", preset.name, error)
-        return Method(preset.name, preset.kind, preset.summary, preset.source, reason)
+            logger.info("method %s is left out: %s", method.name, error)
+            said = isinstance(error, ValueError | TypeError)
+            return replace(method, reason=str(error) if said else "it does not start; the server's log says why")
+        return method
 
     def check(self, settings: Settings) -> None:
         """Raise ValueError, in words for people, if this model cannot do what is asked."""
@@ -181,7 +170,7 @@ class Engine:
         prompt = self.pipe.read_prompt(prompt).text
         hint = unreadable_hint(self.pipe.tokenizer, prompt)
         told = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
-        rows = self.pipe.transformer.config.cls_token_num
+        rows = self.pipe.caption_rows
         ids = self.pipe.tokenizer(prompt, truncation=False, verbose=False)["input_ids"]
         if len(ids) > rows:
             read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
@@ -192,10 +181,10 @@ class Engine:
         if not self.by_class:
             return {"prompt": settings.prompt, **({"negative_prompt": settings.negative_prompt or None})}
         label: int | str = int(settings.prompt) if settings.prompt.isdecimal() else settings.prompt
-        names = {int(number): text for number, text in (self.pipe.config.id2label or {}).items()}
-        known = {name.strip().lower() for text in names.values() for name in text.split(",")}
-        if isinstance(label, int) and label >= self.pipe.transformer.config.num_classes:
-            raise ValueError(f"This model knows the classes 0 to {self.pipe.transformer.config.num_classes - 1}, not {label}.")
+        known = {name.strip().lower() for text in self.pipe.class_names.values() for name in text.split(",")}
+        classes = self.pipe.transformer.config.num_classes
+        if isinstance(label, int) and label >= classes:
+            raise ValueError(f"This model knows the classes 0 to {classes - 1}, not {label}.")
         if isinstance(label, str) and label.lower() not in known:
             raise ValueError(f"This model draws classes, and knows none called {label!r}. Give a class's name or number.")
         return {"class_labels": label}
@@ -217,7 +206,7 @@ class Engine:
             stop: set it to end the drawing within one pass.
             previews: whether to decode partial pictures on the way.
         """
-        run = Run(settings, self.side**2, stop or threading.Event())
+        run = Run(settings, self.pipe.tokens, stop or threading.Event())
         self._threads.submit(self._work, run, accelerator or settings.method, previews)
         return run
 

@@ -15,6 +15,7 @@ from vargen.demo.engine import Engine
 from vargen.demo.png import read_parameters
 from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
+from vargen.options import OPTIONS, Option
 
 ANY_STYLE = "any"
 START = "vg-start"  # class of the button of a tab that Enter in the prompt presses
@@ -102,12 +103,11 @@ def build(engine: Engine) -> Inputs:
             label="Keep this seed", info="Else every drawing takes a new one. A seed is a picture.", elem_id="lock"
         )
     with gr.Accordion("Sampling", open=False, elem_id="sampling"):
-        guidance = gr.Slider(
-            0, 20, chosen["guidance_scale"], step=0.1, label="Guidance", info="How closely to follow the prompt; 1 is off"
+        guidance, temperature = _slider("guidance_scale", chosen), _slider("temperature", chosen)
+        top_k = gr.Number(
+            chosen["top_k"], precision=0, label=OPTIONS["top_k"].label, info=_info(OPTIONS["top_k"]) + "; 0 keeps all"
         )
-        temperature = gr.Slider(0, 2, chosen["temperature"], step=0.05, label="Temperature", info="0 takes the likeliest token")
-        top_k = gr.Number(chosen["top_k"], precision=0, label="Top-k", info="Likeliest tokens kept; 0 keeps all")
-        top_p = gr.Slider(0.01, 1, chosen["top_p"], step=0.01, label="Top-p", info="Probability kept; 1 keeps all")
+        top_p = _slider("top_p", chosen)
         negative = gr.Textbox(
             label="Negative prompt", info="What guidance leads away from", max_length=LONGEST_PROMPT,
             visible=not engine.by_class,
@@ -117,6 +117,16 @@ def build(engine: Engine) -> Inputs:
     )
     dice.click(new_seed, outputs=seed, queue=False, show_progress="hidden", api_visibility="private")
     return Inputs(prompt, style, seed, guidance, temperature, top_k, top_p, negative, lock, dropped)
+
+
+def _slider(name: str, chosen: dict[str, Any]) -> gr.Slider:
+    option = OPTIONS[name]
+    least, most, step = option.slider
+    return gr.Slider(least, most, chosen[name], step=step, label=option.label, info=_info(option))
+
+
+def _info(option: Option) -> str:
+    return option.help[0].upper() + option.help[1:]
 
 
 def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HTML) -> None:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from vargen.decoding import DEFAULT
+from vargen.options import OPTIONS
 
 LONGEST_PROMPT = 300  # characters
 MOST_PICTURES = 4
@@ -14,13 +15,10 @@ MOST_LANES = 4  # methods of a race
 MOST_STEPS = 6  # pictures of a strip
 LARGEST_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
 NEW_SEEDS = 2**32
-# Field -> (least, most, whole number, what people call it).
+# Field -> (least, most, whole number, what people call it). Of sampling, what the page's controls reach.
 RANGES: dict[str, tuple[float, float, bool, str]] = {
     "seed": (0, LARGEST_SEED, True, "The seed"),
-    "guidance_scale": (0, 20, False, "Guidance"),
-    "temperature": (0, 2, False, "Temperature"),
-    "top_k": (0, 2**20, True, "Top-k"),
-    "top_p": (0.01, 1, False, "Top-p"),
+    **{name: (*option.slider[:2], option.whole, option.label) for name, option in OPTIONS.items()},
     "num_images": (1, MOST_PICTURES, True, "The number of pictures"),
 }
 

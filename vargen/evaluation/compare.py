@@ -15,12 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress, Sampling, Speculative, decode
-from vargen.decoding.cost import pass_costs, suitable_threads
-from vargen.models.llamagen import Condition
-from vargen.pipelines.checks import check_batch, check_prompts, check_sampling, check_seed
-from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.decoding import Accelerator, DecodeStats, Progress
+from vargen.models.condition import Condition
+from vargen.pipelines.base import Decoder, VisualPipeline
+from vargen.pipelines.checks import check_batch, check_prompts, check_seed
 
 
 @dataclass
@@ -38,7 +36,7 @@ class MethodResult:
         share_by_part: of the loop's seconds.
         accepted_histogram: `[k]` passes times images that committed k tokens.
         relaxation_per_image: mean acceptance granted beyond the exact rule.
-        same_as_ar: images with exactly the tokens of `ar`.
+        same_as_baseline: images with exactly the tokens of the baseline.
     """
 
     name: str
@@ -56,7 +54,7 @@ class MethodResult:
     share_by_part: dict[str, float] = field(default_factory=dict)
     accepted_histogram: list[int] = field(default_factory=list)
     relaxation_per_image: float = 0.0
-    same_as_ar: int = 0
+    same_as_baseline: int = 0
 
 
 @dataclass
@@ -64,6 +62,7 @@ class Comparison:
     """All methods. `cost_curve` is `{tokens fed: seconds of a pass}`; `tokens` int64 `[images, N]` by method."""
 
     model: str
+    baseline: str
     batch: int
     threads: int
     sampling: dict[str, Any]
@@ -79,7 +78,7 @@ class Comparison:
 
 
 def compare(
-    pipe: LlamaGenPipeline,
+    pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Accelerator],
     batch: int = 1,
@@ -91,7 +90,7 @@ def compare(
 
     Args:
         prompts: one picture each; the last batch is filled up from the front.
-        methods: by name; must hold `"ar"`, what ratios are against.
+        methods: by name; must hold the pipeline's `baseline`, what ratios are against.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
         progress: called with batches done and to do.
 
@@ -99,21 +98,21 @@ def compare(
         ValueError: without `ar`, without prompts, for a batch below 1 or beyond 1024, a seed that does not fit 63 bits with
             the last picture's, or a method that this model cannot run.
     """
-    if "ar" not in methods:
-        raise ValueError(f"methods must include 'ar', the baseline of every ratio, got {', '.join(methods)}")
+    if pipe.baseline not in methods:
+        raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
     prompts, batch = check_prompts(prompts), check_batch(batch)
     seed = check_seed(seed, -(-len(prompts) // batch) * batch)
     chosen = {**pipe.default_sampling, **(settings or {})}
-    scale, sampling = check_sampling(chosen)
-    model = pipe.token_model(scale)
+    decoder = pipe.decoder(chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
     condition, _ = pipe.condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with suitable_threads(model, condition.rows(groups[0]), batch, 1) as threads:  # one number for all, and the cost curve
-        results, drawn, curve = _take_turns(model, condition, seeds, groups, methods, sampling, progress)
+    with decoder.threads(condition.rows(groups[0]), batch) as threads:  # one number for all, and the cost curve
+        results, drawn, curve = _take_turns(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
+        baseline=pipe.baseline,
         batch=batch,
         threads=threads,
         sampling=chosen,
@@ -126,36 +125,37 @@ def compare(
 
 
 def _take_turns(
-    model: LlamaGenTokens,
+    decoder: Decoder,
     condition: Condition,
     seeds: Tensor,
     groups: list[slice],
     methods: dict[str, Accelerator],
-    sampling: Sampling,
+    baseline: str,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[list[MethodResult], dict[str, Tensor], dict[int, float]]:
     """Results, tokens by method, and the cost curve."""
     names, batch = list(methods), groups[0].stop
     for name in names:  # warm-up, and a method that cannot run says so before minutes are spent
-        decode(model, condition.rows(groups[0]), seeds[groups[0]], methods[name], sampling, callback=_few_passes)
+        decoder.decode(condition.rows(groups[0]), seeds[groups[0]], methods[name], callback=_few_passes)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
     total = len(groups) * len(names)
     for turn, group in enumerate(groups):
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            result = decode(model, condition.rows(group), seeds[group], methods[name], sampling)
+            result = decoder.decode(condition.rows(group), seeds[group], methods[name])
             runs[name].append(result.stats)
             tokens[name].append(result.tokens.cpu())
             if progress:
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
-    if model.device.type == "cuda":  # where a part's time shows only when the device is waited for, which the runs do not
+    if decoder.device.type == "cuda":  # where a part's time shows only when the device is waited for, which the runs do not
         first = condition.rows(groups[0]), seeds[groups[0]]
-        shares = {name: [decode(model, *first, methods[name], sampling, profile=True).stats] for name in names}
+        shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})
-    curve = pass_costs(model, condition.rows(groups[0]), batch, widths, repeats=15, anew=True)
-    results = [_result(name, methods[name], runs, drawn, curve, model, condition.rows(groups[0]), batch) for name in names]
+    curve = decoder.pass_costs(condition.rows(groups[0]), batch, widths)
+    shown = condition.rows(groups[0])
+    results = [_result(methods[name], name, runs, baseline, drawn, curve, decoder, shown, batch) for name in names]
     for measured in results:
         spent = sum(run.seconds for run in shares[measured.name])
         parts = sum((Counter(run.seconds_by_part) for run in shares[measured.name]), Counter())
@@ -176,36 +176,33 @@ def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:
 
 
 def _result(
-    name: str,
     accelerator: Accelerator,
+    name: str,
     runs: dict[str, list[DecodeStats]],
+    baseline: str,
     tokens: dict[str, Tensor],
     curve: dict[int, float],
-    model: LlamaGenTokens,
+    decoder: Decoder,
     condition: Condition,
     batch: int,
 ) -> MethodResult:
-    own, baseline = runs[name], runs["ar"]
+    own, ratio_to = runs[name], runs[baseline]
     result = MethodResult(name, accelerator.kind, images=sum(run.images for run in own))
     result.seconds_per_image, result.seconds_quartiles = _spread([run.seconds / batch for run in own])
-    ratios = [ar.seconds / run.seconds for ar, run in zip(baseline, own, strict=True)]
+    ratios = [slow.seconds / run.seconds for slow, run in zip(ratio_to, own, strict=True)]
     result.ratio, result.ratio_quartiles = _spread(ratios)
     result.passes_per_batch = statistics.mean(run.passes for run in own)
     result.tokens_per_pass = sum(run.tokens for run in own) / sum(sum(run.accepted_histogram) for run in own)
-    drafter = accelerator.drafter
     fed = sum((Counter(run.fed) for run in own), Counter())
-    steps = sum(fed.values())
-    drafting = {
-        width: drafter.cost(model, condition, batch, width - 1) if isinstance(drafter, Speculative) else 0.0 for width in fed
-    }
+    drafting = {width: decoder.drafting_cost(accelerator, condition, batch, width) for width in fed}
     seconds = sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items())
-    result.step_cost = seconds / steps / curve[1]
-    result.allowed = sum(sum(run.fed.values()) for run in baseline) * curve[1] / seconds
+    result.step_cost = seconds / sum(fed.values()) / curve[1]
+    result.allowed = sum(passes * curve[width] for run in ratio_to for width, passes in run.fed.items()) / seconds
     result.efficiency = result.ratio / result.allowed
     longest = max(len(run.accepted_histogram) for run in own)
     padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
     result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]
     relaxation = [value for run in own for value in run.relaxation]
     result.relaxation_per_image = statistics.mean(relaxation)
-    result.same_as_ar = int((tokens[name] == tokens["ar"]).all(1).sum())
+    result.same_as_baseline = int((tokens[name] == tokens[baseline]).all(1).sum())
     return result

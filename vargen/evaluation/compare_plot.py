@@ -10,10 +10,10 @@ from vargen.compat import check_matplotlib
 from vargen.evaluation.compare import Comparison
 from vargen.evaluation.sheet import contact_sheet
 from vargen.files import whole_file
-from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.base import VisualPipeline
 
 
-def picture_grid(pipe: LlamaGenPipeline, comparison: Comparison, most: int = 8, cell: int = 128) -> Image.Image:
+def picture_grid(pipe: VisualPipeline, comparison: Comparison, most: int = 8, cell: int = 128) -> Image.Image:
     """A row per method, a column per prompt, equal seeds; at most `most` columns."""
     columns = min(most, len(comparison.prompts))
     images, captions = [], []
@@ -54,7 +54,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     speed.bar_label(bars, [f"{method.ratio:.2f}" for method in methods], padding=2)
     speed.plot(names, [method.allowed for method in methods], "k_", markersize=22, label="allowed by passes and their cost")
     speed.axhline(1.0, color="grey", linestyle="--", linewidth=1)
-    speed.set(title=f"seconds of ar / seconds, batch {comparison.batch}")
+    speed.set(title=f"seconds of {comparison.baseline} / seconds, batch {comparison.batch}")
     speed.set_ylim(top=1.25 * speed.get_ylim()[1])  # room for the legend above the bars
     speed.legend(fontsize=8, loc="upper left")
     bars = tokens.bar(names, [method.tokens_per_pass for method in methods], color="tab:green")
@@ -64,7 +64,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     for method in methods:
         counts = method.accepted_histogram[1:]
         passes = sum(counts)
-        if method.name != "ar" and passes > 0:
+        if method.name != comparison.baseline and passes > 0:
             shares = [count / passes for count in counts]
             lengths.plot(range(1, len(counts) + 1), shares, marker=".", label=method.name)
     lengths.set(title="tokens that a pass committed", xlabel="tokens", ylabel="share of passes")

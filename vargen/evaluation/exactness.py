@@ -25,7 +25,6 @@ from vargen.decoding import (
     Noise,
     Purpose,
     Sampling,
-    Speculative,
     Verdict,
     acceptance_rule,
     decode,
@@ -129,16 +128,6 @@ def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, cha
     return Finding(case, float(distance), float(floor), float(spread), float(drawn[truth == 0].sum()))
 
 
-def fitted(accelerator: Accelerator, tokens: int) -> Accelerator:
-    """The method with its window or chain cut to a grid of so many tokens."""
-    drafter = accelerator.drafter
-    if isinstance(drafter, Jacobi) and isinstance(drafter.window, int) and drafter.window > tokens:
-        return dataclasses.replace(accelerator, drafter=dataclasses.replace(drafter, window=tokens))
-    if isinstance(drafter, Speculative) and isinstance(drafter.length, int) and drafter.length >= tokens:
-        return dataclasses.replace(accelerator, drafter=dataclasses.replace(drafter, length=tokens - 1))
-    return accelerator
-
-
 def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
     """Whether a method draws what its model says, in every case, and whether the check can tell.
 
@@ -152,7 +141,7 @@ def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
     findings = [
-        measure(fitted(accelerator, case.tokens), case.model(), case.sampling, chains, case.name) for case in CASES
+        measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in CASES
     ]
     first = CASES[0]
     controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in WRONG.items()]

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, decode
+from vargen.decoding import Accelerator
 from vargen.evaluation.two_sample import compare_laws
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays, weights_digest
-from vargen.pipelines.checks import check_sampling
-from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.base import VisualPipeline
 
 
 def claim(folder: Path, made_of: dict[str, Any]) -> None:
@@ -44,7 +43,7 @@ def claim(folder: Path, made_of: dict[str, Any]) -> None:
 
 
 def draw_many(
-    pipe: LlamaGenPipeline,
+    pipe: VisualPipeline,
     prompts: Sequence[str],
     accelerator: Accelerator,
     pictures: int,
@@ -67,8 +66,7 @@ def draw_many(
         ValueError: if `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
         OSError: if a file cannot be written and there is no `not_kept`.
     """
-    scale, sampling = check_sampling(settings)
-    model = pipe.token_model(scale)
+    decoder = pipe.decoder(settings)
     made_of = {
         "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),
@@ -95,7 +93,7 @@ def draw_many(
         else:
             numbers = range(start, min(start + batch, pictures))
             condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
-            result = decode(model, condition, torch.arange(seed + start, seed + start + count), accelerator, sampling)
+            result = decoder.decode(condition, torch.arange(seed + start, seed + start + count), accelerator)
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)
             spent.append(float(np.mean(result.stats.relaxation)))
@@ -114,7 +112,7 @@ def draw_many(
 
 
 def laws_report(
-    pipe: LlamaGenPipeline,
+    pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Accelerator],
     pictures: int,
@@ -131,8 +129,7 @@ def laws_report(
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
     shared: tuple[Any, ...] = (used, weights, progress, not_kept)
     baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", *shared)
-    codes = pipe.vqvae.quantize.codebook().detach().float().cpu()
-    columns = pipe.transformer.config.grid_size
+    codes, columns = pipe.codebook.detach().float().cpu(), pipe.grid[1]
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
         seed = number * 10**6

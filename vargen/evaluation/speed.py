@@ -17,15 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, DecodeStats, Progress, decode
-from vargen.evaluation.network import Network, plausible_condition
-from vargen.models.cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.decoding import Accelerator, DecodeStats, Progress
+from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
 _LONG_PASS = 0.1  # seconds; what another case leaves in the caches is lost in a pass this long
-_GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table
 
 
 @dataclass(frozen=True)
@@ -86,11 +82,6 @@ class BaselineReport:
         return asdict(self)
 
 
-def read_weight_bytes(transformer: LlamaGenTransformer) -> int:
-    """Bytes of the parameters that every pass reads in full."""
-    return sum(p.nbytes for name, p in transformer.named_parameters() if not name.startswith(_GATHERED))
-
-
 def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tensor]]:
     """Functions that read `nbytes` bytes once and keep nothing; which is fastest depends on the machine.
 
@@ -101,19 +92,6 @@ def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tenso
     buffer = torch.randn(max(nbytes // 4 // columns, 1), columns, device=device)
     flat, vector = buffer.flatten(), torch.randn(columns, device=device)
     return [flat.sum, lambda: torch.dot(flat, flat), lambda: torch.mv(buffer, vector)]
-
-
-def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
-    """By width, a cache half full of random keys and values that takes passes so wide. They share their memory."""
-    caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
-    widest = caches[max(widths)]
-    widest.k.normal_()
-    widest.v.normal_()
-    keys, values = widest.k.flatten(), widest.v.flatten()
-    for cache in caches.values():
-        cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
-        cache.advance(transformer.tokens // 2)
-    return caches
 
 
 class _Case:
@@ -164,20 +142,18 @@ def measure_steps(
         ValueError: if a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
-    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > transformer.tokens:
+    if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.tokens:
         raise ValueError(
-            f"tokens must be from 1 to the {transformer.tokens} of the grid, batch and rounds at least 1; "
+            f"tokens must be from 1 to the {network.tokens} of the grid, batch and rounds at least 1; "
             f"got tokens {list(tokens)}, batch {list(batches)}, rounds {rounds}"
         )
-    weight_bytes = read_weight_bytes(transformer)
+    weight_bytes = network.weight_bytes
     readers = [_Case(read, device) for read in weight_readers(weight_bytes, device)]
     cases: dict[tuple[int, int], _Case] = {}
     for batch in dict.fromkeys(batches):
         rows = batch * (2 if guidance else 1)
-        caches = filled_caches(transformer, rows, tokens)
-        for width in sorted(set(tokens)):
-            fed = torch.randint(transformer.config.vocab_size, (rows, width), device=device)
-            cases[batch, width] = _Case(_step(transformer, fed, caches[width]), device)
+        for width, run in network.passes(rows, tokens).items():
+            cases[batch, width] = _Case(run, device)
     for done in range(rounds):
         for case in [*readers, *cases.values()]:
             case.visit()
@@ -206,17 +182,12 @@ def measure_steps(
         dtype=str(transformer.dtype).removeprefix("torch."),
         device=str(device),
         guidance=guidance,
-        cached_tokens=transformer.tokens // 2,
+        cached_tokens=network.tokens // 2,
         parameters=sum(p.numel() for p in transformer.parameters()),
         weight_bytes=weight_bytes,
         read_milliseconds=1e3 * read,
         results=results,
     )
-
-
-def _step(transformer: LlamaGenTransformer, fed: Tensor, cache: KVCache) -> Callable[[], Any]:
-    # The pointer stays, so every call is the same pass.
-    return lambda: transformer(fed, cache=cache)
 
 
 @torch.no_grad()
@@ -233,14 +204,11 @@ def measure_baseline(
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
-    transformer = network.transformer
-    step = torch.compile(transformer, dynamic=False) if compile else None
-    model = LlamaGenTokens(transformer, network.guidance_scale, step=step)
-    condition = plausible_condition(transformer, batch)
-    seeds = torch.arange(batch)
+    transformer, decoder = network.transformer, network.decoder(compile)
+    condition, seeds = network.condition(batch), torch.arange(batch)
 
     def run(**options: Any) -> DecodeStats:
-        return decode(model, condition, seeds, accelerator, network.sampling, **options).stats
+        return decoder.decode(condition, seeds, accelerator, **options).stats
 
     def few_passes(progress: Progress) -> bool:
         return progress.step < 8

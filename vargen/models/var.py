@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 
 ensure_torchvision()
 

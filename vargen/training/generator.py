@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 
 from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
-from vargen.models.llamagen import Condition, LlamaGenTransformer
+from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
 from vargen.models.weights import read_arrays, weights_digest

@@ -15,6 +15,7 @@ from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompt_names import PromptNames
+from vargen.training.emoji import STYLES
 from vargen.training.generator import check_tokens
 from vargen.training.run import TrainingRun
 
@@ -67,6 +68,7 @@ def package(
         tokenizer=AutoTokenizer.from_pretrained(text_encoder_folder / "tokenizer"),
         draft_transformer=drafter,
         defaults=settings,
+        prompt_styles=list(STYLES),
         prompt_names=PromptNames.read(text_encoder_folder),
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from vargen.device import fast_dtype
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest

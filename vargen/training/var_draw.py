@@ -11,7 +11,7 @@ from torch import Tensor
 from vargen.decoding import Sampling
 from vargen.decoding.sampling import to_probs
 from vargen.files import whole_file
-from vargen.models.llamagen import Condition
+from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.var_data import CaptionBank

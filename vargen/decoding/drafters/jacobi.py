@@ -10,7 +10,7 @@ Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -97,6 +97,14 @@ class Jacobi:
         window = window_of(self.window)
         if window.max_fed > tokens and not window.shrinks:
             raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.max_fed)}")
+
+    def fitted(self, tokens: int) -> Jacobi:
+        """The drafter with a window of at most so many tokens."""
+        return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
+
+    def resized(self, window: int | str) -> Jacobi:
+        """The drafter with another window; see `window` above."""
+        return replace(self, window=window)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         rows, columns = model.grid

@@ -7,7 +7,7 @@ Shape suffixes: B images, S drafts, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -121,6 +121,14 @@ class Speculative:
         if not isinstance(self.length, str) and self.length >= tokens:
             given = shown(self.length)
             raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
+
+    def fitted(self, tokens: int) -> Speculative:
+        """The drafter with a chain that fits behind the first of so many tokens."""
+        return replace(self, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
+
+    def resized(self, window: int | str) -> Speculative:
+        """`"auto"` sets the length; numbers are for windows, and a chain has none."""
+        return replace(self, length="auto") if window == "auto" else self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         small, choice, length = self.small_model(model), None, self.longest

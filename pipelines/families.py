@@ -1,0 +1,84 @@
+"""The model families: which pipeline opens which folder, and of which classes its networks are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.var import VARTransformer
+from vargen.models.vq import VQModel
+
+Class = tuple[str, str]  # library, or module of ours, and class name: what an index names
+
+
+@dataclass(frozen=True)
+class Family:
+    """Pipelines of one kind.
+
+    Attributes:
+        pipeline: class name, as `model_index.json` has it. module: where that class is.
+        networks: by component, the class of ours that it must be.
+        convert: the command that makes such a folder from official files.
+        networks_module: what opens its networks to be measured; None where nothing does.
+        shared: by kind of condition, what a second transformer's configuration must share with the first one's.
+    """
+
+    pipeline: str
+    module: str
+    networks: dict[str, type]
+    convert: str
+    shared: dict[str, tuple[str, ...]]
+    networks_module: str | None = None
+
+    def classes(self) -> dict[str, list[Class]]:
+        """What an index may name, by component."""
+        return {**{part: [of(kind)] for part, kind in self.networks.items()}, **TEXT_CLASSES}
+
+
+def of(kind: type) -> Class:
+    return kind.__module__, kind.__name__
+
+
+# Libraries and classes that an index may name for the text side. A list, not a rule about libraries: diffusers imports what an
+# index names, up to 0.37 also from a file of that name in the component's folder, and `DiffusionPipeline` is a class of
+# diffusers. The last two tokenizers are what transformers 4 and 5 call one that is read from tokenizer.json alone.
+TEXT_CLASSES: dict[str, list[Class]] = {
+    "text_encoder": [of(MiniLMTextEncoder), ("transformers", "T5EncoderModel")],
+    "tokenizer": [
+        ("transformers", name)
+        for name in (
+            "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
+            "TokenizersBackend",
+        )
+    ],
+}  # fmt: skip
+REQUIRED = ("transformer", "vqvae")
+
+FAMILIES: dict[str, Family] = {
+    family.pipeline: family
+    for family in (
+        Family(
+            pipeline="LlamaGenPipeline",
+            module="vargen.pipelines.llamagen",
+            networks={"transformer": LlamaGenTransformer, "draft_transformer": LlamaGenTransformer, "vqvae": VQModel},
+            convert="vargen convert llamagen --transformer FILE --vq FILE --output DIR",
+            shared={
+                "class": ("condition", "num_classes", "vocab_size", "grid_size"),
+                "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
+            },
+            networks_module="vargen.pipelines.llamagen_network",
+        ),
+        Family(
+            pipeline="VARPipeline",
+            module="vargen.pipelines.var",
+            networks={"transformer": VARTransformer, "draft_transformer": VARTransformer, "vqvae": MultiScaleVQModel},
+            convert="vargen convert var --transformer FILE --vae FILE --output DIR",
+            shared={
+                "class": ("condition", "num_classes", "vocab_size", "code_dim", "scales"),
+                "text": ("condition", "caption_rows", "caption_dim", "vocab_size", "code_dim", "scales"),
+            },
+        ),
+    )
+}

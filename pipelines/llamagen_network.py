@@ -1,0 +1,104 @@
+"""A LlamaGen transformer to measure: a checkpoint's, or one of an official size with random weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.decoding import Sampling
+from vargen.models.cache import KVCache
+from vargen.models.condition import Condition
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.token_decoder import TokenDecoder
+
+RANDOM = {f"llamagen-{size.lower()}": size for size in SIZES}
+_GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table
+
+
+@dataclass(frozen=True)
+class Network:
+    """A transformer to measure, and the sampling that its checkpoint asks for."""
+
+    name: str
+    transformer: LlamaGenTransformer
+    guidance_scale: float = 4.0
+    sampling: Sampling = field(default_factory=Sampling)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a picture."""
+        return self.transformer.tokens
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters that every pass reads in full."""
+        return sum(p.nbytes for name, p in self.transformer.named_parameters() if not name.startswith(_GATHERED))
+
+    def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
+        """By width, a function that runs one pass of so many tokens over half a picture. They share their memory."""
+        caches = filled_caches(self.transformer, rows, widths)
+        vocab, device = self.transformer.config.vocab_size, self.transformer.device
+        fed = {width: torch.randint(vocab, (rows, width), device=device) for width in sorted(set(widths))}
+        # The cache's pointer stays, so every call is the same pass.
+        return {width: _step(self.transformer, fed[width], caches[width]) for width in fed}
+
+    def condition(self, batch: int) -> Condition:
+        """A condition of the right shape: what it says has no part in the time a pass takes."""
+        return plausible_condition(self.transformer, batch)
+
+    def decoder(self, compile: bool = False) -> TokenDecoder:
+        """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
+        step = torch.compile(self.transformer, dynamic=False) if compile else None
+        return TokenDecoder(LlamaGenTokens(self.transformer, self.guidance_scale, step=step), self.sampling)
+
+
+def _step(transformer: LlamaGenTransformer, fed: torch.Tensor, cache: KVCache) -> Callable[[], Any]:
+    return lambda: transformer(fed, cache=cache)
+
+
+def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
+    """By width, a cache half full of random keys and values that takes passes so wide. They share their memory."""
+    caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
+    widest = caches[max(widths)]
+    widest.k.normal_()
+    widest.v.normal_()
+    keys, values = widest.k.flatten(), widest.v.flatten()
+    for cache in caches.values():
+        cache.k, cache.v = keys[: cache.k.numel()].view_as(cache.k), values[: cache.v.numel()].view_as(cache.v)
+        cache.advance(transformer.tokens // 2)
+    return caches
+
+
+def random_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
+    """One of `RANDOM`."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = LlamaGenTransformer(**SIZES[RANDOM[name]])
+        torch.nn.init.normal_(transformer.output.weight, std=0.02)  # starts at zero, for training
+    return Network(name, transformer.to(device, dtype).eval())
+
+
+def stored_network(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Network:
+    """The transformer of a checked pipeline folder."""
+    stored = json.loads((folder / "model_index.json").read_text()).get("defaults") or {}
+    stored = {key: value for key, value in stored.items() if value is not None}
+    guidance = float(stored.pop("guidance_scale", 4.0))
+    transformer = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=dtype, use_safetensors=True)
+    return Network(name, transformer.to(device).eval(), guidance, Sampling(**stored))
+
+
+def plausible_condition(transformer: LlamaGenTransformer, batch: int) -> Condition:
+    """A condition of the right shape; see `Network.condition`."""
+    config, device = transformer.config, transformer.device
+    if config.condition == "class":
+        return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
+    mask = torch.zeros(batch, config.cls_token_num, dtype=torch.bool, device=device)
+    mask[:, -min(8, config.cls_token_num) :] = True
+    embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
+    return Condition(caption_embeds=embeds, caption_mask=mask)

@@ -1,0 +1,54 @@
+"""Between tokens and pictures: what every image tokenizer's pixels go through on their way out and in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vargen.values import shown
+
+logger = logging.getLogger("vargen")
+
+
+def decoded_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
+    """Float32 `[B, 3, Y, X]` of tokens; by halves where memory does not hold all of them: drawn tokens are not lost to it.
+
+    Raises:
+        torch.OutOfMemoryError: if not even one picture fits.
+    """
+    try:
+        return decode(tokens).float()
+    except torch.OutOfMemoryError as error:
+        if len(tokens) == 1:
+            raise torch.OutOfMemoryError(
+                "out of memory decoding the pixels of one image; output_type='latent' returns its tokens"
+            ) from error
+    logger.warning("out of memory decoding %d images at once: decoding them in two halves", len(tokens))
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return torch.cat([decoded_pixels(decode, half) for half in tokens.tensor_split(2)])
+
+
+def pixels_of(images: Any, processor: Any, side: int) -> Tensor:
+    """Float32 `[B, 3, side, side]` in [-1, 1] of PIL images, of a tensor `[B, 3, Y, X]` or array `[B, Y, X, 3]` in [0, 1].
+
+    Raises:
+        ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
+    """
+    if not isinstance(images, Tensor | np.ndarray):
+        images = list(images) if isinstance(images, list | tuple) else [images]
+        if not images or not all(isinstance(image, Image.Image) for image in images):
+            raise TypeError(f"images must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {shown(images)}")
+        images = [image.convert("RGB") for image in images]
+    elif images.ndim not in (3, 4) or not len(images):
+        raise ValueError(f"images must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
+    pixels = processor.preprocess(images, height=side, width=side)
+    if not pixels.isfinite().all():
+        raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
+    return pixels

@@ -1,0 +1,118 @@
+"""Models of any family by name, and what a pipeline says of itself; nobody above names a family."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
+
+import vargen
+from vargen import LlamaGenPipeline, open_pipeline
+from vargen.decoding import PRESETS, Accelerator, Jacobi, exact, methods_of, resolve_accelerator
+from vargen.pipelines.registry import check_network, describe, open_network, pipeline_class, random_networks
+from vargen.training.emoji_captions import STYLES
+
+ROOT = Path(vargen.__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pipeline of text with two styles, the number of entries that a component's place in an index has, too."""
+    pipe = text_pipeline()
+    folder = tmp_path_factory.mktemp("saved") / "text"
+    LlamaGenPipeline(**pipe.components, prompt_styles=["3d", "flat"], defaults={"top_k": 7}).save_pretrained(folder)
+    return folder
+
+
+def test_open_pipeline_finds_the_class_in_the_folder(folder: Path) -> None:
+    pipe = open_pipeline(folder, torch_dtype=torch.float64)
+    assert type(pipe) is LlamaGenPipeline and pipe.transformer.dtype == torch.float64
+    assert list(pipe.config.prompt_styles) == ["3d", "flat"] and pipe.default_sampling["top_k"] == 7
+    with pytest.raises(ValueError, match="unknown model 'emojj': did you mean 'emoji'"):
+        open_pipeline("emojj")
+
+
+def test_a_folder_of_no_family_is_refused(folder: Path, tmp_path: Path) -> None:
+    index = json.loads((folder / "model_index.json").read_text())
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "_class_name": "FluxPipeline"}))
+    with pytest.raises(ValueError, match="describes a 'FluxPipeline'; vargen opens LlamaGenPipeline"):
+        open_pipeline(tmp_path)
+    (tmp_path / "model_index.json").write_text(json.dumps({**index, "_class_name": "VARPipeline"}))
+    with pytest.raises(ValueError, match=r"only vargen\.models\.var\.VARTransformer may be named there"):
+        open_pipeline(tmp_path)
+
+
+def test_a_description_says_what_the_pipeline_does(folder: Path) -> None:
+    said, pipe = describe(folder), open_pipeline(folder)
+    assert pipeline_class(said.pipeline) is type(pipe)
+    assert (said.condition, said.vocab, said.tokens) == ("text", pipe.vocab, pipe.tokens) and not said.has_draft
+    with pytest.raises(ValueError, match="window must be from 2 to the grid's"):
+        type(pipe).check_method(said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=exact))
+
+
+def test_methods_say_why_not() -> None:
+    found = {method.name: method for method in class_pipeline().methods()}
+    assert list(found) == [preset.name for preset in methods_of("next-token")]
+    assert found["ar"].reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
+    assert "draft_transformer" in found["speculative"].reason
+    parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
+    able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
+    assert all(method.reason is None for method in able.methods())
+
+
+def test_a_reason_is_what_a_call_says(folder: Path) -> None:
+    pipe = open_pipeline(folder)
+    for method in pipe.methods():
+        if method.reason is not None:
+            with pytest.raises(ValueError) as caught:
+                pipe("a cat", accelerator=method.name)
+            assert str(caught.value) == method.reason
+
+
+def test_methods_of_another_family_are_refused() -> None:
+    with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
+        resolve_accelerator("ar", "next-scale")
+    with pytest.raises(ValueError, match="unknown accelerator 'sdj'; did you mean 'sjd'"):
+        resolve_accelerator("sdj", "next-token")
+    assert resolve_accelerator("sjd") is PRESETS["sjd"]
+
+
+def test_styles_of_the_packaged_model_are_those_of_its_captions() -> None:
+    index = json.loads((ROOT / "assets" / "emoji" / "model_index.json").read_text())
+    assert tuple(index["prompt_styles"]) == STYLES
+
+
+@pytest.mark.parametrize("styles", ["flat", ["3d", 4], ["", "flat"], {"3d": 1}])
+def test_styles_must_be_words(styles: object) -> None:
+    with pytest.raises(ValueError, match="prompt_styles must be a list of words, or None"):
+        LlamaGenPipeline(**class_pipeline().components, prompt_styles=styles)
+
+
+def test_networks_to_measure() -> None:
+    assert "llamagen-b" in random_networks()
+    with pytest.raises(ValueError, match="unknown model 'nothing'"):
+        check_network("nothing")
+    network = open_network("emoji", torch.float32, torch.device("cpu"))
+    assert network.tokens == 256 and network.guidance_scale == 2.0
+
+
+# Verbs that take or make files of one family are named after it.
+_MAY_NAME = {"vargen/cli/convert.py", "vargen/cli/train.py"}
+
+
+def test_nothing_above_the_pipelines_names_a_family() -> None:
+    parts = [ROOT / "vargen" / part for part in ("cli", "demo", "evaluation")]
+    above = [ROOT / "app.py", *(file for part in parts for file in part.glob("*.py"))]
+    assert len(above) > 30
+    for file in above:
+        if str(file.relative_to(ROOT)) in _MAY_NAME:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [each.name for each in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+            names += [node.id] if isinstance(node, ast.Name) else [node.attr] if isinstance(node, ast.Attribute) else []
+            for name in modules + names:
+                family = any(part in name.lower() for part in ("llamagen", "minilm", "multi_scale")) or name.startswith("VAR")
+                assert not family, f"{file.name} names {name}"
