@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, installed_version
+from vargen.models.weights import weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
 from vargen.values import shown
 
@@ -50,6 +51,7 @@ class CLIPScorer(BatchedScorer):
     ):
         self.clip, self.preprocess, self.tokenize, tag = open_clip_model(model, weights, device)
         self.model, self.weights, self.prefix = model, tag, prefix
+        self.identity = f"clip-{model}-{weights_digest(self.clip)}-{prefix}"
         super().__init__(f"clip {model} {tag}".strip(), True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:

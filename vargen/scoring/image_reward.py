@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, installed_version
-from vargen.models.weights import compare_shapes, unpickle
+from vargen.models.weights import compare_shapes, unpickle, weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
 
 ensure_torchvision()
@@ -173,6 +173,7 @@ class ImageRewardScorer(BatchedScorer):
             local_weights(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
             self.network = network_of(unpickle(file, if_damaged=_HOW), str(file)).to(device)
+        self.identity = f"image-reward-{package}-{weights_digest(self.official or self.network)}"
         super().__init__("image-reward (package)" if package else "image-reward", True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:

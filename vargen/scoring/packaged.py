@@ -71,6 +71,7 @@ class PackagedScorer(BatchedScorer):
         name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
         super().__init__(name, True, device, batch_size)
         captions = settings.get("captions") or []
+        self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
             self.fixed = self._texts(captions) if captions else None
 

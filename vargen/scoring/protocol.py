@@ -29,6 +29,7 @@ class Scorer(Protocol):
     Attributes:
         name: what tables call it; with the model and its weights where several are in use.
         higher_is_better: which end of the scale is the good one.
+        identity: optional; names network, weights and settings. Scores of equal identity are not measured twice.
     """
 
     name: str
