@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.decoding import DecodeStats
+from vargen.decoding import DecodeStats, Speculative
 from vargen.device import fix_threads
 from vargen.evaluation.items import Items, Subject, method_of
 from vargen.evaluation.journal import Journal, Record
@@ -85,6 +85,8 @@ class Drawing:
         for method in self.methods:
             accelerator = method_of(method, kind.family)
             kind.check_method(opened, accelerator)
+            if isinstance(accelerator.drafter, Speculative) and not opened.has_draft:
+                raise ValueError(f"method {method} needs a draft_transformer, and model {self.model} has none")
             specs[method] = {**accelerator.spec(), "kind": accelerator.kind}
         if not specs or len(specs) < len(self.methods):
             raise ValueError(f"methods must be at least one, and each once, got {', '.join(self.methods) or 'none'}")
@@ -132,6 +134,8 @@ class Drawer:
         self.pipe = open_pipeline(drawing.model, torch_dtype=dtype).to(drawing.device)
         self.pipe.set_progress_bar_config(disable=True)
         self.methods = {method: method_of(method, self.pipe.family) for method in drawing.methods}
+        for accelerator in self.methods.values():
+            self.pipe.check_runs(accelerator)  # what only weights tell, before the first batch
 
     def __call__(self, unit: Unit) -> list[Record]:
         """Write the missing pictures of a unit; returns a line for the manifest of each.

@@ -162,5 +162,5 @@ def quality_of(
         theirs = None if baseline is None else baseline.arrays.get("extractor", {}).get("features")
         found.drift = drift_of(arrays[DRIFT], features, theirs)
     if measured.unreadable:
-        found.notes.append(f"{len(measured.unreadable)} files could not be read and are left out")
+        found.notes.append(f"files that could not be read and are left out: {len(measured.unreadable)}")
     return found
