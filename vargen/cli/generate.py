@@ -88,10 +88,14 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", help="Draw N candidates of each image and keep the best.")] = 1,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Chooses the best; `vargen score --help` tells. Default: emoji-scorer.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once, candidates counted.")] = 8,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
@@ -105,6 +109,7 @@ def generate(
     _check_settings(given, negative_prompt, num_images)
     first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
+    check_range(best_of, "best_of", 1)
     fix_threads(threads)
     chosen_device = pick_device(device)
     repeated = [subject for subject in subjects for _ in range(num_images)]
@@ -119,13 +124,17 @@ def generate(
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.pipelines.registry import open_pipeline
+    from vargen.scoring.registry import open_scorer
 
+    judge = open_scorer(scorer or "emoji-scorer", chosen_device) if best_of > 1 or scorer else None
     chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
     pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started
-    options = {**given, "accelerator": method, "negative_prompt": negative_prompt}
+    options: dict[str, Any] = {**given, "accelerator": method, "negative_prompt": negative_prompt}
     parameters = _parameters(pipe, model, options, chosen_dtype)
+    if judge is not None:
+        options |= {"num_candidates": best_of, "scorer": judge}
     if compile:
         options["compile"] = True
     if not quiet:
@@ -284,8 +293,9 @@ def _draw(
     runs: list[Any] = []
     seconds = 0.0
     try:
-        for start in range(0, len(jobs), batch_size):
-            batch = jobs[start : start + batch_size]
+        step = max(1, batch_size // options.get("num_candidates", 1))
+        for start in range(0, len(jobs), step):
+            batch = jobs[start : start + step]
             last = start + len(batch)
             label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
             hidden = True if quiet else None  # None: hidden where stderr is no terminal
@@ -297,13 +307,14 @@ def _draw(
             seconds += time.perf_counter() - started
             runs.append(result.stats)
             before = len(images)
-            for job, image in zip(batch, result.images, strict=True):
+            for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
+                said = {key: job.subject, **_chosen(result.stats, number, job.seed)}
                 try:
-                    path = save_image(image, job.target, {key: job.subject, "seed": job.seed, **parameters})
+                    path = save_image(image, job.target, {**said, **parameters})
                 except OSError as error:
                     say(not_written(f"output {str(job.target.path)!r}", error))
                     continue
-                images.append({"file": str(path), key: job.subject, "seed": job.seed})
+                images.append({"file": str(path), **said})
                 if not silent:
                     print(path, flush=True)
             if len(images) == before:
@@ -315,6 +326,16 @@ def _draw(
             say(f"{len(images)} of {len(jobs)} images were written before this")
         raise
     return images, runs, seconds
+
+
+def _chosen(stats: Any, number: int, seed: int) -> dict[str, Any]:
+    """The seed that draws a picture of a batch, and, where a scorer chose it, how it was scored."""
+    if stats.scorer is None:
+        return {"seed": seed}
+    scores = stats.scores[number]
+    at = stats.candidate_seeds[number].index(stats.seeds[number])
+    candidates = {"candidates": scores, "asked_seed": seed} if len(scores) > 1 else {}
+    return {"seed": stats.seeds[number], "scorer": stats.scorer, "score": scores[at], **candidates}
 
 
 def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
