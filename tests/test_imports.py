@@ -28,7 +28,8 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
-    "files": set(),
+    "files": {"model_files"},
+    "model_files": set(),
     "options": {"values"},
     "values": set(),
 }

@@ -13,9 +13,9 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.console import quiet_libraries, say, table
-from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range, pick_device
 from vargen.cli.outputs import Write, check_apart, check_writable, json_writes, result_file, write_each
+from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
 from vargen.values import shown
 

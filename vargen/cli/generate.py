@@ -38,6 +38,7 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
+from vargen.cli.subjects import class_numbers, say_names, subjects_of
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -104,7 +105,7 @@ def generate(
 
     Image k of a run is drawn with seed + k and does not depend on the others, so it can be drawn again alone.
     """
-    subjects = _subjects(prompts, prompt_file, class_label)
+    subjects = subjects_of(prompts, prompt_file, class_label)
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_settings(given, negative_prompt, num_images)
     first = _first_seed(seed, len(subjects) * num_images)
@@ -120,7 +121,7 @@ def generate(
     check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
     quiet_libraries()
     opened, method = _check_against(model, accelerator, given, bool(class_label), negative_prompt)
-    drawn: list[Any] = _class_numbers(repeated, opened) if class_label else repeated
+    drawn: list[Any] = class_numbers(repeated, opened) if class_label else repeated
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.pipelines.registry import open_pipeline
@@ -190,47 +191,6 @@ def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any
     return {"images": images, **said, "stats": DecodeStats.joined(runs).to_dict()}
 
 
-def say_names(pipe: Any, prompts: list[str]) -> None:
-    """A line on stderr about the characters in prompts that the model reads as names, if there are any."""
-    read = {typed: name for prompt in prompts for typed, name in pipe.read_prompt(prompt).names.items()}
-    if read:
-        say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
-
-
-def _subjects(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
-    """Prompts, or class labels as typed."""
-    from vargen.pipelines import checks
-
-    if class_label:
-        if prompts or prompt_file:
-            raise ValueError("give prompts or --class-label, not both")
-        return class_label
-    listed = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
-    if not listed:
-        raise ValueError('give a prompt, for example: vargen generate "a red apple"')
-    return checks.check_prompts(listed)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a UTF-8 text file, one a line.
-
-    Raises:
-        ValueError: if it is not UTF-8 or holds no prompt. FileNotFoundError, IsADirectoryError: as said.
-    """
-    path = expanded(path, "prompt_file")
-    if not path.exists():
-        raise FileNotFoundError(f"prompt_file {str(path)!r} does not exist")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt_file {str(path)!r} must be UTF-8 text: {error}") from error
-    lines = [line.strip() for line in text.split("\n")]
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
-        raise ValueError(f"prompt_file {str(path)!r} holds no prompt; write one a line, without # in front")
-    return found
-
-
 def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
     """What can be checked without a model."""
     from vargen.pipelines import checks
@@ -263,14 +223,6 @@ def _check_against(
     if model.condition == "text" and by_class:
         raise ValueError("this model draws from text: give a prompt instead of --class-label")
     return model, method.name
-
-
-def _class_numbers(labels: list[str], model: Description) -> list[int]:
-    from vargen.pipelines import checks
-
-    # A number of thousands of digits is one that Python does not read; no class has one of more than nine.
-    typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
-    return checks.check_class_labels(typed, model.num_classes, model.id2label)
 
 
 def _draw(
