@@ -130,6 +130,21 @@ class Conditioning:
         embeds, mask = self.encode_prompt(prompt, clean)
         return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
+    def scored_texts(self, prompt: Any, condition: Condition) -> list[str]:
+        """What a scorer reads, for each row of a call's condition: prompts as the model reads them, or names of classes.
+
+        Raises:
+            ValueError: where there is neither.
+        """
+        if condition.class_labels is not None:
+            names, labels = self.class_names, condition.class_labels.tolist()
+            if any(label not in names for label in labels):
+                raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
+            return [names[label].split(",")[0] for label in labels]
+        if prompt is None:
+            raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
+        return [self.read_prompt(text).text for text in checks.check_prompts(prompt)]
+
     def negative_condition(
         self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int
     ) -> Condition | None:

@@ -18,6 +18,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.best_of import BestOf
 from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.description import Description
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -25,6 +26,7 @@ from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
+from vargen.scoring.protocol import Scorer
 
 from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
 
@@ -157,6 +159,8 @@ class LlamaGenPipeline(VisualPipeline):
         prompt_mask: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_mask: Tensor | None = None,
+        num_candidates: int = 1,
+        scorer: Scorer | Callable[[Any, list[str]], Any] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
@@ -185,6 +189,9 @@ class LlamaGenPipeline(VisualPipeline):
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
                 nested lists), instead of a prompt.
             negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
+            num_candidates: drawn of each picture; the `scorer` keeps the best. `stats.scores` has the scores of all.
+            scorer: of `vargen.scoring`, or a function of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that
+                returns N numbers, the higher the better. With one candidate it scores what is drawn.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
@@ -197,6 +204,7 @@ class LlamaGenPipeline(VisualPipeline):
         Raises:
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
             NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
+                NonFiniteScoreError: likewise the scorer.
         """
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
@@ -213,13 +221,16 @@ class LlamaGenPipeline(VisualPipeline):
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
         num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
+        best = BestOf.checked(num_candidates, scorer)
 
         condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
-        seeds = checks.image_seeds(generator, images)
-        condition = repeated(condition, num_images_per_prompt)
+        best.check_images(images)
+        texts = [] if best.scorer is None else self.scored_texts(prompt, condition)
+        seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
+        condition = repeated(condition, drawn // count)
         unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        negative = self.negative_condition(*unwanted, clean_prompt, count, images)
+        negative = self.negative_condition(*unwanted, clean_prompt, count, drawn)
         self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.transformer.tokens, False
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
@@ -229,8 +240,11 @@ class LlamaGenPipeline(VisualPipeline):
                 model = self.token_model(scale, guidance_interval, rows, compress_prefix, compile)
                 return decode(model, condition.rows(chosen), seeds.noise[chosen], preset, sampling, callback=callback)
 
-            result = within_memory(run, images)
+            result = within_memory(run, drawn)
         result.stats.seeds = seeds.asked
+        if best.scorer is not None:
+            pictures = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, "pt")
+            result, _ = best.choose(result, seeds, pictures, [text for text in texts for _ in range(num_images_per_prompt)])
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)

@@ -22,13 +22,14 @@ _ALLOWED: dict[str, set[str]] = {
     "training": {"pipelines", "models", "decoding", "scoring"},
     "models": {"kernels"},
     "decoding": {"kernels"},
-    "scoring": {"kernels"},
+    "scoring": {"models", "kernels"},  # a scorer is a network with a measure on top
     "convert": {"models", "kernels"},  # adapters from official parameter names
     "kernels": set(),
     "assets": set(),
     "compat": set(),
     "device": set(),
-    "files": set(),
+    "files": {"model_files"},
+    "model_files": set(),
     "options": {"values"},
     "values": set(),
 }

@@ -392,10 +392,10 @@ def test_impossible_plans_are_refused_before_anything_is_written(tmp_path, chang
 
 def test_shifted_moves_and_fills_with_white():
     picture = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3)
-    moved = generator.shifted(picture, 1, -2)
+    moved = generator_data.shifted(picture, 1, -2)
     assert (moved[:, 0] == 255).all() and (moved[:, :, 2:] == 255).all()
     assert np.array_equal(moved[:, 1:, :2], picture[:, :3, 2:])
-    assert np.array_equal(generator.shifted(picture, 0, 0), picture)
+    assert np.array_equal(generator_data.shifted(picture, 0, 0), picture)
 
 
 def test_codebook_revives_what_nothing_chooses():

@@ -12,7 +12,6 @@ from tqdm import tqdm
 from vargen.cli.bench import prepare
 from vargen.cli.compare import check_fits, chosen
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import (
     Write,
@@ -24,6 +23,7 @@ from vargen.cli.outputs import (
     result_file,
     write_each,
 )
+from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
 
 

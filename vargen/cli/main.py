@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_pictures, compare, convert, distribution, generate, info, train, verify
+from vargen.cli import bench, bench_pictures, compare, convert, distribution, evaluate, generate, info, train, verify
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
@@ -45,6 +45,9 @@ def root(
 app.command("generate")(generate.generate)
 app.command("compare")(compare.compare)
 app.command("verify")(verify.verify)
+app.command("eval")(evaluate.evaluate)
+app.command("draw")(evaluate.draw)
+app.command("score")(evaluate.score)
 app.add_typer(info.app, name="info")
 bench.app.command("distribution")(distribution.distribution)
 bench.app.command("var")(bench_pictures.pictures)

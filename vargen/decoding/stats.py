@@ -21,6 +21,8 @@ class DecodeStats:
         seconds: wall-clock of the loop, prefill included.
         accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
         fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
+        scorer, scores, candidate_seeds: where a scorer chose: its name, and for each picture the scores and seeds of all its
+            candidates; `images` and `tokens` count these, and `seeds` are those of the chosen.
         draft_fed: the same of the smaller model's passes, of next-scale models.
         by_scale: of next-scale models, for each scale its tokens, the model that drew it, the passes that fed it, in how many
             images it was drafted and how often that was kept, and the seconds of the passes that began with it.
@@ -43,6 +45,9 @@ class DecodeStats:
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
     threads: int = 1
+    scorer: str | None = None
+    scores: list[list[float]] = field(default_factory=list)
+    candidate_seeds: list[list[int]] = field(default_factory=list)
     draft_fed: dict[int, int] = field(default_factory=dict)
     by_scale: list[dict[str, Any]] = field(default_factory=list)
 
@@ -64,6 +69,9 @@ class DecodeStats:
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
+            scorer=runs[0].scorer,
+            scores=[scores for run in runs for scores in run.scores],
+            candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
             draft_fed=dict(sum((Counter(run.draft_fed) for run in runs), Counter())),
             by_scale=[_added(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
         )

@@ -10,6 +10,7 @@ Shape suffixes: B pictures, C channels, Y/X pixel rows and columns, D pooled wid
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 
 PATCH = 4  # pixels of a side that the first layer folds into channels
+_LONGEST = 32  # tokens of a caption
 
 
 class Block(nn.Module):
@@ -87,3 +89,28 @@ class ImageTextModel(ModelMixin, ConfigMixin):
     def encode_text(self, features_BD: Tensor) -> Tensor:
         """Unit vectors, float32 `[B, E]`, of mean-pooled unit text features `[B, text_dim]`."""
         return F.normalize(self.text_projection(features_BD).float(), dim=-1)
+
+
+def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
+    """Pictures of `size` pixels a side."""
+    if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
+        return pixels_BCYX
+    return F.interpolate(pixels_BCYX, (size, size), mode="bilinear", antialias=True, align_corners=False)
+
+
+@torch.no_grad()
+def pooled_features(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
+    """Unit vectors float32 `[len(texts), D]` on the CPU: the mean over a text's tokens, as the sentence encoder was trained."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # like lengths together: padding costs like words
+    found: list[Tensor] = [torch.empty(0)] * len(texts)
+    device = next(encoder.parameters()).device
+    for start in range(0, len(order), batch_size):
+        rows = order[start : start + batch_size]
+        part = [texts[i] for i in rows]
+        encoded = tokenizer(part, padding=True, truncation=True, max_length=_LONGEST, return_tensors="pt").to(device)
+        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        mask = encoded.attention_mask[..., None].float()
+        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
+        for i, vector in zip(rows, mean, strict=True):
+            found[i] = vector
+    return torch.stack(found)

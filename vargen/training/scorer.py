@@ -22,7 +22,7 @@ from torch import Tensor
 
 from vargen.device import fast_dtype
 from vargen.files import whole_files
-from vargen.models.image_text import ImageTextModel
+from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
 from vargen.training.emoji_captions import STYLES
@@ -159,13 +159,6 @@ def augmented(pixels_BCYX: Tensor, size: int, draw: np.random.Generator) -> Tens
     grain = torch.from_numpy(draw.standard_normal((int(noisy.sum()), *small.shape[1:]), dtype=np.float32)).to(small.device)
     small[noisy] += grain * float(draw.uniform(0, 0.15))
     return small
-
-
-def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
-    """Pictures of `size` pixels a side."""
-    if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
-        return pixels_BCYX
-    return F.interpolate(pixels_BCYX, (size, size), mode="bilinear", antialias=True, align_corners=False)
 
 
 def blur(pixels_BCYX: Tensor, sigma: float) -> Tensor:

@@ -12,18 +12,17 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoTokenizer
 
 from vargen.files import whole_file
+from vargen.models.image_text import pooled_features
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
 from vargen.training.emoji_captions import STYLES, captions
 
 Record = dict[str, Any]
 COLOURS = ("red", "green", "blue")  # in the order of the channels
-_LONGEST = 32  # tokens of a caption
 
 
 class CaptionTable:
@@ -53,24 +52,6 @@ class CaptionTable:
     def __call__(self, texts: Sequence[str]) -> Tensor:
         """float32 `[len(texts), D]`."""
         return self.features[[self.row[text] for text in texts]].float()
-
-
-@torch.no_grad()
-def pooled_features(encoder: MiniLMTextEncoder, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
-    """Unit vectors float32 `[len(texts), D]` on the CPU: the mean over a text's tokens, as the sentence encoder was trained."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # like lengths together: padding costs like words
-    found: list[Tensor] = [torch.empty(0)] * len(texts)
-    device = next(encoder.parameters()).device
-    for start in range(0, len(order), batch_size):
-        rows = order[start : start + batch_size]
-        part = [texts[i] for i in rows]
-        encoded = tokenizer(part, padding=True, truncation=True, max_length=_LONGEST, return_tensors="pt").to(device)
-        states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
-        mask = encoded.attention_mask[..., None].float()
-        mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()
-        for i, vector in zip(rows, mean, strict=True):
-            found[i] = vector
-    return torch.stack(found)
 
 
 def without_style(record: Record) -> list[str]:

@@ -1,0 +1,303 @@
+"""Drawing that is stopped in any way and divided in any way draws the same pictures, each once."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_models import class_pipeline, text_pipeline
+
+from vargen.cli.console import quiet_libraries
+from vargen.evaluation.drawing import Drawer, Drawing, draw, locally
+from vargen.evaluation.items import Items, class_subjects, method_of
+from vargen.evaluation.journal import Journal, read_journal
+from vargen.evaluation.run_folder import RunFolder, file_slug
+
+METHODS = ("ar", "gsd:budget=3,window=4")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-class"
+    class_pipeline().save_pretrained(folder)
+    return folder
+
+
+def drawing(model: Path, output: Path, **changes: Any) -> Drawing:
+    base = Drawing(str(model), str(output), METHODS, tuple(range(10)), num=7, batch=3, threads=1)
+    return replace(base, **changes)
+
+
+@pytest.fixture(scope="module")
+def whole(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
+    """Pictures of an undisturbed run, by name."""
+    output = tmp_path_factory.mktemp("runs") / "whole"
+    assert draw(drawing(model, output)) == 14
+    return images(output)
+
+
+def images(output: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("images/**/*.png"))}
+
+
+def lines(output: Path) -> list[tuple[str, int]]:
+    return [(r["method"], r["item"]) for file in output.glob("manifest/*.jsonl") for r in read_journal(file)]
+
+
+def stopping_after(units: int, error: type[BaseException] = KeyboardInterrupt) -> Callable[..., Iterator[Any]]:
+    def engine(worker: Any, argument: Any, work: list[Any]) -> Iterator[Any]:
+        yield from locally(worker, argument, work[:units])
+        if len(work) > units:
+            raise error
+
+    return engine
+
+
+# -- same pictures, however divided -----------------------------------------------------------------------------------
+
+
+def test_seeds_and_subjects_depend_on_the_item_alone() -> None:
+    few, many = Items(("a", "b", "c"), 4, 5), Items(("a", "b", "c"), 400, 5)
+    assert [few.subject(i) for i in range(4)] == [many.subject(i) for i in range(4)] == ["a", "b", "c", "a"]
+    assert few.digest() == many.digest() != Items(("a", "b", "c"), 4, 6).digest()
+    assert class_subjects("random", 10, {}, 3, 5) == class_subjects("random", 10, {}, 3, 50)[:5]
+    assert len(set(class_subjects("random", 10, {}, 3, 200))) == 10
+    assert class_subjects("3, cat ,4", 10, {7: "cat, kitty"}) == [3, 7, 4]
+    for wrong in ((), ("a",)):
+        with pytest.raises(ValueError):
+            Items(wrong, 0 if wrong else 1)
+    with pytest.raises(ValueError, match="seed must be from 0"):
+        Items(("a",), 2, 2**63 - 1)
+
+
+def test_a_picture_is_what_the_pipeline_draws_of_its_seed(whole: dict[str, bytes], model: Path, tmp_path: Path) -> None:
+    import io
+
+    import numpy as np
+    import torch
+    from PIL import Image
+
+    from vargen.pipelines.registry import open_pipeline
+
+    alone = open_pipeline(str(model))(class_labels=4, generator=torch.Generator().manual_seed(4), accelerator="ar")
+    stored = Image.open(io.BytesIO(whole["images/ar/000/00000004.png"]))
+    assert np.array_equal(np.asarray(stored), np.asarray(alone.images[0]))
+    about = json.loads(stored.info["vargen"])
+    assert (about["class"], about["seed"], about["method"], about["text"]) == (4, 4, "ar", "dog")
+    assert str(model) not in stored.info["vargen"]
+
+
+def test_two_shards_draw_what_one_does(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    drawn = [draw(drawing(model, tmp_path / "run"), shard, 2) for shard in (2, 1)]
+    assert sum(drawn) == 14 and 0 < drawn[0] < 14
+    assert images(tmp_path / "run") == whole
+    assert len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
+
+
+def test_more_methods_and_more_pictures_are_drawn_beside_the_old_ones(
+    model: Path, whole: dict[str, bytes], tmp_path: Path
+) -> None:
+    assert draw(drawing(model, tmp_path / "run", num=3, methods=METHODS[:1])) == 3
+    assert draw(drawing(model, tmp_path / "run", num=3, methods=METHODS)) == 3
+    assert draw(drawing(model, tmp_path / "run")) == 8
+    assert images(tmp_path / "run") == whole and draw(drawing(model, tmp_path / "run")) == 0
+
+
+# -- stopped and resumed ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("units", [0, 1, 3])
+def test_an_interrupted_run_goes_on(units: int, model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        draw(drawing(model, tmp_path / "run"), engine=stopping_after(units))
+    told: list[tuple[int, int]] = []
+    rest = draw(drawing(model, tmp_path / "run"), progress=lambda done, total: told.append((done, total)))
+    assert told[0] == (14 - rest, 14) and told[-1] == (14, 14)
+    assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
+
+
+def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    draw(drawing(model, tmp_path / "run"))
+    (manifest,) = (tmp_path / "run/manifest").iterdir()
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+    assert draw(drawing(model, tmp_path / "run")) == 1
+    assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == len(set(lines(tmp_path / "run"))) == 14
+    data = manifest.read_bytes().split(b"\n")
+    data[2] = b'{"item": 1, "met\x00\x00'  # blocks that a crashed disk lost
+    manifest.write_bytes(b"\n".join(data))
+    assert draw(drawing(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
+
+
+def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
+    draw(drawing(model, tmp_path / "run"))
+    first, second, third = (tmp_path / "run" / name for name in list(whole)[:3])
+    first.unlink()
+    second.write_bytes(b"")
+    third.write_bytes(whole[list(whole)[2]][:-9])
+    assert draw(drawing(model, tmp_path / "run")) == 3
+    assert images(tmp_path / "run") == whole
+    assert len(RunFolder(tmp_path / "run").drawn()) == 14
+
+
+@pytest.mark.slow
+def test_kill_9_loses_nothing_and_draws_nothing_twice(model: Path, tmp_path: Path) -> None:
+    """The real thing: the command is killed twice while it draws."""
+    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "draw", "--model", str(model), "--num", "40"]
+    words += ["--batch", "2", "--threads", "1", "--methods", "ar,sjd", "-o"]
+    for wanted in (6, 30):
+        process = subprocess.Popen([*words, str(tmp_path / "killed")], stderr=subprocess.PIPE)
+        deadline = time.monotonic() + 120
+        while process.poll() is None and len(lines(tmp_path / "killed")) < wanted and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+    before = lines(tmp_path / "killed")
+    assert 30 <= len(before) < 80, "the kills came too late or too early to show anything"
+    subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
+    subprocess.run([*words, str(tmp_path / "whole")], check=True, capture_output=True)
+    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 80
+    after = lines(tmp_path / "killed")
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 80
+    assert not list((tmp_path / "killed").rglob(".vargen-*")), "scratch folders of the killed processes are left"
+
+
+# -- a full disk -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_told_leaves_nothing_half_written_and_is_resumed(
+    model: Path, whole: dict[str, bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel refuses what is too large: first the manifest, then a picture."""
+    resource = pytest.importorskip("resource")
+    quiet_libraries()  # what they print would go into pytest's file, which may not grow either
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    run = drawing(model, tmp_path / "run")
+    with pytest.raises(KeyboardInterrupt):
+        draw(run, engine=stopping_after(1))
+    try:
+        (manifest,) = (tmp_path / "run/manifest").iterdir()
+        for size, what in (
+            (manifest.stat().st_size + 100, r"manifest.shard-1-of-1.jsonl was not written"),
+            (100, r"png was not"),
+        ):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+            held = manifest.read_bytes()
+            with pytest.raises(OSError, match=what + r".*make room and give the same command"):
+                draw(run)
+            assert manifest.read_bytes() == held
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert all(len(data) == len(whole[name]) for name, data in images(tmp_path / "run").items())
+    assert draw(run) == 11
+    assert images(tmp_path / "run") == whole and len(lines(tmp_path / "run")) == 14
+
+
+# -- other settings ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"seed": 1}, "seed 0, now 1"),
+        ({"batch": 2}, "batch 3, now 2"),
+        ({"sampling": {"temperature": 0.5}}, "sampling"),
+        ({"subjects": (1, 2)}, "subjects"),
+        ({"dtype": "bfloat16"}, "dtype"),
+    ],
+)
+def test_a_run_of_other_settings_is_refused_and_stays(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
+    draw(drawing(model, tmp_path / "run", num=3))
+    held = (tmp_path / "run/run.json").read_bytes()
+    with pytest.raises(ValueError, match=f"run of other settings: .*{told}"):
+        draw(drawing(model, tmp_path / "run", **change))
+    assert (tmp_path / "run/run.json").read_bytes() == held
+
+
+def test_other_weights_of_the_same_name_are_other_settings(model: Path, tmp_path: Path) -> None:
+    class_pipeline().save_pretrained(tmp_path / "model")
+    draw(drawing(tmp_path / "model", tmp_path / "run", num=3))
+    changed = class_pipeline()
+    changed.transformer.output.weight.data.mul_(2)
+    changed.save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"weights '[0-9a-f]{16}', now"):
+        draw(drawing(tmp_path / "model", tmp_path / "run", num=3))
+
+
+def test_a_folder_with_other_contents_and_a_damaged_run_are_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.txt").write_text("")
+    with pytest.raises(ValueError, match="holds other files and no run"):
+        draw(drawing(model, tmp_path / "mine"))
+    assert [file.name for file in (tmp_path / "mine").iterdir()] == ["thesis.txt"]
+    (tmp_path / "run").mkdir()
+    for text in ("{", "[]", '{"methods": 3}'):
+        (tmp_path / "run/run.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json"):
+            draw(drawing(model, tmp_path / "run"))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"methods": ("ar", "ar")}, "each once"),
+        ({"methods": ()}, "at least one"),
+        ({"methods": ("arr",)}, "unknown accelerator"),
+        ({"methods": ("gsd:bugdet=3",)}, "no setting 'bugdet'; did you mean 'budget'"),
+        ({"methods": ("gsd:budget=-3",)}, "budget must be at least 0"),
+        ({"methods": ("ar:window=3",)}, "has no setting 'window'"),
+        ({"methods": ("speculative",)}, "draft_transformer"),
+        ({"subjects": ("a red apple",)}, "draws classes, and prompts are given"),
+        ({"sampling": {"top_k": 65}}, "top_k"),
+        ({"batch": 0}, "batch must be"),
+        ({"methods": ("gsd:budget=3", "gsd:budget=-3")}, "budget"),
+    ],
+)
+def test_what_cannot_be_drawn_is_told_first(change: dict[str, Any], told: str, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=told):
+        draw(drawing(model, tmp_path / "run", **change))
+    assert not (tmp_path / "run").exists()
+
+
+def test_method_settings_reach_the_parts() -> None:
+    made = method_of("gsd:budget=3,window=4,coupling=independent", "next-token")
+    assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
+    assert method_of("gsd:budget=none", "next-token").acceptance.budget is None
+    assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
+
+
+# -- the journal -----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_has_one_writer(tmp_path: Path) -> None:
+    with Journal(tmp_path / "j.jsonl") as journal:
+        journal.append({"a": 1}, {"b": [2.5, "ü"]})
+        if sys.platform != "win32":
+            with pytest.raises(ValueError, match="another process"):
+                Journal(tmp_path / "j.jsonl")
+    with Journal(tmp_path / "j.jsonl") as journal:
+        journal.append({"c": 3})
+    assert read_journal(tmp_path / "j.jsonl") == [{"a": 1}, {"b": [2.5, "ü"]}, {"c": 3}]
+
+
+def test_a_text_model_records_what_it_read(tmp_path: Path) -> None:
+    pipe = text_pipeline()
+    pipe.prompt_names = None
+    pipe.save_pretrained(tmp_path / "model")
+    made = Drawing(str(tmp_path / "model"), str(tmp_path / "run"), ("ar",), ("a dog", "a cat"), num=3, batch=2, threads=1)
+    assert draw(made) == 3
+    records = RunFolder(tmp_path / "run").drawn()
+    assert [records["ar", i]["text"] for i in range(3)] == ["a dog", "a cat", "a dog"]
+    assert all(records["ar", i]["tokens"] == 16 and records["ar", i]["seconds"] > 0 for i in range(3))
+    assert isinstance(Drawer(made), Drawer)

@@ -1,0 +1,188 @@
+"""The networks' scores: parity with the packages they come from, on random weights; no weight is fetched."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import vargen.assets
+from vargen.models.image_text import ImageTextModel
+from vargen.scoring import open_scorer
+from vargen.scoring.packaged import PackagedScorer, prepared
+from vargen.scoring.protocol import pixels
+
+ENCODER = vargen.assets.packaged_model_path("emoji")
+PROMPTS = ["a red apple", "two dogs on a bench, 3d style, with very many more words than " + "thirty-five tokens " * 12]
+
+
+def pictures(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Image]:
+    draw = np.random.default_rng(0)
+    return [Image.fromarray(draw.integers(0, 256, (*size, 3), dtype=np.uint8)) for _ in range(count)]
+
+
+# -- ImageReward ---------------------------------------------------------------------------------------------------------
+
+
+def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The package's own network with small transformers inside, its weights and configuration in `folder`."""
+    from vargen.compat import ensure_torchvision
+
+    ensure_torchvision()
+    package = pytest.importorskip("ImageReward", reason="the package image-reward does not import here", exc_type=Exception)
+    from ImageReward.models.BLIP import blip_pretrain
+    from ImageReward.models.BLIP.vit import VisionTransformer
+    from transformers import BertTokenizer
+
+    def small_vit(*_: Any) -> tuple[torch.nn.Module, int]:
+        return VisionTransformer(img_size=224, patch_size=32, embed_dim=128, depth=2, num_heads=2), 128
+
+    def tokenizer() -> BertTokenizer:
+        return BertTokenizer(str(ENCODER / "tokenizer/vocab.txt"))
+
+    monkeypatch.setattr(blip_pretrain, "create_vit", small_vit)
+    monkeypatch.setattr(blip_pretrain, "init_tokenizer", tokenizer)
+    config = {
+        "architectures": ["BertModel"], "attention_probs_dropout_prob": 0.1, "hidden_act": "gelu", "hidden_dropout_prob": 0.1,
+        "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": 96, "layer_norm_eps": 1e-12,
+        "max_position_embeddings": 64, "model_type": "bert", "num_attention_heads": 12, "num_hidden_layers": 2,
+        "pad_token_id": 0, "type_vocab_size": 2, "vocab_size": 30524, "encoder_width": 128, "add_cross_attention": True,
+    }  # fmt: skip
+    (folder / "med_config.json").write_text(json.dumps(config))
+    torch.manual_seed(3)
+    network = package.ImageReward(med_config=str(folder / "med_config.json"))
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    torch.save(network.state_dict(), folder / "ImageReward.pt")
+    return network.eval()
+
+
+def test_image_reward_scores_as_the_package_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    official = small_official(tmp_path, monkeypatch)
+    images = pictures()
+    expected = [official.score(prompt, image) for prompt, image in zip(PROMPTS, images, strict=True)]
+    weights = f"weights={tmp_path / 'ImageReward.pt'}"
+    alone = [open_scorer(f"image-reward:{weights}").score([i], [p])[0] for p, i in zip(PROMPTS, images, strict=True)]
+    assert torch.equal(torch.stack(alone), torch.tensor(expected)), "not to the last bit"
+    scores = open_scorer(f"image-reward:{weights}").score(images, PROMPTS)
+    assert torch.allclose(scores, torch.tensor(expected), atol=1e-5) and scores[0] != scores[1]
+    package = open_scorer(f"image-reward:{weights},package=true,med_config={tmp_path / 'med_config.json'}")
+    assert torch.equal(package.score(images, PROMPTS), torch.tensor(expected))
+
+
+def test_image_reward_opens_no_pickled_code_and_no_other_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Hostile:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (tmp_path / "opened",)
+
+    torch.save({"mlp.layers.0.weight": Hostile()}, tmp_path / "hostile.pt")
+    with pytest.raises(ValueError, match="could run code"):
+        open_scorer(f"image-reward:weights={tmp_path / 'hostile.pt'}")
+    assert not (tmp_path / "opened").exists()
+    (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 and no more")
+    with pytest.raises(ValueError, match=r"damaged.*fetch ImageReward"):
+        open_scorer(f"image-reward:weights={tmp_path / 'cut.pt'}")
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="does not hold ImageReward"):
+        open_scorer(f"image-reward:weights={tmp_path / 'other.pt'}")
+
+
+# -- CLIP ----------------------------------------------------------------------------------------------------------------
+
+
+def test_clip_reads_a_local_checkpoint_and_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vargen.compat import ensure_torchvision
+
+    ensure_torchvision()
+    open_clip = pytest.importorskip("open_clip")
+    sizes = {
+        "embed_dim": 32,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 64, "patch_size": 16},
+        "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 64, "heads": 1, "layers": 1},
+    }
+    (tmp_path / "tiny-clip.json").write_text(json.dumps(sizes))
+    open_clip.add_model_config(tmp_path / "tiny-clip.json")
+    torch.manual_seed(0)
+    network, _, preprocess = open_clip.create_model_and_transforms("tiny-clip")
+    torch.save(network.state_dict(), tmp_path / "tiny.pt")
+    scorer = open_scorer(f"clip:model=tiny-clip,weights={tmp_path / 'tiny.pt'},prefix=a photo of", batch_size=1)
+    assert "tiny-clip" in scorer.name and "tiny.pt" in scorer.name
+    images = pictures((32, 32), 6)
+    scores = scorer.score(images, ["a dog", "an emoji of a house"] * 3)
+    tokens = open_clip.get_tokenizer("tiny-clip")(["a photo of a dog", "a photo of an emoji of a house"])
+    with torch.no_grad():
+        text = network.eval().encode_text(tokens)
+        seen = network.encode_image(torch.stack([preprocess(image) for image in images]))
+    expected = 100 * torch.nn.functional.cosine_similarity(seen, text.repeat(3, 1)).clamp_min(0)
+    assert torch.allclose(scores, expected, atol=1e-3) and expected.max() > 0
+    (tmp_path / "cut.pt").write_bytes((tmp_path / "tiny.pt").read_bytes()[:1000])
+    with pytest.raises(FileNotFoundError, match=r"could not be opened.*give weights=FILE"):
+        open_scorer(f"clip:model=tiny-clip,weights={tmp_path / 'cut.pt'}")
+
+
+# -- the packaged scorer -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def scorer_run(tmp_path: Path) -> Path:
+    """A run of `vargen train scorer` as far as its layout goes."""
+    torch.manual_seed(0)
+    model = ImageTextModel(widths=[16, 32], blocks=[1, 1], image_size=32).eval()
+    torch.nn.init.normal_(model.image_projection.bias)
+    model.save_pretrained(tmp_path / "run/scorer")
+    return tmp_path / "run"
+
+
+def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None:
+    scorer = open_scorer(str(scorer_run))
+    assert isinstance(scorer, PackagedScorer)
+    images = pictures((48, 48))
+    scores = scorer.score(images, PROMPTS)
+    model = scorer.model
+    with torch.inference_mode():
+        cosine = (model.encode_image(prepared(model, pixels(images))) * scorer._texts(PROMPTS)).sum(-1)
+    assert torch.allclose(scores, model.pair_scale.exp() * cosine + model.pair_bias, atol=1e-4)
+    assert not torch.allclose(scores, scorer.score(images, PROMPTS[::-1])), "prompts make no difference"
+
+
+def test_fixed_captions_cancel_how_well_a_picture_fits_anything(scorer_run: Path) -> None:
+    (scorer_run / "scorer.json").write_text(json.dumps({"captions": ["a blue car", "a green tree"]}))
+    scorer = open_scorer(str(scorer_run))
+    image = pictures((48, 48), 1)
+    first, second = (float(scorer.score(image, [text])) for text in ("a blue car", "a green tree"))
+    assert first != second and abs(first + second) < 1e-4
+
+
+def test_a_scorer_that_is_not_finished_damaged_or_of_another_encoder_is_refused(scorer_run: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="finish its training"):
+        open_scorer(str(tmp_path / "empty"))
+    (scorer_run / "scorer.json").write_text("{")
+    with pytest.raises(ValueError, match="not JSON"):
+        open_scorer(str(scorer_run))
+    (scorer_run / "scorer.json").write_text(json.dumps({"text_encoder": str(tmp_path / "empty")}))
+    with pytest.raises(ValueError, match="must hold text_encoder"):
+        open_scorer(str(scorer_run))
+    (scorer_run / "scorer.json").unlink()
+    weights = scorer_run / "scorer/diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ValueError, match="damaged or incomplete"):
+        open_scorer(str(scorer_run))
+    ImageTextModel(widths=[16, 32], blocks=[1, 1], text_dim=24).save_pretrained(tmp_path / "narrow")
+    with pytest.raises(ValueError, match=r"gives 384 features.*takes 24"):
+        open_scorer(str(tmp_path / "narrow"))
+
+
+def test_no_torch_fidelity_or_image_reward_is_imported_by_scoring() -> None:
+    """The official package is an oracle, and slow to import: only `package=true` brings it in."""
+    import subprocess
+
+    code = "import sys, vargen.scoring.image_reward, vargen.scoring.packaged; print('ImageReward' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

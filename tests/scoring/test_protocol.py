@@ -1,0 +1,117 @@
+"""A scorer gives one finite number per picture, or an error that names it: whoever wrote it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from vargen.scoring import BatchedScorer, NonFiniteScoreError, Scorer, as_scorer, checked_scores, open_scorer
+from vargen.scoring.protocol import pil_images, pixels
+from vargen.scoring.registry import read_spec, split_specs
+
+
+class Brightness(BatchedScorer):
+    """Mean pixel; remembers its batches."""
+
+    def __init__(self, batch_size: int = 2, spoil: Callable[[torch.Tensor], Any] = lambda scores: scores):
+        super().__init__("brightness", batch_size=batch_size)
+        self.batches: list[int] = []
+        self.spoil = spoil
+
+    def score_batch(self, images: Any, prompts: Sequence[str]) -> Any:
+        self.batches.append(len(prompts))
+        return self.spoil(pixels(images).mean((1, 2, 3)))
+
+
+def greys(*levels: int) -> list[Image.Image]:
+    return [Image.new("RGB", (8, 8), (level,) * 3) for level in levels]
+
+
+def test_both_forms_of_pictures_score_alike_in_any_batch() -> None:
+    images, prompts = greys(0, 51, 102, 153, 255), list("abcde")
+    tensor = pixels(images)
+    expected = torch.tensor([0, 0.2, 0.4, 0.6, 1.0])
+    for size in (1, 2, 5, 9):
+        scorer = Brightness(size)
+        assert torch.allclose(scorer.score(images, prompts), expected)
+        assert torch.allclose(scorer.score(tensor, prompts), expected)
+        assert max(scorer.batches) <= size
+    assert [picture.getpixel((0, 0)) for picture in pil_images(tensor)] == [(v,) * 3 for v in (0, 51, 102, 153, 255)]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+def test_a_score_that_is_no_number_is_an_error_that_names_scorer_and_picture(bad: float) -> None:
+    def spoil(scores: torch.Tensor) -> torch.Tensor:
+        return torch.where(scores > 0.5, bad, scores)
+
+    with pytest.raises(NonFiniteScoreError, match=r"brightness.*picture 1 of 2"):
+        Brightness(2, spoil).score(greys(0, 255), ["a", "b"])
+    with pytest.raises(NonFiniteScoreError, match=r"mine.*picture 0 of 1"):
+        checked_scores(lambda images, prompts: [bad], greys(0), ["a"], name="mine")
+
+
+@pytest.mark.parametrize("wrong", [lambda s: s[:1], lambda s: s.mean(), lambda s: "three", lambda s: s[:, None, None]])
+def test_a_result_of_another_shape_is_an_error(wrong: Callable[[Any], Any]) -> None:
+    with pytest.raises(ValueError, match="one for each picture"):
+        Brightness(4, wrong).score(greys(0, 1, 2), list("abc"))
+
+
+@pytest.mark.parametrize(
+    ("images", "prompts", "error"),
+    [
+        ([], [], ValueError),
+        (greys(1), ["a", "b"], ValueError),
+        (greys(1), "a", TypeError),
+        ("picture.png", ["a"], TypeError),
+        (torch.zeros(1, 3, 8, 8, dtype=torch.uint8), ["a"], ValueError),
+        (torch.zeros(3, 8, 8), ["a"], ValueError),
+        (torch.full((1, 3, 8, 8), float("nan")), ["a"], ValueError),
+    ],
+)
+def test_bad_input_is_refused(images: Any, prompts: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        Brightness().score(images, prompts)
+
+
+def test_any_callable_is_a_scorer_and_nothing_else() -> None:
+    wrapped = as_scorer(lambda images, prompts: [len(prompt) for prompt in prompts], "length")
+    assert isinstance(wrapped, Scorer) and wrapped.name == "length" and wrapped.higher_is_better
+    assert wrapped.score(greys(1, 2), ["a", "abc"]).tolist() == [1.0, 3.0]
+    assert as_scorer(scorer := Brightness()) is scorer
+    for wrong in (Brightness, "clip", None):
+        with pytest.raises(TypeError, match="scorer must be"):
+            as_scorer(wrong)
+
+
+def test_specs_with_options_are_read() -> None:
+    assert split_specs("a,b:x=1,y=2,c,d:z=/p=q") == ["a", "b:x=1,y=2", "c", "d:z=/p=q"]
+    assert split_specs(["clip:model=B", "emoji-scorer"]) == ["clip:model=B", "emoji-scorer"]
+    assert read_spec("clip:model=ViT-B-32,weights=/a/b.pt") == ("clip", {"model": "ViT-B-32", "weights": "/a/b.pt"})
+    for wrong in ("clip:model", "clip:=3", "clip:a=1,a=2"):
+        with pytest.raises(ValueError, match="key=value"):
+            read_spec(wrong)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("clip:weight=x", "has no option 'weight'"),
+        ("clip:model=ViT-B-33", "did you mean.*ViT-B-32"),
+        ("nothing-like-it", "unknown scorer"),
+        ("image-reward:package=yes,weights=x", "true or false"),
+        ("no_such_module:score", "could not be imported"),
+    ],
+)
+def test_unknown_names_and_options_are_told(spec: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_scorer(spec)
+
+
+@pytest.mark.parametrize("spec", ["clip:weights=missing.pt", "image-reward:weights=missing.pt", "image-reward"])
+def test_missing_weights_are_one_error_that_says_how_to_get_them(spec: str) -> None:
+    with pytest.raises(FileNotFoundError, match=r"weights.*(give weights=FILE)"):
+        open_scorer(spec)

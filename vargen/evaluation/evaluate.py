@@ -1,0 +1,247 @@
+"""The second half of an evaluation: from pictures on the disk to a report."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from vargen.compat import installed_version
+from vargen.evaluation.drawing import Engine, locally
+from vargen.evaluation.features import Extractor, as_batch, picture_array
+from vargen.evaluation.journal import Record
+from vargen.evaluation.measuring import CHUNK, Instruments, Measured, Picture, folder_pictures, measure, read_picture
+from vargen.evaluation.quality import Quality, quality_of, speed_of
+from vargen.evaluation.report import write_report
+from vargen.evaluation.report_figures import plot_quality, write_sheets
+from vargen.evaluation.run_folder import RunFolder, file_slug
+from vargen.evaluation.statistics_files import Statistics, holds_samples, read_samples, write_samples
+from vargen.scoring.packaged import packaged_scorers, scorer_folder
+
+logger = logging.getLogger("vargen")
+
+REFERENCE = "reference.npz"  # beside a packaged scorer: statistics of the pictures that it was trained on
+Show = Callable[[int, int], None]
+
+
+@dataclass
+class Evaluation:
+    """What was measured: a row per method, the baseline's name if it is among them, and what the head of a report says."""
+
+    rows: list[Quality]
+    baseline: str | None
+    about: dict[str, Any]
+    measured: dict[str, Measured]
+
+
+def default_scorer(model: str) -> str | None:
+    """The packaged scorer of a packaged model's pictures: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
+    name = f"{model.split('-')[0]}-scorer"
+    return name if name in packaged_scorers() else None
+
+
+def default_reference(extractor: str | None) -> Path | None:
+    """Statistics that are packaged with an extractor."""
+    if extractor not in packaged_scorers():
+        return None
+    file = scorer_folder(str(extractor)) / REFERENCE
+    return file if file.is_file() else None
+
+
+# -- the reference -------------------------------------------------------------------------------------------------------
+
+
+def open_reference(path: Path, instruments: Instruments, kept: Path | None = None, engine: Engine = locally) -> Statistics:
+    """Statistics to measure distances to.
+
+    Args:
+        path: `.npz` of statistics or of samples, in ADM's layout, or a folder of pictures.
+
+    Raises:
+        ValueError: for statistics of another extractor, or a file that is neither. FileNotFoundError: if it is missing.
+    """
+    extractor = instruments.opened().get("extractor")
+    if not isinstance(extractor, Extractor):
+        raise ValueError("a reference needs an extractor: give --extractor")
+    if path.is_dir():
+        only = replace(instruments, scorers=(), drift=False)
+        return statistics_of(measure({"reference": folder_pictures(path)}, only, kept, engine)["reference"], extractor)
+    if path.suffix != ".npz":
+        raise ValueError(f"reference must be a folder of pictures or a .npz file, got {str(path)!r}")
+    if not path.is_file():
+        raise FileNotFoundError(f"reference {str(path)!r} does not exist")
+    if holds_samples(path):
+        return _of_samples(path, extractor, instruments.resize)
+    statistics = Statistics.read(path)
+    statistics.check_extractor(extractor.identity, extractor.name, f"reference {str(path)!r}")
+    return statistics
+
+
+def _of_samples(path: Path, extractor: Extractor, resize: int | None) -> Statistics:
+    from PIL import Image
+
+    shape, pictures = read_samples(path)
+    parts: list[torch.Tensor] = []
+    batch: list[np.ndarray] = []
+    for number, array in enumerate(pictures, 1):
+        batch.append(picture_array(Image.fromarray(array), resize))
+        if len(batch) == CHUNK or number == shape[0]:
+            parts.append(extractor(as_batch(batch)).pooled)
+            batch = []
+    size = (resize, resize) if resize else (shape[1], shape[2])
+    return Statistics.of(torch.cat(parts), extractor.identity, size)
+
+
+def statistics_of(measured: Measured, extractor: Extractor, keep: bool = True) -> Statistics:
+    """Of a measured group, features included unless not `keep`.
+
+    Raises:
+        ValueError: where no extractor measured it, or fewer than two pictures.
+    """
+    if "extractor" not in measured.arrays:
+        raise ValueError("statistics need pictures and an extractor: give --extractor")
+    return Statistics.of(measured.arrays["extractor"]["features"], extractor.identity, measured.size, keep)
+
+
+# -- runs and folders ------------------------------------------------------------------------------------------------------
+
+
+def evaluate_run(
+    folder: RunFolder,
+    instruments: Instruments,
+    reference: Statistics | None = None,
+    engine: Engine = locally,
+    progress: Show | None = None,
+) -> Evaluation:
+    """Measure what a run has drawn, of methods of which something is drawn. Pictures that have changed are left out.
+
+    Raises:
+        ValueError: for a folder without a run, or a run without pictures; and see `measure`.
+    """
+    settings, drawn = folder.settings(), folder.drawn()
+    by_method: dict[str, dict[int, Record]] = {method: {} for method in settings["methods"]}
+    for (method, item), record in sorted(drawn.items()):
+        if method in by_method:
+            by_method[method][item] = record
+    if not any(by_method.values()):
+        raise ValueError(f"{str(folder.path)!r} holds no pictures yet: draw some with `vargen draw`")
+    baseline = settings["baseline"] if by_method.get(settings["baseline"]) else None
+    groups = {
+        method: [_picture(folder, record, baseline, by_method) for record in records.values()]
+        for method, records in by_method.items()
+        if records
+    }
+    instruments = replace(instruments, drift=baseline is not None)
+    measured = measure(groups, instruments, folder.path / "measured", engine, progress)
+    rows = _rows(measured, instruments, reference, baseline)
+    for row in rows:
+        records = by_method[row.name]
+        row.kind, row.asked, row.pictures = settings["methods"][row.name]["kind"], settings["num"], len(records)
+        row.speed = speed_of(list(records.values()), by_method[baseline] if baseline else {})
+        if len(records) < row.asked:
+            row.notes.append(f"{len(records)} of {row.asked} pictures are drawn")
+    batch, threads = settings["batch"], sorted({n for row in rows for n in row.speed["threads"]})
+    about = {
+        "model": settings["model"],
+        "sampling": _told(settings["sampling"]) or "the model's",
+        "batch": batch,
+        "CPU threads": ", ".join(map(str, threads)),
+        "device": settings["device"],
+        "seed": settings["seed"],
+        **_about(instruments, reference),
+    }
+    return Evaluation(rows, baseline, about, measured)
+
+
+def _picture(folder: RunFolder, record: Record, baseline: str | None, drawn: dict[str, dict[int, Record]]) -> Picture:
+    method, item = record["method"], record["item"]
+    against = None
+    if baseline is not None and method != baseline and item in drawn[baseline]:
+        against = str(folder.path / folder.image(baseline, item))
+    return Picture(item, str(folder.path / folder.image(method, item)), record.get("text"), record["sha256"], against)
+
+
+def evaluate_folder(
+    name: str,
+    pictures: list[Picture],
+    instruments: Instruments,
+    reference: Statistics | None = None,
+    kept: Path | None = None,
+    engine: Engine = locally,
+    progress: Show | None = None,
+) -> Evaluation:
+    """Measure pictures, whoever made them."""
+    measured = measure({name: pictures}, replace(instruments, drift=False), kept, engine, progress)
+    rows = _rows(measured, instruments, reference, None)
+    return Evaluation(rows, None, {"folder": name, **_about(instruments, reference)}, measured)
+
+
+def _rows(
+    measured: dict[str, Measured], instruments: Instruments, reference: Statistics | None, baseline: str | None
+) -> list[Quality]:  # fmt: skip
+    extractor: Any = instruments.opened().get("extractor")
+    rows = []
+    for group, found in measured.items():
+        if reference is not None and found.size is not None:
+            reference.check_size(found.size)
+        other = measured[baseline] if baseline is not None and group != baseline else None
+        normalized = bool(extractor is not None and extractor.normalized)
+        rows.append(quality_of(group, found, other, reference, normalized, instruments.names()))
+    return rows
+
+
+def _about(instruments: Instruments, reference: Statistics | None) -> dict[str, Any]:
+    extractor: Any = instruments.opened().get("extractor")
+    size = None if instruments.resize is None else f"{instruments.resize} x {instruments.resize}, bicubic"
+    return {
+        "scorers": ", ".join(instruments.names().values()) or "none",
+        "extractor": "none" if extractor is None else extractor.identity,
+        "reference": "none" if reference is None else f"{reference.count or 'an unknown number of'} pictures",
+        "resized": size,
+        "vargen": installed_version("vargen"),
+        "torch": torch.__version__,
+    }
+
+
+def write_all(folder: RunFolder, found: Evaluation) -> list[str]:
+    """Report, tables, plot and contact sheets into the run's folder; returns the files' names. No plot without matplotlib."""
+    figures = []
+    try:
+        if plot_quality(found.rows, found.baseline, folder.path / "plot.png"):
+            figures.append("plot.png")
+    except ImportError as error:
+        logger.warning("%s", error)
+    groups = {
+        row.name: [
+            Picture(item, str(folder.path / folder.image(row.name, item)), record.get("text"), record["sha256"])
+            for (method, item), record in sorted(folder.records().items())
+            if method == row.name and item < _SHEET_ITEMS
+        ]
+        for row in found.rows
+    }
+    figures += write_sheets(folder.path, groups, {name: file_slug(name) for name in groups})
+    write_report(folder.path, found.rows, found.baseline, found.about, figures)
+    return ["metrics.json", "metrics.csv", "report.md", *figures]
+
+
+def _told(sampling: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value:g}" for name, value in sampling.items())
+
+
+_SHEET_ITEMS = 64
+
+
+def export_samples(path: Path, pictures: Sequence[Picture], resize: int | None) -> None:
+    """Write a batch of samples in ADM's layout, for published evaluators.
+
+    Raises:
+        ValueError: for pictures of several sizes. UnreadablePictureError: for a file that is none.
+    """
+    arrays: Iterable[np.ndarray] = (picture_array(read_picture(Path(picture.file)), resize) for picture in pictures)
+    first = picture_array(read_picture(Path(pictures[0].file)), resize)
+    write_samples(path, arrays, len(pictures), (first.shape[0], first.shape[1]))

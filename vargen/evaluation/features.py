@@ -1,0 +1,176 @@
+"""Networks that turn pictures into the features that distances compare. Each says exactly which it is.
+
+Distances of features of different extractors mean nothing, so every file of features or statistics carries the identity.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from PIL import Image
+from torch import Tensor, nn
+
+from vargen.evaluation.inception import FIDInception
+from vargen.models.weights import weights_digest
+from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
+from vargen.scoring.registry import read_spec
+from vargen.values import shown
+
+
+class Features(NamedTuple):
+    """float32 `[N, D]` features, and class scores `[N, classes]` where the network has them, for the Inception Score."""
+
+    pooled: Tensor
+    logits: Tensor | None = None
+
+
+class Extractor:
+    """A network over uint8 pictures.
+
+    Args:
+        name: what tables call it. identity: names these weights and no others.
+        network: uint8 `[N, 3, Y, X]` on `device` to features `[N, D]`, or to features and class scores.
+        normalized: whether features are unit vectors, which CMMD asks for.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        identity: str,
+        network: Callable[[Tensor], Any],
+        device: torch.device | str = "cpu",
+        normalized: bool = False,
+    ):
+        self.name, self.identity, self.network, self.normalized = name, identity, network, normalized
+        self.device = torch.device(device)
+
+    @torch.inference_mode()
+    def __call__(self, pixels_NCYX: Tensor) -> Features:
+        """On the CPU.
+
+        Raises:
+            TypeError: for pixels that are not uint8 `[N, 3, Y, X]`. ValueError: for features that are not finite `[N, D]`.
+        """
+        if pixels_NCYX.dtype != torch.uint8 or pixels_NCYX.dim() != 4 or pixels_NCYX.shape[1] != 3:
+            raise TypeError(f"pictures must be uint8 [N, 3, Y, X], got {str(pixels_NCYX.dtype)[6:]} {list(pixels_NCYX.shape)}")
+        made = self.network(pixels_NCYX.to(self.device))
+        pooled, logits = made if isinstance(made, tuple) else (made, None)
+        if not isinstance(pooled, Tensor) or pooled.dim() != 2 or len(pooled) != len(pixels_NCYX):
+            got = list(pooled.shape) if isinstance(pooled, Tensor) else type(pooled).__name__
+            raise ValueError(f"extractor {self.name} must give features [{len(pixels_NCYX)}, D], got {got}")
+        if not pooled.isfinite().all():
+            raise ValueError(f"extractor {self.name} gave NaN or infinite features; its weights are damaged")
+        return Features(pooled.float().cpu(), None if logits is None else logits.float().cpu())
+
+
+def module_extractor(module: nn.Module, name: str, device: torch.device | str = "cpu", normalized: bool = False) -> Extractor:
+    """Any network of float pictures `[N, 3, Y, X]` in [0, 1] to features `[N, D]`; its weights are its identity."""
+    network = module.to(device).eval().requires_grad_(False)
+    digest = weights_digest(network)
+    if not any(True for _ in network.parameters()):  # nothing else tells two such modules apart
+        digest = hashlib.sha256(repr(network).encode()).hexdigest()[:16]
+
+    def run(pixels: Tensor) -> Tensor:
+        return network(pixels.float() / 255)
+
+    return Extractor(name, f"{name}-{digest}", run, device, normalized)
+
+
+def _inception(weights: str | None = None, device: torch.device | str = "cpu") -> Extractor:
+    network = FIDInception.from_file(weights).to(device)
+    return Extractor("inception", f"{INCEPTION}-{weights_digest(network)}", network, device)
+
+
+def _clip(
+    model: str = "ViT-L-14-336", weights: str | None = "openai", device: torch.device | str = "cpu"
+) -> Extractor:  # fmt: skip
+    """CMMD's by default (Jayasumana et al. 2024): unit vectors of CLIP ViT-L/14 at 336 pixels."""
+    from vargen.scoring.clip import CLIPScorer
+
+    scorer = CLIPScorer(model, weights, device=device)
+
+    def run(pixels: Tensor) -> Tensor:
+        return F.normalize(scorer.embed_images(pixels.float() / 255), dim=-1)
+
+    return Extractor(scorer.name, f"open-clip-{model}-{weights_digest(scorer.clip)}", run, device, normalized=True)
+
+
+def _tower(source: str, device: torch.device | str = "cpu") -> Extractor:
+    model = open_tower(scorer_folder(source)).to(device)
+
+    def run(pixels: Tensor) -> Tensor:
+        return model.pooled(prepared(model, pixels.float() / 255))
+
+    name = source if source in packaged_scorers() else Path(source).resolve().name
+    return Extractor(name, tower_identity(model), run, device)
+
+
+INCEPTION = "inception-2015-12-05"
+EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "clip": _clip}
+
+
+def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
+    """`inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`, which
+    returns an `nn.Module` of pictures in [0, 1].
+
+    Raises:
+        ValueError: for an unknown name or option. FileNotFoundError: for weights that are missing; says how to get them.
+    """
+    where, _, attribute = spec.partition(":")
+    if attribute and "=" not in attribute and where not in EXTRACTORS:
+        return _imported(where, attribute, device)
+    name, options = read_spec(spec)
+    allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
+    if unknown := [key for key in options if key not in allowed]:
+        raise ValueError(f"extractor {name} has no option {shown(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
+    return EXTRACTORS[name](**options, device=device) if name in EXTRACTORS else _tower(name, device=device)
+
+
+def _imported(module: str, function: str, device: torch.device | str) -> Extractor:
+    try:
+        made = getattr(importlib.import_module(module), function)()
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"extractor {module}:{function} could not be imported: {error}") from error
+    if isinstance(made, Extractor):
+        return made
+    if not isinstance(made, nn.Module):
+        raise TypeError(f"extractor {module}:{function} must return an nn.Module or an Extractor, got {shown(made)}")
+    return module_extractor(made, f"{module}:{function}", device)
+
+
+def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
+    """uint8 `[Y, X, 3]`; `resize` is the side of a square that the centre is cut to, then scaled to by bicubic filtering."""
+    image = image.convert("RGB")
+    if resize is not None and image.size != (resize, resize):
+        side = min(image.size)
+        left, top = (image.width - side) // 2, (image.height - side) // 2
+        image = image.crop((left, top, left + side, top + side)).resize((resize, resize), Image.Resampling.BICUBIC)
+    return np.asarray(image)
+
+
+def extracted(extractor: Extractor, pictures: Sequence[np.ndarray] | np.ndarray, batch_size: int = 32) -> Features:
+    """Features of uint8 pictures `[Y, X, 3]` of one size, a batch at a time."""
+    parts = [extractor(as_batch(pictures[start : start + batch_size])) for start in range(0, len(pictures), batch_size)]
+    logits = [part.logits for part in parts if part.logits is not None]
+    return Features(torch.cat([part.pooled for part in parts]), torch.cat(logits) if logits else None)
+
+
+def as_batch(pictures: Sequence[np.ndarray] | np.ndarray) -> Tensor:
+    """uint8 `[N, 3, Y, X]` of pictures `[Y, X, 3]`. Raises ValueError for pictures of several sizes."""
+    sizes = {picture.shape for picture in pictures}
+    if len(sizes) != 1:
+        listed = ", ".join(f"{shape[1]} x {shape[0]}" for shape in sorted(sizes)[:4])
+        raise ValueError(f"pictures must be of one size, got {listed}; --resize makes them so")
+    return torch.from_numpy(np.stack(list(pictures))).permute(0, 3, 1, 2)
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    for start in range(0, total, size):
+        yield slice(start, min(start + size, total))

@@ -1,0 +1,354 @@
+"""Scores and features of pictures, whoever made them, kept on the disk by chunks: what was measured is not measured again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vargen.device import fix_threads
+from vargen.evaluation.drawing import Engine, cannot_write, locally
+from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
+from vargen.evaluation.run_folder import file_digest, file_slug
+from vargen.files import whole_file
+from vargen.models.weights import read_arrays
+from vargen.scoring import Scorer, checked_scores, open_scorer
+from vargen.scoring.reference import psnr, ssim
+
+logger = logging.getLogger("vargen")
+
+CHUNK = 64  # pictures; fixed, so that a chunk's numbers are equal to the last bit whoever measures it
+DRIFT = "drift"
+_LEAST_SSIM = 11  # pixels of a side
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file to measure.
+
+    Attributes:
+        item: its number in its group. text: what its prompt says; None where it has none. sha256: of the file.
+        against: file of the unaccelerated picture of the same item.
+    """
+
+    item: int
+    file: str
+    text: str | None
+    sha256: str
+    against: str | None = None
+
+
+@dataclass(frozen=True)
+class Instruments:
+    """What measures; plain values, which another machine can be told.
+
+    Attributes:
+        scorers: see `open_scorer`. extractor: see `open_extractor`; None measures no distances.
+        resize: side that pictures are cut and scaled to first. keep_going: pass over unreadable files.
+        device, threads: see `Drawing`.
+    """
+
+    scorers: tuple[str, ...] = ()
+    extractor: str | None = None
+    drift: bool = False
+    resize: int | None = None
+    keep_going: bool = False
+    device: str = "cpu"
+    threads: int | None = None
+
+    def opened(self) -> dict[str, Scorer | Extractor]:
+        """Scorers by spec, and the extractor under `extractor`; also to learn beforehand that one cannot be opened.
+
+        Raises:
+            ValueError, FileNotFoundError, ImportError: naming what is wrong, and how to get weights that are missing.
+        """
+        found: dict[str, Any] = {spec: _scorer(spec, self.device) for spec in self.scorers}
+        names = [scorer.name for scorer in found.values()]
+        if len(set(names)) < len(names) or len(found) < len(self.scorers):
+            raise ValueError(f"scorers must be given once each, got {', '.join(self.scorers)}")
+        if self.extractor is not None:
+            found["extractor"] = _extractor(self.extractor, self.device)
+        return found
+
+    def names(self) -> dict[str, str]:
+        """What tables call each scorer, by its spec."""
+        return {spec: instrument.name for spec, instrument in self.opened().items() if spec in self.scorers}
+
+
+# Each network once in a process: checks beforehand, the work, and the table ask for it.
+_scorer = lru_cache(maxsize=8)(open_scorer)
+_extractor = lru_cache(maxsize=2)(open_extractor)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Pictures of a group to be measured by some instruments: specs of scorers, `extractor`, `drift`."""
+
+    group: str
+    number: int
+    pictures: tuple[Picture, ...]
+    instruments: tuple[str, ...]
+    size: tuple[int, int] | None  # (Y, X) that all must have; None where any will do
+
+
+class UnreadablePictureError(ValueError):
+    """A file that is no picture, or a damaged one."""
+
+
+class Measurer:
+    """Measures chunks; opens its instruments once. One lives in each process that measures."""
+
+    def __init__(self, instruments: Instruments):
+        fix_threads(instruments.threads)
+        self.settings, self.opened = instruments, instruments.opened()
+
+    def __call__(self, chunk: Chunk) -> tuple[Chunk, dict[str, dict[str, np.ndarray]], list[str]]:
+        """Per instrument, arrays with a row per readable picture and `items`, their numbers; and what could not be read.
+
+        Raises:
+            UnreadablePictureError: for a file that cannot be read, unless `keep_going`.
+            ValueError: for a picture of another size, or a scorer's NaN.
+        """
+        chosen, images, unreadable = [], [], []
+        for picture in chunk.pictures:
+            try:
+                image = read_picture(Path(picture.file))
+            except UnreadablePictureError as error:
+                if not self.settings.keep_going:
+                    raise
+                unreadable.append(str(error))
+                continue
+            array = picture_array(image, self.settings.resize)
+            if chunk.size is not None and array.shape[:2] != chunk.size:
+                raise ValueError(
+                    f"{picture.file} is {array.shape[1]} x {array.shape[0]} pixels, and the first of {chunk.group} is "
+                    f"{chunk.size[1]} x {chunk.size[0]}; --resize N makes all of them N x N"
+                )
+            chosen.append(picture)
+            images.append(array)
+        if not chosen:
+            return chunk, {}, unreadable
+        items = np.array([picture.item for picture in chosen])
+        measured = {name: {"items": items, **self._measure(name, chosen, images)} for name in chunk.instruments}
+        return chunk, measured, unreadable
+
+    def _measure(self, name: str, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
+        if name == DRIFT:
+            return self._drift(pictures, images)
+        if name == "extractor":
+            extractor: Any = self.opened[name]
+            pooled, logits = extractor(as_batch(images))
+            return {"features": pooled.numpy(), **({} if logits is None else {"logits": logits.numpy()})}
+        texts = [picture.text for picture in pictures if picture.text is not None]
+        if len(texts) < len(pictures):
+            first = next(picture.file for picture in pictures if picture.text is None)
+            raise ValueError(
+                f"scorer {name} reads prompts, and none is known of {first}; give --prompts FILE, a line a picture"
+            )
+        scorer: Any = self.opened[name]
+        return {"scores": checked_scores(scorer, [Image.fromarray(image) for image in images], texts).numpy()}
+
+    def _drift(self, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
+        """Of those with a baseline that can be read; NaN for the others."""
+        shape = (3, len(pictures))
+        found = np.full(shape, np.nan, dtype=np.float32)
+        for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
+            if picture.against is None:
+                continue
+            base = picture_array(read_picture(Path(picture.against)), self.settings.resize)
+            own, other = as_batch([image]).float() / 255, as_batch([base]).float() / 255
+            found[0, row], found[1, row] = float(np.array_equal(image, base)), float(psnr(own, other))
+            if min(image.shape[:2]) >= _LEAST_SSIM:
+                found[2, row] = float(ssim(own, other))
+        return {"same": found[0], "psnr": found[1], "ssim": found[2]}
+
+
+def read_picture(file: Path) -> Image.Image:
+    """RGB, wholly read.
+
+    Raises:
+        UnreadablePictureError: naming the file.
+    """
+    try:
+        with Image.open(file) as opened:
+            return opened.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged, cut off, or no picture"
+        raise UnreadablePictureError(f"{file} cannot be read ({reason}); --keep-going passes over such files") from error
+
+
+@dataclass
+class Measured:
+    """Of a group: arrays by instrument, each with `items`; files that could not be read; (Y, X) of its pictures."""
+
+    arrays: dict[str, dict[str, Tensor]]
+    unreadable: list[str]
+    size: tuple[int, int] | None = None
+
+
+Rows = dict[str, np.ndarray]  # columns of numbers of a chunk or a group, each with `items`
+
+
+def measure(
+    groups: dict[str, list[Picture]],
+    instruments: Instruments,
+    kept: Path | None,
+    engine: Engine = locally,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Measured]:
+    """Measure all pictures of all groups by all instruments.
+
+    Args:
+        kept: folder where chunks are kept and found again; None keeps nothing.
+        progress: called with pictures done and to do.
+
+    Raises:
+        UnreadablePictureError, ValueError, FileNotFoundError: see `Measurer` and `Instruments`. OSError: for a full disk.
+    """
+    keep = _Kept(kept, instruments)
+    found = {group: Measured({}, [], _first_size(pictures, instruments)) for group, pictures in groups.items()}
+    rows: dict[str, dict[int, dict[str, Rows]]] = {group: {} for group in groups}
+    work: list[Chunk] = []
+    for group, pictures in groups.items():
+        own = [*instruments.scorers, *(["extractor"] if instruments.extractor else [])]
+        own += [DRIFT] if instruments.drift and any(picture.against for picture in pictures) else []
+        for number, start in enumerate(range(0, len(pictures), CHUNK)):
+            chunk = Chunk(group, number, tuple(pictures[start : start + CHUNK]), tuple(own), found[group].size)
+            held = {name: arrays for name in own if (arrays := keep.held(chunk, name)) is not None}
+            rows[group][number] = held
+            if missing := tuple(name for name in own if name not in held):
+                work.append(replace(chunk, instruments=missing))
+    total = sum(map(len, groups.values()))
+    done = total - sum(len(chunk.pictures) for chunk in work)
+    if progress:
+        progress(done, total)
+    for chunk, measured, unreadable in engine(Measurer, instruments, work):
+        for line in unreadable:
+            logger.warning("passed over: %s", line)
+        found[chunk.group].unreadable += unreadable
+        rows[chunk.group][chunk.number].update(measured)
+        if not unreadable:
+            for name, arrays in measured.items():
+                keep.keep(chunk, name, arrays)
+        done += len(chunk.pictures)
+        if progress:
+            progress(done, total)
+    for group, chunks in rows.items():
+        found[group].arrays = _joined([chunks[number] for number in sorted(chunks)])
+    return found
+
+
+def _joined(chunks: list[dict[str, Rows]]) -> dict[str, dict[str, Tensor]]:
+    """Columns of a group by instrument, of those of its chunks in order."""
+    names = dict.fromkeys(name for chunk in chunks for name in chunk)
+    own = {name: [chunk[name] for chunk in chunks if name in chunk] for name in names}
+    return {
+        name: {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
+        for name, parts in own.items()
+    }
+
+
+class _Kept:
+    """Chunks on the disk, by what they were made of. An instrument that does not say what it is is asked anew each time.
+
+    Opens the instruments for their names and identities, and so finds out beforehand which cannot be opened.
+    """
+
+    def __init__(self, folder: Path | None, instruments: Instruments):
+        self.folder, self.resize = folder, instruments.resize
+        self.names, self.identities = {DRIFT: DRIFT}, {DRIFT: DRIFT}
+        for key, instrument in instruments.opened().items():
+            self.names[key] = instrument.name
+            if isinstance(identity := getattr(instrument, "identity", None), str):
+                self.identities[key] = identity
+
+    def _file(self, chunk: Chunk, name: str) -> Path | None:
+        if self.folder is None or name not in self.identities:
+            return None
+        return self.folder / file_slug(self.names[name]) / file_slug(chunk.group) / f"{chunk.number:05d}.npz"
+
+    def _made_of(self, chunk: Chunk, name: str) -> str:
+        pictures = [(p.item, p.sha256, p.text, p.against) for p in chunk.pictures]
+        return hashlib.sha256(json.dumps([self.identities[name], self.resize, pictures]).encode()).hexdigest()
+
+    def held(self, chunk: Chunk, name: str) -> Rows | None:
+        file = self._file(chunk, name)
+        if file is None or not file.is_file():
+            return None
+        try:
+            if str(read_arrays(file, "made_of")["made_of"]) != self._made_of(chunk, name):
+                return None
+            with np.load(file, allow_pickle=False) as held:
+                return {column: held[column] for column in held if column != "made_of"}
+        except (ValueError, OSError):
+            return None  # damaged: measured anew
+
+    def keep(self, chunk: Chunk, name: str, arrays: Rows) -> None:
+        file = self._file(chunk, name)
+        if file is None:
+            return
+        columns: dict[str, Any] = {"made_of": np.array(self._made_of(chunk, name)), **arrays}
+        try:
+            with whole_file(file) as temporary, open(temporary, "wb") as opened:
+                np.savez(opened, **columns)
+        except OSError as error:
+            raise cannot_write(str(file), error) from error
+
+
+def _first_size(pictures: Sequence[Picture], instruments: Instruments) -> tuple[int, int] | None:
+    if instruments.resize is not None:
+        return (instruments.resize, instruments.resize)
+    for picture in pictures:
+        try:
+            image = read_picture(Path(picture.file))
+        except UnreadablePictureError:
+            if not instruments.keep_going:
+                raise
+            continue
+        return (image.height, image.width)
+    return None
+
+
+# -- what is measured ----------------------------------------------------------------------------------------------------
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
+    """The pictures in a folder and those below it, by name; prompts are given in that order, or read from our PNG files.
+
+    Raises:
+        ValueError: for a folder without pictures, or another number of prompts. FileNotFoundError: if it is missing.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(f"folder {str(folder)!r} holds no pictures ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
+    if prompts is not None and len(prompts) != len(files):
+        raise ValueError(f"prompts must be one for each of {len(files)} pictures in {str(folder)!r}, got {len(prompts)}")
+    texts = [_own_prompt(file) for file in files] if prompts is None else prompts
+    return [Picture(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
+
+
+def _own_prompt(file: Path) -> str | None:
+    """What our pictures say in their text chunk `vargen`."""
+    try:
+        with Image.open(file) as opened:
+            held = json.loads(opened.info.get("vargen", "{}"))
+    except Exception:  # unreadable: said when it is measured
+        return None
+    text = held.get("text", held.get("prompt")) if isinstance(held, dict) else None
+    return text if isinstance(text, str) else None

@@ -1,0 +1,164 @@
+"""An evaluation as a table, JSON, CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from vargen.evaluation.quality import Quality
+from vargen.files import whole_file
+
+Cell = Callable[[Quality], str]
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _with_interval(value: float | None, half: float | None, digits: int) -> str:
+    return _number(value, digits) if value is None or half is None else f"{value:.{digits}f} ± {half:.{digits}f}"
+
+
+def _score(title: str) -> Cell:
+    def cell(each: Quality) -> str:
+        found = each.scores.get(title)
+        return "-" if found is None else _with_interval(found["mean"], found["half_interval"], 3)
+
+    return cell
+
+
+def _difference(title: str) -> Cell:
+    def cell(each: Quality) -> str:
+        found = each.scores.get(title, {}).get("to_baseline")
+        return "-" if found is None else _with_interval(found["mean"], found["half_interval"], 3)
+
+    return cell
+
+
+def columns(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, Cell]]:
+    """Heads and cells of what at least one row has."""
+    titles = list(dict.fromkeys(title for row in rows for title in row.scores))
+    found: list[tuple[str, Cell]] = [
+        ("method", lambda row: row.name),
+        ("kind", lambda row: row.kind or "-"),
+        ("pictures", lambda row: str(row.pictures)),
+        ("s/picture", lambda row: _number(row.speed.get("seconds"), 3)),
+        ("ratio", lambda row: _number(row.speed.get("ratio"))),
+        ("tokens/pass", lambda row: _number(row.speed.get("tokens_per_pass"))),
+        ("relaxation", lambda row: _number(row.speed.get("relaxation"))),
+        ("Frechet", lambda r: _with_interval(r.distances.get("frechet"), r.distances.get("frechet_half_interval"), 2)),
+        ("KID x 1000", lambda row: _kid(row)),
+        ("precision", lambda row: _number(row.distances.get("precision"), 3)),
+        ("recall", lambda row: _number(row.distances.get("recall"), 3)),
+        ("IS", lambda row: _number(row.distances.get("inception_score"))),
+        ("CMMD", lambda row: _number(row.distances.get("cmmd"), 3)),
+    ]
+    for title in titles:
+        found += [(title, _score(title)), (f"{title} - {baseline}", _difference(title))]
+    found += [
+        (f"same as {baseline}", lambda row: "-" if "same" not in row.drift else f"{100 * row.drift['same']:.1f} %"),
+        ("PSNR", lambda row: _number(row.drift.get("psnr"), 1)),
+        ("SSIM", lambda row: _number(row.drift.get("ssim"), 3)),
+        (f"Frechet to {baseline}", lambda row: _number(row.drift.get("frechet"), 2)),
+    ]
+    return [(head, cell) for head, cell in found if head == "method" or any(cell(row) != "-" for row in rows)]
+
+
+def _kid(row: Quality) -> str:
+    found = row.distances
+    return "-" if "kid" not in found else f"{1000 * found['kid']:.2f} (sd {1000 * found['kid_deviation']:.2f})"
+
+
+def table_rows(rows: Sequence[Quality], baseline: str | None) -> tuple[list[str], list[list[str]]]:
+    """Heads, and a list of cells per row."""
+    chosen = columns(rows, baseline)
+    return [head for head, _ in chosen], [[cell(row) for _, cell in chosen] for row in rows]
+
+
+def all_notes(rows: Sequence[Quality]) -> list[str]:
+    """Each note once, with the methods that it is about."""
+    about: dict[str, list[str]] = {}
+    for row in rows:
+        for note in row.notes:
+            about.setdefault(note, []).append(row.name)
+    return [f"{note} ({', '.join(names)})" for note, names in about.items()]
+
+
+READING = (
+    "± is half of a 95 % interval: of means by the normal approximation, of the Frechet distance by a delete-half jackknife "
+    "over the drawn pictures, the reference taken as exact.",
+    "sd is the deviation over KID's subsets, as the field reports it; the mean is known better.",
+    "Differences to the baseline are paired: same prompts, same seeds.",
+    "PSNR and SSIM are means over the pictures that differ from the baseline's. An exact method other than a shared-noise one "
+    "draws other pictures of the same distribution: there drift is no loss of quality.",
+    "Frechet to the baseline is between two drawn sets, and includes the sampling noise of both.",
+)
+
+
+def markdown(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]) -> str:
+    """A report. `about` is what the head says, name by name; `figures` are files beside it."""
+    heads, cells = table_rows(rows, baseline)
+    lines = ["# Evaluation", "", *(f"- {name}: {value}" for name, value in about.items() if value is not None), ""]
+    lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines += ["| " + " | ".join(_plain(cell) for cell in row) + " |" for row in cells]
+    lines += ["", "## How to read it", "", *(f"- {line}" for line in READING)]
+    if notes := all_notes(rows):
+        lines += ["", "## Mind", "", *(f"- {note}" for note in notes)]
+    if figures:
+        lines += ["", "## Pictures", "", *(f"![{Path(name).stem}]({name})\n" for name in figures)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _plain(cell: str) -> str:
+    return cell.replace("|", "\\|")
+
+
+def csv_text(rows: Sequence[Quality]) -> str:
+    """A line per method; nested numbers under names joined by dots."""
+    flat = [_flat({name: value for name, value in asdict(row).items() if name != "notes"}) for row in rows]
+    heads = list(dict.fromkeys(name for row in flat for name in row))
+    file = io.StringIO()
+    writer = csv.DictWriter(file, heads, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(flat)
+    return file.getvalue()
+
+
+def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{before}{name}.")
+        elif isinstance(value, list):
+            found[before + name] = " ".join(map(str, value))
+        else:
+            found[before + name] = "" if value is None else value
+    return found
+
+
+def document(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
+    """Plain values, for JSON."""
+    return {**about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
+
+
+def write_text(path: Path, text: str) -> None:
+    with whole_file(path) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_report(
+    folder: Path, rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
+) -> None:
+    """`metrics.json`, `metrics.csv` and `report.md` in `folder`.
+
+    Raises:
+        OSError: where one cannot be written; each is whole or as it was.
+    """
+    write_text(folder / "metrics.json", json.dumps(document(rows, baseline, about), indent=1, allow_nan=False) + "\n")
+    write_text(folder / "metrics.csv", csv_text(rows))
+    write_text(folder / "report.md", markdown(rows, baseline, about, figures))

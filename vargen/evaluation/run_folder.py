@@ -1,0 +1,136 @@
+"""The folder of an evaluation: what was asked for, which pictures are drawn, and where everything lies.
+
+run.json                        what decides the pictures; a run of other settings is refused
+manifest/shard-1-of-2.jsonl     a line per picture, appended when its file is on the disk
+images/<method>/000/00000042.png
+measured/<instrument>/<method>/ scores and features, by chunks of pictures
+metrics.json, metrics.csv, report.md, plot.png, sheets/
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vargen.evaluation.journal import Record, read_journal
+from vargen.files import whole_file
+from vargen.values import shown
+
+RUN_FILE = "run.json"
+_PER_FOLDER = 1000  # files; more make a folder slow
+_GROWS = ("num",)  # settings of which a run may have more than before
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths and state of the run in `path`."""
+
+    path: Path
+
+    def image(self, method: str, item: int) -> str:
+        """Name of a picture's file, within the folder."""
+        return f"images/{file_slug(method)}/{item // _PER_FOLDER:03d}/{item:08d}.png"
+
+    def journal(self, shard: int, shards: int) -> Path:
+        return self.path / "manifest" / f"shard-{shard}-of-{shards}.jsonl"
+
+    def settings(self) -> dict[str, Any]:
+        """What `claim` wrote.
+
+        Raises:
+            ValueError: if the folder holds no run, or a damaged one.
+        """
+        file = self.path / RUN_FILE
+        if not file.is_file():
+            raise ValueError(f"{str(self.path)!r} holds no {RUN_FILE}, so it is not a run of vargen")
+        try:
+            held = json.loads(file.read_text("utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} is damaged ({error}); give another folder") from error
+        parts = {"methods": dict, "subjects": list, "num": int}
+        if not isinstance(held, dict) or not all(isinstance(held.get(name), kind) for name, kind in parts.items()):
+            raise ValueError(f"{file} does not describe a run; give another folder")
+        return held
+
+    def claim(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Make the folder a run of the settings `asked`, or go on with the run that it holds; returns the run's settings.
+
+        A run may go on with more methods and more pictures. Everything else decides what its pictures are.
+
+        Raises:
+            ValueError: if it holds a run of other settings, naming them, or other files; then it is left as it is.
+        """
+        asked = json.loads(json.dumps(asked))
+        held: dict[str, Any] = {}
+        if (self.path / RUN_FILE).exists():
+            held = self.settings()
+            fixed = [key for key in asked if key not in (*_GROWS, "methods")]
+            wrong = [f"{key} {_short(held.get(key))}, now {_short(asked[key])}" for key in fixed if held.get(key) != asked[key]]
+            wrong += [
+                f"method {name} was {_short(held['methods'][name])}, now {_short(spec)}"
+                for name, spec in asked["methods"].items()
+                if held["methods"].get(name, spec) != spec
+            ]
+            if wrong:
+                told = "; ".join(wrong)
+                raise ValueError(f"output {str(self.path)!r} holds a run of other settings: {told}. Give another folder")
+        elif self.path.is_dir() and any(each for each in self.path.iterdir() if not each.name.startswith(".")):
+            raise ValueError(f"output {str(self.path)!r} holds other files and no run; give a folder that is new or empty")
+        names = {file_slug(name) for name in (*held.get("methods", {}), *asked["methods"])}
+        if len(names) < len({*held.get("methods", {}), *asked["methods"]}):
+            raise ValueError(f"methods need names that differ in letters and digits, got {', '.join(asked['methods'])}")
+        merged = {**held, **asked, "methods": {**held.get("methods", {}), **asked["methods"]}}
+        merged["num"] = max(asked["num"], held.get("num", 0))
+        if merged != held:
+            with whole_file(self.path / RUN_FILE) as temporary:
+                temporary.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+        return merged
+
+    def records(self) -> dict[tuple[str, int], Record]:
+        """The last line about each picture, by method and item, from all shards' manifests."""
+        found: dict[tuple[str, int], Record] = {}
+        for file in sorted((self.path / "manifest").glob("*.jsonl")):
+            for record in read_journal(file):
+                if isinstance(record.get("method"), str) and isinstance(record.get("item"), int):
+                    found[record["method"], record["item"]] = record
+        return found
+
+    def drawn(self) -> dict[tuple[str, int], Record]:
+        """Those whose file is there and is what the manifest says, byte by byte."""
+        return {key: record for key, record in self.records().items() if self.intact(record)}
+
+    def intact(self, record: Record) -> bool:
+        """Whether the picture of a manifest's line lies where it should and has not changed."""
+        file = self.path / self.image(record["method"], record["item"])
+        try:
+            return file_digest(file) == record.get("sha256")
+        except OSError:
+            return False
+
+
+def file_digest(file: Path) -> str:
+    """SHA-256, in hexadecimal."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def folder_digest(files: Iterable[Path]) -> str:
+    """Sixteen digits that change with the name or the content of any of the files."""
+    digest = hashlib.sha256()
+    for file in sorted(files):
+        digest.update(f"{file.name} {file_digest(file)}\n".encode())
+    return digest.hexdigest()[:16]
+
+
+def file_slug(name: str) -> str:
+    """A file name's worth of a method's or an instrument's name: `gsd:budget=5` is `gsd-budget-5`."""
+    return re.sub("[^A-Za-z0-9.]+", "-", name).strip("-.")[:100] or "unnamed"
+
+
+def _short(value: Any) -> str:
+    return shown(value)

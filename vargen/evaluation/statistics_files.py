@@ -1,0 +1,209 @@
+"""Mean and covariance of features, in the field's own files.
+
+The evaluation suite of ADM (Dhariwal and Nichol 2021) keeps reference statistics as `.npz` with `mu` and `sigma`, and batches
+of samples as `.npz` with `arr_0`, uint8 `[N, Y, X, 3]`. Both are read and written here. Our statistics also say which extractor
+made them and of how many pictures, in further arrays that other programs pass over.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.evaluation.inception import DIMENSIONS
+from vargen.files import expanded, whole_file
+
+_SAMPLES = "arr_0.npy"
+_INCEPTION = "inception"
+
+
+@dataclass
+class Statistics:
+    """Of features: mean float64 `[D]`, covariance float64 `[D, D]` with divisor N - 1.
+
+    Attributes:
+        count: N; None where a file does not say.
+        extractor: identity; None likewise.
+        size: side of the pictures, (Y, X); None likewise.
+        features: float32 `[N, D]` where they are kept, for KID, precision and recall.
+    """
+
+    mean: Tensor
+    covariance: Tensor
+    count: int | None = None
+    extractor: str | None = None
+    size: tuple[int, int] | None = None
+    features: Tensor | None = None
+
+    @property
+    def dimensions(self) -> int:
+        return len(self.mean)
+
+    @classmethod
+    def of(
+        cls, features: Tensor, extractor: str | None = None, size: tuple[int, int] | None = None, keep: bool = True
+    ) -> Statistics:  # fmt: skip
+        """Statistics of features `[N, D]`, N at least 2, and the features themselves if `keep`."""
+        if features.dim() != 2 or len(features) < 2:
+            raise ValueError(f"features must be [N, D] of at least two pictures, got {list(features.shape)}")
+        exact = features.double()
+        mean = exact.mean(0)
+        centred = exact - mean
+        covariance = centred.T @ centred / (len(exact) - 1)
+        return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
+
+    def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
+        """Raise ValueError unless these may be compared with features of the extractor `identity`."""
+        if self.extractor is not None and self.extractor != identity:
+            raise ValueError(
+                f"{what} holds statistics of the extractor {self.extractor}, and pictures are measured by {identity}: "
+                "their distance would mean nothing; make the statistics anew, or choose that extractor"
+            )
+        if self.extractor is None and (not identity.startswith(_INCEPTION) or self.dimensions != DIMENSIONS):
+            raise ValueError(
+                f"{what} does not say which extractor made it, so it is taken for FID's Inception of {DIMENSIONS} numbers; it "
+                f"holds {self.dimensions} dimensions, and pictures are measured by {name}"
+            )
+
+    def check_size(self, size: tuple[int, int], what: str = "reference") -> None:
+        """Raise ValueError where these are of pictures of another size than `size`, (Y, X)."""
+        if self.size is not None and self.size != tuple(size):
+            raise ValueError(
+                f"{what} is of pictures of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; "
+                "resizing changes every distance, so say so: --resize, for both"
+            )
+
+    def write(self, path: Path, compact: bool = False) -> None:
+        """Write `.npz`; features only if they are held. `compact` rounds to float32, and features to float16."""
+        exact, short = (np.float32, np.float16) if compact else (np.float64, np.float32)
+        arrays: dict[str, Any] = {"mu": self.mean.numpy().astype(exact), "sigma": self.covariance.numpy().astype(exact)}
+        if self.extractor is not None:
+            arrays["vargen_extractor"] = np.array(self.extractor)
+        if self.count is not None:
+            arrays["vargen_count"] = np.array(self.count)
+        if self.size is not None:
+            arrays["vargen_size"] = np.array(self.size)
+        if self.features is not None:
+            arrays["vargen_features"] = self.features.numpy().astype(short)
+        with whole_file(path) as temporary, open(temporary, "wb") as file:
+            np.savez_compressed(file, **arrays)
+
+    @classmethod
+    def read(cls, path: str | Path) -> Statistics:
+        """Of our own file, or one in ADM's layout.
+
+        Raises:
+            FileNotFoundError: if it is missing.
+            ValueError: if it is damaged, lacks `mu` or `sigma`, or their shapes do not go together.
+        """
+        file = expanded(path, "reference")
+        held = _arrays(file, "mu", "sigma", "vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
+        if "mu" not in held or "sigma" not in held:
+            raise ValueError(f"{file} must hold mu and sigma, as reference statistics do")
+        mean, covariance = (torch.from_numpy(np.array(held[name], dtype=np.float64)) for name in ("mu", "sigma"))
+        count = int(held["vargen_count"]) if "vargen_count" in held else None
+        extractor = str(held["vargen_extractor"]) if "vargen_extractor" in held else None
+        size = tuple(int(side) for side in held["vargen_size"]) if "vargen_size" in held else None
+        features = torch.from_numpy(held["vargen_features"].astype(np.float32)) if "vargen_features" in held else None
+        if mean.dim() != 1 or tuple(covariance.shape) != (len(mean), len(mean)):
+            raise ValueError(f"{file} holds mu {list(mean.shape)} and sigma {list(covariance.shape)}, expected [D] and [D, D]")
+        if not mean.isfinite().all() or not covariance.isfinite().all():
+            raise ValueError(f"{file} holds NaN or infinite values")
+        return cls(mean, covariance, count, extractor, size, features)  # type: ignore[arg-type]
+
+
+def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
+    """Those of the named arrays that a `.npz` file holds."""
+    if not file.is_file():
+        raise FileNotFoundError(f"{str(file)!r} does not exist")
+    try:
+        with zipfile.ZipFile(file):  # else numpy would take it for another kind of file
+            pass
+        with np.load(file, allow_pickle=False) as held:
+            return {name: held[name] for name in names if name in held}
+    except MemoryError:
+        raise
+    except Exception as error:  # numpy, zipfile and zlib each have their own; numpy's recommends unpickling
+        reason = "pickled data, which is not opened" if "pickle" in str(error) else f"{type(error).__name__}: {error}"
+    raise ValueError(f"{file} is damaged or not a .npz file ({reason})")
+
+
+# -- batches of samples --------------------------------------------------------------------------------------------------
+
+
+def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
+    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, a picture at a time: 50,000 of 256 pixels do not fit in memory.
+
+    Raises:
+        ValueError: for pictures of another size or number than said; then no file is written.
+    """
+    shape = (count, *size, 3)
+    with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+        with archive.open(_SAMPLES, "w", force_zip64=True) as file:
+            np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
+            written = 0
+            for picture in pictures:
+                if picture.shape != shape[1:] or picture.dtype != np.uint8:
+                    raise ValueError(
+                        f"picture {written} must be uint8 {list(shape[1:])}, got {picture.dtype} {list(picture.shape)}"
+                    )
+                file.write(np.ascontiguousarray(picture).data)
+                written += 1
+        if written != count:
+            raise ValueError(f"{count} pictures were announced, and {written} came")
+
+
+def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time.
+
+    Raises:
+        FileNotFoundError: if it is missing. ValueError: if it is damaged or holds no `arr_0` of uint8 pictures.
+    """
+    file = expanded(path, "samples")
+    if not file.is_file():
+        raise FileNotFoundError(f"{str(file)!r} does not exist")
+    try:
+        with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
+            shape, dtype = _header(opened)
+    except (zipfile.BadZipFile, KeyError, ValueError, EOFError) as error:
+        raise ValueError(f"{file} is damaged or holds no arr_0, which a batch of samples does ({error})") from error
+    if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8:
+        raise ValueError(f"{file} must hold arr_0 of uint8 [N, Y, X, 3], got {dtype} {list(shape)}")
+    return shape, _pictures(file, shape)
+
+
+def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(opened)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, fortran, dtype = read(opened)
+    if fortran:
+        raise ValueError("columns come first in it")
+    return shape, dtype
+
+
+def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+    with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
+        _header(opened)
+        size = int(np.prod(shape[1:]))
+        for number in range(shape[0]):
+            data = opened.read(size)
+            if len(data) < size:
+                raise ValueError(f"{file} is cut: it ends in picture {number} of {shape[0]}")
+            yield np.frombuffer(data, np.uint8).reshape(shape[1:])
+
+
+def holds_samples(path: Path) -> bool:
+    """Whether an `.npz` is a batch of samples rather than statistics: references of ADM are both, and count as statistics."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = archive.namelist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise ValueError(f"{path} is damaged or not a .npz file ({error})") from error
+    return _SAMPLES in names and "mu.npy" not in names

@@ -1,0 +1,93 @@
+"""CLIP score: 100 times the cosine of a picture's and its prompt's embeddings, at least 0 (Hessel et al. 2021, CLIPScore).
+
+Hessel et al. scale by 2.5; tables of text-to-image papers give 100 times the cosine, or the cosine itself. Scores of different
+models or weights cannot be compared, so the name of the scorer holds both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vargen.compat import ensure_torchvision, installed_version
+from vargen.models.weights import weights_digest
+from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
+from vargen.values import shown
+
+_HOW = (
+    "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or a tag that open_clip knows for this model, "
+    "such as openai, on a machine that reaches the model hub"
+)
+
+
+class CLIPScorer(BatchedScorer):
+    """open_clip's model `model` with the weights `weights`.
+
+    Args:
+        model: a name that open_clip knows, such as `ViT-B-32`, or `hf-hub:owner/name`.
+        weights: a local checkpoint, or a tag of open_clip such as `openai`, which is fetched once; not with `hf-hub:`.
+        prefix: put before each prompt; "A photo depicts" is usual with COCO captions.
+
+    Raises:
+        ImportError: without open_clip.
+        ValueError: for a model that open_clip does not know.
+        FileNotFoundError: for weights that are not there, or cannot be fetched.
+    """
+
+    def __init__(
+        self,
+        model: str = "ViT-B-32",
+        weights: str | Path | None = "openai",
+        prefix: str = "",
+        device: torch.device | str = "cpu",
+        batch_size: int = 32,
+    ):
+        self.clip, self.preprocess, self.tokenize, tag = open_clip_model(model, weights, device)
+        self.model, self.weights, self.prefix = model, tag, prefix
+        self.identity = f"clip-{model}-{weights_digest(self.clip)}-{prefix}"
+        super().__init__(f"clip {model} {tag}".strip(), True, device, batch_size)
+
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        texts = self.tokenize([f"{self.prefix} {prompt}".strip() for prompt in prompts]).to(self.device)
+        image = F.normalize(self.embed_images(images), dim=-1)
+        text = F.normalize(self.clip.encode_text(texts).float(), dim=-1)
+        return 100 * (image * text).sum(-1).clamp_min(0)
+
+    def embed_images(self, images: Images) -> Tensor:
+        """Embeddings float32 `[N, E]`, not normalized."""
+        batch = torch.stack([self.preprocess(image) for image in pil_images(images)]).to(self.device)
+        return self.clip.encode_image(batch).float()
+
+
+def open_clip_model(model: str, weights: str | Path | None, device: torch.device | str) -> tuple[Any, Any, Any, str]:
+    """Network, preprocessing, tokenizer, and what tables call the weights; arguments and errors as `CLIPScorer` has them."""
+    if installed_version("open-clip-torch") is None:
+        raise ImportError("CLIP needs open_clip: pip install open-clip-torch, or the extra eval")
+    ensure_torchvision()
+    import open_clip
+
+    hub = model.startswith(("hf-hub:", "local-dir:"))
+    if not hub and model not in open_clip.list_models():
+        near = difflib.get_close_matches(model, open_clip.list_models(), n=3) or ["ViT-B-32", "ViT-L-14", "ViT-H-14"]
+        raise ValueError(f"unknown CLIP model {shown(model)}; did you mean {' or '.join(near)}?")
+    given = None if hub or weights is None else str(weights)
+    if not hub and given not in open_clip.list_pretrained_tags_by_model(model):
+        given = str(local_weights(given, "weights", f"CLIP model {model}", _HOW))
+    try:
+        network, _, preprocess = open_clip.create_model_and_transforms(model, pretrained=given, device=str(device))
+        tokenize = open_clip.get_tokenizer(model)
+    except MemoryError:
+        raise
+    except Exception as error:  # of the hub, of torch, of safetensors: each has its own
+        reason = str(error).split("\n")[0][:200] or type(error).__name__
+        what = f"weights {shown(given)} of CLIP model {model}" if given else f"CLIP model {model}"
+        raise FileNotFoundError(f"{what} could not be opened ({reason}); {_HOW}") from error
+    tag = "" if given is None else Path(given).name if os.path.exists(given) else given
+    return network.eval().requires_grad_(False), preprocess, tokenize, tag

@@ -1,0 +1,204 @@
+"""ImageReward (Xu et al. 2023): how people would like a picture of a prompt, without the package of 2023 that it came in.
+
+A BLIP vision transformer, a BERT that attends to its features, and five linear layers on the first token. Both networks are
+transformers' own classes under the names of the official file, which is read as data only.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from vargen.assets import packaged_model_path
+from vargen.compat import ensure_torchvision, installed_version
+from vargen.models.weights import compare_shapes, unpickle, weights_digest
+from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
+
+ensure_torchvision()
+
+from transformers import AutoTokenizer
+from transformers.models.blip.configuration_blip import BlipTextConfig, BlipVisionConfig
+from transformers.models.blip.modeling_blip import BlipVisionModel
+from transformers.models.blip.modeling_blip_text import BlipTextModel
+
+MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the official training scores
+CONTEXT = 35  # tokens of a prompt; longer ones are cut
+SIDE = 224
+_PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+_HEAD = 64  # width of an attention head in both networks
+_HIDDEN = (1024, 128, 64, 16, 1)
+_HOW = "fetch ImageReward.pt of the hub model THUDM/ImageReward (1.8 GB) and give weights=FILE"
+# Official names to transformers'. The text half needs none.
+_NAMES = (
+    (r"^cls_token$", "embeddings.class_embedding"),
+    (r"^pos_embed$", "embeddings.position_embedding"),
+    (r"^patch_embed\.proj\.", "embeddings.patch_embedding."),
+    (r"^blocks\.(\d+)\.", r"encoder.layers.\1."),
+    (r"\.norm([12])\.", r".layer_norm\1."),
+    (r"\.attn\.proj\.", ".self_attn.projection."),
+    (r"\.attn\.", ".self_attn."),
+    (r"^norm\.", "post_layernorm."),
+)
+
+
+class ImageRewardNetwork(nn.Module):
+    """Vision transformer, text encoder, and the linear layers without activations between them, of the sizes given."""
+
+    def __init__(self, vision: BlipVisionConfig, text: BlipTextConfig):
+        super().__init__()
+        self.vision = BlipVisionModel(vision)
+        self.text = BlipTextModel(text, add_pooling_layer=False)
+        widths = (text.hidden_size, *_HIDDEN)
+        self.mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
+
+    def forward(self, pixels_BCYX: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """float32 `[B]` of normalized pixels `[B, 3, 224, 224]` and tokens `[B, 35]`."""
+        seen = self.vision(pixel_values=pixels_BCYX).last_hidden_state
+        read = self.text(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            encoder_hidden_states=seen,
+            encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
+            is_decoder=False,  # built with cross-attention, but each token sees all of them
+        ).last_hidden_state
+        return (self.mlp(read[:, 0].float())[:, 0] - MEAN) / STD
+
+
+def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageRewardNetwork:
+    """The network that an official state dict holds, of the sizes that its shapes tell.
+
+    Raises:
+        ValueError: for names or shapes that are not ImageReward's.
+    """
+    vision, text, head = _renamed(state)
+    try:
+        embedded, words = vision["embeddings.position_embedding"], text["embeddings.word_embeddings.weight"]
+        patch = vision["embeddings.patch_embedding.weight"].shape[-1]
+        vision_config = BlipVisionConfig(
+            hidden_size=embedded.shape[-1],
+            intermediate_size=vision["encoder.layers.0.mlp.fc1.weight"].shape[0],
+            num_hidden_layers=_layers(vision, r"encoder\.layers\.(\d+)\."),
+            num_attention_heads=embedded.shape[-1] // _HEAD,
+            image_size=SIDE,
+            patch_size=patch,
+            layer_norm_eps=1e-6,
+        )
+        text_config = BlipTextConfig(
+            vocab_size=words.shape[0],
+            hidden_size=words.shape[1],
+            encoder_hidden_size=embedded.shape[-1],
+            intermediate_size=text["encoder.layer.0.intermediate.dense.weight"].shape[0],
+            num_hidden_layers=_layers(text, r"encoder\.layer\.(\d+)\."),
+            num_attention_heads=words.shape[1] // _HEAD,
+            max_position_embeddings=text["embeddings.position_embeddings.weight"].shape[0],
+            layer_norm_eps=1e-12,
+            is_decoder=True,
+        )
+    except (KeyError, IndexError) as error:
+        raise ValueError(f"{source} does not hold ImageReward: {error} is missing") from error
+    own = {**_under("vision", vision), **_under("text", text), **_under("mlp", head)}
+    with torch.device("meta"):
+        network = ImageRewardNetwork(vision_config, text_config)
+    expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
+    compare_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
+    network = network.to_empty(device="cpu")
+    network.load_state_dict({name: value.float() for name, value in own.items()})
+    for module in network.modules():  # a buffer that no file holds, and that has no values after `to_empty`
+        if isinstance(ids := getattr(module, "position_ids", None), Tensor):
+            module.position_ids = torch.arange(ids.numel())[None]
+    return network.eval().requires_grad_(False)
+
+
+def _renamed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, Tensor]]:
+    vision, text, head = {}, {}, {}
+    for name, value in state.items():
+        if name.startswith("blip.visual_encoder."):
+            short = name.removeprefix("blip.visual_encoder.")
+            for official, ours in _NAMES:
+                short = re.sub(official, ours, short)
+            vision[short] = value
+        elif name.startswith("blip.text_encoder.") and not name.endswith("position_ids"):
+            text[name.removeprefix("blip.text_encoder.")] = value
+        elif name.startswith("mlp.layers."):
+            head[name.removeprefix("mlp.layers.")] = value
+    # The official sequence counts its dropouts: 0, 2, 4, 6, 7.
+    places = {old: new for new, old in enumerate(sorted({int(name.split(".")[0]) for name in head}))}
+    head = {f"{places[int(name.split('.')[0])]}.{name.split('.', 1)[1]}": value for name, value in head.items()}
+    return vision, text, head
+
+
+def _layers(state: dict[str, Tensor], pattern: str) -> int:
+    return 1 + max(int(found[1]) for name in state if (found := re.match(pattern, name)))
+
+
+def _under(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{part}.{name}": value for name, value in state.items()}
+
+
+class ImageRewardScorer(BatchedScorer):
+    """ImageReward of local weights.
+
+    Args:
+        weights: the official `ImageReward.pt`.
+        tokenizer: a folder of bert-base-uncased's tokenizer; by default the packaged text encoder's, which has its vocabulary.
+        package: let the official package `image-reward` score instead; then `med_config` names its configuration file.
+
+    Raises:
+        FileNotFoundError: for a file that is missing, with how to get it.
+        ValueError: for weights that are damaged or another network's. ImportError: for `package` where it is not installed.
+    """
+
+    def __init__(
+        self,
+        weights: str | Path | None = None,
+        tokenizer: str | Path | None = None,
+        package: bool = False,
+        med_config: str | Path | None = None,
+        device: torch.device | str = "cpu",
+        batch_size: int = 16,
+    ):
+        file = local_weights(weights, "weights", "ImageReward", _HOW)
+        self.official: Any = None
+        if package:
+            self.official = _official(file, med_config, device)
+        else:
+            folder = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else Path(tokenizer)
+            local_weights(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
+            self.tokenizer = AutoTokenizer.from_pretrained(folder)
+            self.network = network_of(unpickle(file, if_damaged=_HOW), str(file)).to(device)
+        self.identity = f"image-reward-{package}-{weights_digest(self.official or self.network)}"
+        super().__init__("image-reward (package)" if package else "image-reward", True, device, batch_size)
+
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        pictures = pil_images(images)
+        if self.official is not None:
+            return torch.tensor([self.official.score(text, image) for text, image in zip(prompts, pictures, strict=True)])
+        pixels = torch.stack([preprocessed(image) for image in pictures]).to(self.device)
+        encoded = self.tokenizer(
+            list(prompts), padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt"
+        ).to(self.device)  # fmt: skip
+        return self.network(pixels, encoded.input_ids, encoded.attention_mask)
+
+
+def preprocessed(image: Image.Image) -> Tensor:
+    """float32 `[3, 224, 224]`: the shorter side to 224 by bicubic filtering, the centre, CLIP's mean and deviation."""
+    from torchvision.transforms import functional as transforms
+
+    resized = transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC)
+    return transforms.normalize(transforms.to_tensor(transforms.center_crop(resized, SIDE)), _PIXEL_MEAN, _PIXEL_STD)
+
+
+def _official(weights: Path, med_config: str | Path | None, device: torch.device | str) -> Any:
+    if installed_version("image-reward") is None:
+        raise ImportError("package=True needs the package image-reward: pip install the extra reward, with constraints.txt")
+    config = local_weights(med_config, "med_config", "the package image-reward", "fetch med_config.json of THUDM/ImageReward")
+    import ImageReward
+
+    return ImageReward.load(str(weights), device=str(device), med_config=str(config))

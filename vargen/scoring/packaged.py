@@ -1,0 +1,167 @@
+"""The packaged scorer: a small image tower beside the packaged text encoder, for the pictures that the packaged models draw.
+
+A scorer's folder holds `config.json` and weights of an `ImageTextModel`, in itself or, as training writes them, in `scorer/`.
+It may hold `text_encoder/` and `tokenizer/`, and a `scorer.json`:
+
+    {"text_encoder": "emoji", "captions": ["a red apple", ...]}
+
+which names the packaged model whose text encoder was used, and the fixed captions that a score is measured against.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vargen.assets
+from vargen.compat import ensure_torchvision
+from vargen.files import expanded
+from vargen.models.image_text import ImageTextModel, pooled_features, resized
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.weights import weights_digest
+from vargen.scoring.protocol import BatchedScorer, Images, pixels
+from vargen.values import shown
+
+ensure_torchvision()
+
+from transformers import AutoTokenizer
+
+FILE = "scorer.json"
+_ENCODER = "emoji"  # whose text encoder, where a folder does not say
+
+
+class PackagedScorer(BatchedScorer):
+    """How well a picture fits its prompt: the log odds of the pair, less those of fixed captions.
+
+    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Pictures differ in how well they fit anything, so where
+    the folder has fixed captions their mean logit is subtracted, and pictures of one prompt can be ranked.
+
+    Args:
+        source: name of a packaged scorer (`emoji-scorer`), or a folder.
+        text_encoder: a packaged model or a folder that holds `text_encoder/` and `tokenizer/`; by default what the folder says.
+
+    Raises:
+        ValueError: for an unknown name, a folder that holds no scorer, or an encoder of another width.
+    """
+
+    def __init__(
+        self,
+        source: str | Path = "emoji-scorer",
+        text_encoder: str | Path | None = None,
+        device: torch.device | str = "cpu",
+        batch_size: int = 64,
+    ):
+        folder = scorer_folder(source)
+        settings = _settings(folder)
+        self.model = open_tower(folder).to(device)
+        encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
+        self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(encoder / "tokenizer")
+        if self.encoder.config.hidden_size != self.model.config.text_dim:
+            raise ValueError(
+                f"text_encoder {str(encoder)!r} gives {self.encoder.config.hidden_size} features, and the scorer in "
+                f"{str(folder)!r} takes {self.model.config.text_dim}: name the encoder that it was trained with"
+            )
+        name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
+        super().__init__(name, True, device, batch_size)
+        captions = settings.get("captions") or []
+        self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
+        with torch.inference_mode():
+            self.fixed = self._texts(captions) if captions else None
+
+    def _texts(self, texts: Sequence[str]) -> Tensor:
+        return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
+
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        image = self.model.encode_image(prepared(self.model, pixels(images).to(self.device)))
+        scale = self.model.pair_scale.exp().clamp(max=100)
+        fits = scale * (image * self._texts(prompts)).sum(-1)
+        if self.fixed is not None:
+            return fits - (scale * image @ self.fixed.T).mean(1)
+        return fits + self.model.pair_bias
+
+
+def prepared(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
+    """Pictures in [0, 1] as the tower takes them: its size, [-1, 1]."""
+    return resized(pixels_BCYX * 2 - 1, model.config.image_size)
+
+
+def open_tower(folder: Path) -> ImageTextModel:
+    """The `ImageTextModel` of a scorer's folder.
+
+    Raises:
+        ValueError: where it cannot be opened.
+    """
+    try:
+        return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
+    except MemoryError:
+        raise
+    except Exception as error:  # of diffusers, safetensors or torch
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); make it anew") from error
+
+
+def tower_identity(model: ImageTextModel) -> str:
+    """Names the features of this tower and of no other."""
+    return f"image-text-{weights_digest(model)}"
+
+
+def packaged_scorers() -> list[str]:
+    """Names of the scorers that come with the library, sorted."""
+    root = Path(vargen.assets.__file__).parent
+    return sorted(file.parent.relative_to(root).as_posix() for file in root.rglob(f"*/{FILE}"))
+
+
+def scorer_folder(source: str | Path) -> Path:
+    """The folder with the tower's `config.json` of a packaged scorer or of a local folder.
+
+    Raises:
+        ValueError: for an unknown name, or a folder that holds none.
+    """
+    names = packaged_scorers()
+    if str(source) in names:
+        path = Path(vargen.assets.__file__).parent / str(source)
+    else:
+        path = expanded(source, "scorer")
+        if not path.is_dir():
+            near = difflib.get_close_matches(str(source), names, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            known = ", ".join(names) or "none is packaged"
+            raise ValueError(f"unknown scorer {shown(str(source))}: {hint}give a packaged one ({known}) or a folder")
+    for folder in (path, path / "scorer"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training (`vargen train scorer`) first")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    for place in (folder / FILE, folder.parent / FILE):
+        if place.is_file():
+            try:
+                held = json.loads(place.read_text("utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{place} is not JSON ({error})") from error
+            captions = held.get("captions", []) if isinstance(held, dict) else None
+            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
+                raise ValueError(f"{place} must be an object whose captions are a list of texts")
+            return held
+    return {}
+
+
+def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
+    if named is None:
+        for own in (folder, folder.parent):
+            if (own / "text_encoder").is_dir() and (own / "tokenizer").is_dir():
+                return own
+        named = _ENCODER
+    packaged = str(named) in vargen.assets.packaged_models()
+    found = vargen.assets.packaged_model_path(str(named)) if packaged else expanded(named, "text_encoder")
+    if not ((found / "text_encoder").is_dir() and (found / "tokenizer").is_dir()):
+        raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")
+    return found

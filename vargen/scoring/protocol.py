@@ -1,0 +1,197 @@
+"""What a scorer is: pictures and their prompts in, one number for each picture out.
+
+Everything that scores goes through `checked_scores`, so that a NaN, a missing number or a prompt too few is an error wherever
+it comes from, and never a row of a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+
+from vargen.files import expanded
+from vargen.values import shown
+
+Images: TypeAlias = "Sequence[Image.Image] | Tensor"
+
+
+@runtime_checkable
+class Scorer(Protocol):
+    """Anything with these three.
+
+    Attributes:
+        name: what tables call it; with the model and its weights where several are in use.
+        higher_is_better: which end of the scale is the good one.
+        identity: optional; names network, weights and settings. Scores of equal identity are not measured twice.
+    """
+
+    name: str
+    higher_is_better: bool
+
+    def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        """float32 `[N]` on the CPU for N pictures (PIL images, or a float tensor `[N, 3, Y, X]` in [0, 1]) and N prompts."""
+
+
+class BatchedScorer:
+    """A scorer of which only `score_batch` is to be written. Batches, and checks what comes in and what goes out.
+
+    Args:
+        name, higher_is_better: see `Scorer`.
+        device: where its network runs. batch_size: most pictures at once.
+
+    Raises:
+        ValueError: for a batch size below 1.
+    """
+
+    def __init__(self, name: str, higher_is_better: bool = True, device: torch.device | str = "cpu", batch_size: int = 32):
+        if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {shown(batch_size)}")
+        self.name, self.higher_is_better = name, higher_is_better
+        self.device, self.batch_size = torch.device(device), batch_size
+
+    def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        """See `Scorer`.
+
+        Raises:
+            ValueError, TypeError: for images or prompts that are none, or not as many of the one as of the other.
+            NonFiniteScoreError: for a score that is NaN or infinite.
+        """
+        check_pairs(images, prompts)
+        parts = []
+        with torch.inference_mode():
+            for start in range(0, len(prompts), self.batch_size):
+                chosen = slice(start, start + self.batch_size)
+                parts.append(check_scores(self.score_batch(images[chosen], prompts[chosen]), len(prompts[chosen]), self.name))
+        return torch.cat(parts)
+
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        """`[B]` for at most `batch_size` pictures and prompts, already checked."""
+        raise NotImplementedError
+
+
+@dataclass
+class FunctionScorer:
+    """A function of pictures and prompts as a scorer; it may return a tensor, an array or a list."""
+
+    function: Callable[..., Any]
+    name: str = ""
+    higher_is_better: bool = True
+
+    def __post_init__(self) -> None:
+        self.name = self.name or getattr(self.function, "__name__", type(self.function).__name__)
+
+    def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        return checked_scores(self.function, images, prompts, self.name)
+
+
+class NonFiniteScoreError(ValueError):
+    """A scorer gave NaN or infinity."""
+
+
+def as_scorer(value: Any, name: str = "") -> Scorer:
+    """`value` if it is a scorer; a scorer of it if it is a function `f(images, prompts)`.
+
+    Raises:
+        TypeError: for anything else, also a class that would have to be called first.
+    """
+    if isinstance(value, Scorer) and not isinstance(value, type):
+        return value
+    if callable(value) and not isinstance(value, type):
+        return FunctionScorer(value, name)
+    hint = ": call the class first" if isinstance(value, type) else ""
+    raise TypeError(f"scorer must be a scorer or a function of images and prompts, got {shown(value)}{hint}")
+
+
+def checked_scores(scorer: Scorer | Callable[..., Any], images: Images, prompts: Sequence[str], name: str = "") -> Tensor:
+    """What `scorer` gives, as finite float32 `[N]` on the CPU.
+
+    Raises:
+        ValueError, TypeError: for images or prompts that are none, or a result that is not one number for each picture.
+        NonFiniteScoreError: naming the scorer and the first picture whose score is NaN or infinite.
+    """
+    check_pairs(images, prompts)
+    call = scorer.score if isinstance(scorer, Scorer) else scorer
+    return check_scores(call(images, prompts), len(prompts), name or getattr(scorer, "name", "the scorer"))
+
+
+def check_pairs(images: Any, prompts: Any) -> None:
+    """Raise TypeError or ValueError unless there is at least one picture, and one prompt for each."""
+    if isinstance(images, Tensor):
+        if images.dim() != 4 or images.shape[1] != 3 or not images.is_floating_point():
+            raise ValueError(
+                f"images must be a float tensor [N, 3, Y, X] in [0, 1], got {str(images.dtype)[6:]} {list(images.shape)}"
+            )
+    elif not isinstance(images, list | tuple) or not all(isinstance(image, Image.Image) for image in images):
+        raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {shown(images)}")
+    if isinstance(prompts, str) or not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
+        raise TypeError(f"prompts must be a list of strings, one for each picture, got {shown(prompts)}")
+    if not len(images) or len(images) != len(prompts):
+        raise ValueError(f"give one prompt per picture and at least one, got {len(images)} pictures, {len(prompts)} prompts")
+
+
+def check_scores(values: Any, count: int, name: str) -> Tensor:
+    """`values` as finite float32 `[count]` on the CPU; raises as `checked_scores` does."""
+    try:
+        scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"scorer {name} must give numbers, one for each picture, got {shown(values)}") from error
+    if scores.numel() != count or scores.dim() > 2:
+        raise ValueError(f"scorer {name} must give {count} numbers, one for each picture, got a shape of {list(scores.shape)}")
+    scores = scores.reshape(count)
+    if not scores.isfinite().all():
+        first = int((~scores.isfinite()).nonzero()[0])
+        raise NonFiniteScoreError(
+            f"scorer {name} gave {float(scores[first])} for picture {first} of {count}; its weights or this picture are damaged"
+        )
+    return scores
+
+
+def pil_images(images: Images) -> list[Image.Image]:
+    """RGB PIL images of either form of pictures."""
+    if not isinstance(images, Tensor):
+        return [image.convert("RGB") for image in images]
+    if not images.isfinite().all():
+        raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
+    values = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
+    return [Image.fromarray(value) for value in values]
+
+
+def pixels(images: Images) -> Tensor:
+    """float32 `[N, 3, Y, X]` in [0, 1] of either form of pictures.
+
+    Raises:
+        ValueError: for PIL images of different sizes, or values that are not finite.
+    """
+    if isinstance(images, Tensor):
+        if not images.isfinite().all():
+            raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
+        return images.float().clamp(0, 1)
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise ValueError(f"images must be of one size to be scored together, got {sorted(sizes)[:4]}")
+    arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
+
+
+def local_weights(path: Any, argument: str, what: str, how: str) -> Path:
+    """The file or folder `path`.
+
+    Args:
+        argument: name of the option, for the error. what: the weights are. how: to get them.
+
+    Raises:
+        FileNotFoundError: naming the file that is missing, and how to get it.
+    """
+    if path is None:
+        raise FileNotFoundError(f"{argument} is not given, and {what} needs it: {how}")
+    found = expanded(path, argument)
+    if not found.exists():
+        raise FileNotFoundError(f"{argument} {str(path)!r} does not exist, and {what} needs it: {how}")
+    return found

@@ -1,0 +1,73 @@
+"""How near a picture is to another one: PSNR, SSIM, and drift from the unaccelerated picture of the same prompt and seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vargen.scoring.protocol import Images, check_scores, pixels
+
+HIGHEST_PSNR = 100.0  # dB; of equal pictures, whose ratio is infinite. Two that differ in one level of 8 bits have 48 or more
+_WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03  # Wang et al. 2004
+
+
+def psnr(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
+    """Peak signal-to-noise ratio in dB, float32 `[N]`, of pictures in [0, 1]; equal ones have `HIGHEST_PSNR`."""
+    _check_shapes(images_NCYX, references_NCYX)
+    error = (images_NCYX.double() - references_NCYX.double()).square().mean((1, 2, 3))
+    return (-10 * error.clamp_min(10 ** (-HIGHEST_PSNR / 10)).log10()).float()
+
+
+def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
+    """Structural similarity, float32 `[N]`: 1 for equal pictures in [0, 1] (Wang et al. 2004, equation 13).
+
+    Gaussian windows of 11 pixels and deviation 1.5 that lie inside the picture, mean over them and the channels.
+
+    Raises:
+        ValueError: for pictures of another shape than their references', or smaller than a window.
+    """
+    _check_shapes(images_NCYX, references_NCYX)
+    if min(images_NCYX.shape[2:]) < _WINDOW:
+        raise ValueError(f"images must be at least {_WINDOW} pixels on each side, got {list(images_NCYX.shape[2:])}")
+    x, y = images_NCYX.double(), references_NCYX.double()
+    at = torch.arange(_WINDOW, dtype=torch.float64, device=x.device) - _WINDOW // 2
+    kernel = (-0.5 * (at / _SIGMA) ** 2).exp()
+    kernel = (kernel / kernel.sum()).expand(x.shape[1], 1, 1, -1)
+
+    def local(values: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(values, kernel, groups=len(kernel)), kernel.transpose(2, 3), groups=len(kernel))
+
+    mean_x, mean_y = local(x), local(y)
+    variance_x, variance_y = local(x * x) - mean_x**2, local(y * y) - mean_y**2
+    covariance = local(x * y) - mean_x * mean_y
+    luminance = (2 * mean_x * mean_y + _K1**2) / (mean_x**2 + mean_y**2 + _K1**2)
+    structure = (2 * covariance + _K2**2) / (variance_x + variance_y + _K2**2)
+    return (luminance * structure).mean((1, 2, 3)).float()
+
+
+def _check_shapes(images: Tensor, references: Tensor) -> None:
+    if images.shape != references.shape or images.dim() != 4:
+        raise ValueError(
+            f"images must be [N, C, Y, X] like their references, got {list(images.shape)} and {list(references.shape)}"
+        )
+
+
+@dataclass
+class ReferenceScorer:
+    """`measure` of pictures against references given beforehand, in the same order; prompts are not read."""
+
+    references: Images
+    measure: Callable[[Tensor, Tensor], Tensor] = psnr
+    name: str = ""
+    higher_is_better: bool = True
+
+    def __post_init__(self) -> None:
+        self.name = self.name or self.measure.__name__
+
+    def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        """See `Scorer`. Raises ValueError unless there is a reference of the same size for each picture."""
+        return check_scores(self.measure(pixels(images), pixels(self.references)), len(images), self.name)
