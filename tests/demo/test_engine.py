@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 
 import pytest
@@ -108,10 +109,20 @@ def test_a_ticket_stops_what_waits_and_what_runs() -> None:
 
 
 def test_the_token_map_accounts_for_every_token() -> None:
-    drawing = figures.token_map([1, 5, 0, 3], 4)
+    drawing = figures.token_map([1, 5, 0, 3], [(4, 4)])
     assert "9 of 16 tokens drawn in 4 passes" in drawing
     assert drawing.count('class="u"') == 7 and ">5</text>" in drawing and "pass 2: 5 tokens" in drawing
-    assert figures.token_map([9, 99], 4).count('class="u"') == 0
+    assert figures.token_map([9, 99], [(4, 4)]).count('class="u"') == 0
+
+
+def test_the_token_map_of_scales_shows_each() -> None:
+    scales = [(side, side) for side in (1, 2, 3, 4)]
+    drawing = figures.token_map([1, 4, 9], scales)
+    assert "14 of 30 tokens drawn in 3 passes" in drawing and drawing.count('class="u"') == 16
+    assert drawing.count("<rect") == 1 + 2 + 3, "a pill per row of each scale"
+    assert figures.token_map([5, 25], scales).count('class="u"') == 0
+    places = re.findall(r'x="([\d.]+)" y="([\d.]+)"', figures.token_map([1] * 30, scales))
+    assert len(set(places)) == 30, "no two tokens lie on each other"
 
 
 def test_what_people_type_is_inert() -> None:

@@ -11,10 +11,9 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.decoding import DEFAULT
 from vargen.demo.engine import Drawn, Engine, Run
 from vargen.demo.inputs import new_seed
-from vargen.demo.race_tab import BASELINE, identical
+from vargen.demo.race_tab import identical
 from vargen.demo.runs import told_plainly
 from vargen.demo.settings import MOST_LANES, Settings
 
@@ -32,7 +31,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
 
     def generate(
         prompt: str,
-        method: str = DEFAULT,
+        method: str | None = None,
         seed: int | None = None,
         guidance_scale: float | None = None,
         temperature: float | None = None,
@@ -43,14 +42,15 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Draw pictures of a prompt (for a model of classes: a class's name or number).
 
-        What is left out takes the checkpoint's default, the seed a random one; top_k 0 keeps every token. Picture k has seed
+        What is left out takes the model's default, the seed a random one; top_k 0 keeps every token. Picture k has seed
         + k. Returns the PNG files, which carry their parameters, and the parameters with the statistics of the run. A caller
         that listens gets, while it draws, no files and the tokens drawn so far. A job that is cancelled, or whose caller is
         gone, is not drawn to its end.
         """
         with told_plainly():
-            given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-            wanted = settings(prompt, method, seed, num_images, {**given, "negative_prompt": negative_prompt})
+            given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}
+            given |= {"top_p": top_p, "negative_prompt": negative_prompt}
+            wanted = settings(prompt, method or engine.default_method, seed, num_images, given)
             drawn = yield from _drawn(engine.start(wanted, previews=False))
             yield [_file(path) for path in engine.save(drawn)], _report(engine, drawn)
 
@@ -59,9 +59,9 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
     ) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
         """Draw one prompt with one seed by several methods, in turn.
 
-        Returns a PNG file and a report per method; `identical` tells whether the picture is the one that `ar` drew. A caller
-        that listens gets, while they draw, no files and the tokens drawn so far. A job that is cancelled, or whose caller is
-        gone, is not drawn to its end.
+        Returns a PNG file and a report per method; `identical` tells whether the picture is the one that the baseline drew. A
+        caller that listens gets, while they draw, no files and the tokens drawn so far. A job that is cancelled, or whose
+        caller is gone, is not drawn to its end.
         """
         with told_plainly():
             if not isinstance(methods, list) or not 2 <= len(methods) <= MOST_LANES:
@@ -74,7 +74,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
                 run = engine.start(each, previews=False)
                 drawn.append((yield from _drawn(run, told)))
                 told.append(_progress(run))
-            baseline = next((each for each in drawn if each.settings.method == BASELINE), None)
+            baseline = next((each for each in drawn if each.settings.method == engine.baseline), None)
             same = [None if baseline is None else identical(each, baseline) for each in drawn]
             reports = [{**_report(engine, each), "identical": one} for each, one in zip(drawn, same, strict=True)]
             yield [_file(path) for each in drawn for path in engine.save(each)], reports

@@ -24,6 +24,7 @@ from vargen.pipelines.description import Method
 logger = logging.getLogger("vargen")
 
 _PREVIEW_SECONDS = 0.25
+_LIVE_PASSES = 16  # of a picture by the baseline, at most
 _PREVIEW_SHARE = 4  # a preview may take a fifth of the time: it waits four times what the last one took
 
 
@@ -34,7 +35,7 @@ class Drawn:
     Attributes:
         settings: what was asked for.
         images: the pictures; white where nothing was drawn.
-        tokens: int64 `[B, rows, columns]`.
+        tokens: int64, a row or a grid per picture.
         stats: of the decoding loop.
         seconds: of the loop, less what previews took.
         stopped: whether it was stopped before the end.
@@ -110,7 +111,10 @@ class Engine:
         self.pipe, self.name = pipe, name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.by_class
-        self.side: int = pipe.grid[1]
+        self.grids, self.total = pipe.grids, pipe.tokens  # of a picture: in drawing order, and all of its tokens
+        self.baseline: str = pipe.baseline
+        self.relaxes = pipe.family == Accelerator.family  # rules that relax are of such methods
+        self.live = pipe.steps <= _LIVE_PASSES  # quick enough to draw while someone types
         self.vocab: int = pipe.vocab
         self.pictures = PictureFolder()
         # Threads are kept, because each new one would bring a thread pool of its own to torch.
@@ -120,6 +124,12 @@ class Engine:
     @property
     def available(self) -> list[Method]:
         return [method for method in self.methods.values() if method.reason is None]
+
+    @property
+    def default_method(self) -> str:
+        """What draws where nobody chose: the pipeline's own default, or what there is."""
+        names = [each.name for each in self.available]
+        return self.pipe.default_method if self.pipe.default_method in names else names[0]
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -198,6 +208,7 @@ class Engine:
         accelerator: str | Accelerator | None = None,
         stop: threading.Event | None = None,
         previews: bool = True,
+        every_pass: bool = False,
     ) -> Run:
         """Begin a drawing in another thread.
 
@@ -205,21 +216,21 @@ class Engine:
             settings: checked by `check`.
             accelerator: instead of the settings' method.
             stop: set it to end the drawing within one pass.
-            previews: whether to decode partial pictures on the way.
+            previews: whether to decode partial pictures on the way. every_pass: after each pass, however long that takes.
         """
         run = Run(settings, self.pipe.tokens, stop or threading.Event())
-        self._threads.submit(self._work, run, accelerator or settings.method, previews)
+        self._threads.submit(self._work, run, accelerator or settings.method, previews, every_pass)
         return run
 
-    def _work(self, run: Run, accelerator: str | Accelerator, previews: bool) -> None:
+    def _work(self, run: Run, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> None:
         try:
-            run.drawn = self._draw(run, accelerator, previews)
+            run.drawn = self._draw(run, accelerator, previews, every_pass)
         except BaseException as error:
             run.error = error
         finally:
             run.done.set()
 
-    def _draw(self, run: Run, accelerator: str | Accelerator, previews: bool) -> Drawn:
+    def _draw(self, run: Run, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> Drawn:
         settings = run.settings
         run.started = time.perf_counter()
         due = run.started + _PREVIEW_SECONDS
@@ -231,7 +242,7 @@ class Engine:
             run.tokens = drawn
             if run.stop.is_set():
                 return {"stop": True}
-            if previews and now >= due and drawn < run.total:
+            if previews and (every_pass or now >= due) and drawn < run.total:
                 run.preview = self._preview(tensors["latents"], drawn)
                 spent = time.perf_counter() - now
                 run.aside += spent
@@ -257,12 +268,8 @@ class Engine:
 
     def _preview(self, tokens: torch.Tensor, drawn: int) -> list[bytes]:
         """Partial pictures as small files, transparent where nothing is drawn."""
-        images = self.pipe.decode_tokens(tokens)
-        mask = Image.new("L", (self.side, self.side))
-        mask.putdata([255 if position < drawn else 0 for position in range(self.side**2)])
         found = []
-        for image in images:
-            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
+        for image in self.pipe.preview(tokens, drawn):
             file = io.BytesIO()
             image.save(file, format="WEBP", quality=80, method=0)
             found.append(file.getvalue())

@@ -136,7 +136,7 @@ def view(engine: Engine, knob: Knob, steps: list[float], started: list[Run], pro
 
 def _lane(engine: Engine, knob: Knob, value: float, run: Run | None) -> Lane:
     name = f"{knob.field} {value:g}" if value else "exact"
-    total = engine.side**2
+    total = engine.total
     if run is None:
         return Lane(name, "", None, "waits for its turn", "", 0, total, 0.0, 0.0)
     drawn = run.drawn

@@ -41,40 +41,63 @@ def stage(images: Sequence[Image.Image | bytes | None], alt: str) -> str:
     return f'<div class="vg-stage vg-n{len(images)}">{cells}</div>'
 
 
-def token_map(counts: Iterable[int], side: int) -> str:
-    """The grid of tokens in drawing order, one pill per pass, as long as the tokens that the pass committed."""
-    parts, position, passes, total = [], 0, 0, side * side
+def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
+    """Tokens in drawing order, one pill per pass, as long as the tokens that the pass committed.
+
+    Args:
+        grids: rows and columns of each grid of tokens; a picture has one, or one per scale.
+    """
+    rows, width, height = _placed(grids)
+    parts, position, passes, total = [], 0, 0, sum(columns for *_, columns in rows)
     for count in counts:
         passes += 1
         count = min(count, total - position)
         if count < 1:
             continue
         shade = min(count, _LEVELS)
-        body = []
-        for first, last in _by_row(position, position + count, side):
-            x, y, width = first % side * _CELL, first // side * _CELL, (last - first) * _CELL
-            body.append(f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{width - 3}" height="{_CELL - 3}" rx="6"/>')
+        pieces = list(_pieces(rows, position, position + count))
+        body = [
+            f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{_CELL - 3}" rx="6"/>' for x, y, wide in pieces
+        ]
         if count > 1:
-            across, down = position % side * _CELL + _CELL / 2, position // side * _CELL + _CELL / 2
-            body.append(f'<text x="{across}" y="{down}">{count}</text>')
+            x, y, _ = pieces[0]
+            body.append(f'<text x="{x + _CELL / 2}" y="{y + _CELL / 2}">{count}</text>')
         plural = "s" if count > 1 else ""
         parts.append(f'<g class="k{shade}"><title>pass {passes}: {count} token{plural}</title>{"".join(body)}</g>')
         position += count
     half = _CELL / 2
     rest = "".join(
-        f'<circle class="u" cx="{p % side * _CELL + half}" cy="{p // side * _CELL + half}" r="1.6"/>'
-        for p in range(position, total)
+        f'<circle class="u" cx="{x + cell + half}" cy="{y + half}" r="1.6"/>'
+        for x, y, wide in _pieces(rows, position, total)
+        for cell in range(0, wide, _CELL)
     )
     label = f"Token map: {position} of {total} tokens drawn in {passes} passes"
-    size = side * _CELL
-    return f'<svg class="vg-map" viewBox="0 0 {size} {size}" role="img" aria-label="{label}">{"".join(parts)}{rest}</svg>'
+    return f'<svg class="vg-map" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}{rest}</svg>'
 
 
-def _by_row(first: int, last: int, side: int) -> Iterable[tuple[int, int]]:
-    while first < last:
-        end = min(last, (first // side + 1) * side)
-        yield first, end
-        first = end
+def _placed(grids: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
+    """Each row of tokens in drawing order, as x, y and columns, and the drawing's width and height.
+
+    Grids stand side by side, a cell apart, and go on below where they would be wider than two of the widest.
+    """
+    most = 2 * max(columns for _, columns in grids) + 1 if len(grids) > 1 else grids[0][1]
+    rows, left, top, tall, wide = [], 0, 0, 0, 0
+    for height, columns in grids:
+        if left and left + columns > most:
+            left, top, tall = 0, top + tall + 1, 0
+        rows += [(left * _CELL, (top + row) * _CELL, columns) for row in range(height)]
+        left, tall, wide = left + columns + 1, max(tall, height), max(wide, left + columns)
+    return rows, wide * _CELL, (top + tall) * _CELL
+
+
+def _pieces(rows: Sequence[tuple[int, int, int]], first: int, last: int) -> Iterable[tuple[int, int, int]]:
+    """The places of the tokens from `first` to before `last`: x, y and width of what lies in one row."""
+    start = 0
+    for x, y, columns in rows:
+        begin, end = max(first, start), min(last, start + columns)
+        if begin < end:
+            yield x + (begin - start) * _CELL, y, (end - begin) * _CELL
+        start += columns
 
 
 def legend() -> str:

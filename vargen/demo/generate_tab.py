@@ -20,7 +20,7 @@ _IDLE = "Press Generate, or Enter in the prompt."
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
     """Lay out and wire the tab; returns the method's component and the line of news, which the drop box also fills."""
     names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
-    method = gr.Radio(names, value=names[0][1], label="Method", elem_id="method", elem_classes="methods")
+    method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="method", elem_classes="methods")
     left_out = [f"{each.name} ({each.reason.split(': ')[0]})" for each in engine.methods.values() if each.reason is not None]
     if left_out:
         gr.HTML(f'<p class="vg-hint">Not with this model: {figures.text("; ".join(left_out))}.</p>', padding=True)
@@ -123,8 +123,8 @@ def _stage(images: Any, counts: list[int], engine: Engine, drawn: int, seconds: 
     slowest = " of the slowest picture" if len(images) > 1 else ""
     return (
         f'<div class="vg-duo"><div><h3>Picture</h3>{figures.stage(images, alt)}</div>'
-        f"<div><h3>Token map{slowest}</h3>{figures.token_map(counts, engine.side)}{figures.legend()}"
-        f"{figures.progress(drawn, engine.side**2)}"
+        f"<div><h3>Token map{slowest}</h3>{figures.token_map(counts, engine.grids)}{figures.legend()}"
+        f"{figures.progress(drawn, engine.total)}"
         f"{figures.numbers(figures.speed(seconds, drawn, counts, len(images)))}</div></div>"
     )
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import api, explore_tab, generate_tab, inputs, race_tab, theme
+from vargen.demo import api, explore_tab, generate_tab, inputs, live_tab, race_tab, theme
 from vargen.demo.address import Address
 from vargen.demo.engine import Engine
 from vargen.demo.figures import text
@@ -30,8 +30,8 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
     private: dict[str, Any] = {**draw_options, "api_visibility": "private"}
     with gr.Blocks(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
         gr.HTML(
-            '<div class="vg-head"><h1>vargen</h1><p>A picture is drawn token by token. Watch methods that take several '
-            f"in each pass of the network. Model: <b>{text(engine.name)}</b></p></div>"
+            '<div class="vg-head"><h1>vargen</h1><p>A picture is drawn token by token. Watch methods that need fewer '
+            f"passes of the network. Model: <b>{text(engine.name)}</b></p></div>"
         )
         dark = gr.Button("Light / dark", size="sm", elem_id="theme")
         dark.click(None, js=theme.TOGGLE, api_visibility="private")
@@ -39,12 +39,19 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
             with gr.Column(scale=4, min_width=300):
                 shared = inputs.build(engine)
             with gr.Column(scale=7, min_width=320), gr.Tabs():
-                with gr.Tab("Generate"):
+                with gr.Tab("Generate") as first:
                     method, note = generate_tab.build(engine, runs, shared, private)
-                with gr.Tab("Race"):
+                tabs = [first]
+                with gr.Tab("Race") as race:
                     race_tab.build(engine, runs, shared, private)
-                with gr.Tab("Explore"):
-                    explore_tab.build(engine, runs, shared, private)
+                tabs.append(race)
+                if engine.relaxes:
+                    with gr.Tab("Explore") as explore:
+                        explore_tab.build(engine, runs, shared, private)
+                    tabs.append(explore)
+                if engine.live:
+                    with gr.Tab("Live") as live:
+                        live_tab.build(engine, runs, shared, tabs, live, private)
         shared.prompt.submit(None, js=_PRESS_OPEN, api_visibility="private")
         inputs.reload_on_drop(engine, shared, method, note)
         api.build(engine, draw_options)

@@ -14,9 +14,8 @@ from vargen.demo.figures import Lane
 from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import MOST_LANES, Settings
 
-_PREFERRED = ("ar", "gumbel", "gsd")
+_PREFERRED = ("ar", "gumbel", "gsd", "plain", "code", "economy")
 IN_TURN, TOGETHER = "in turn", "together"
-BASELINE = "ar"
 
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> None:
@@ -74,7 +73,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
                 while not all(run.done.wait(0.25) for run in started):
                     yield [gr.skip(), view(engine, lanes, started)]
                 drawn = [run.result() for run in started]
-                yield [figures.note(verdict(drawn, taken.stop.is_set())), view(engine, lanes, started)]
+                yield [figures.note(verdict(drawn, taken.stop.is_set(), engine.baseline)), view(engine, lanes, started)]
         finally:
             taken.stop.set()
             runs.end(number)
@@ -91,14 +90,14 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
 def view(engine: Engine, lanes: list[Settings], started: list[Run]) -> str:
     """The lanes and their chart; lanes that wait for their turn are empty."""
-    baseline = next((run.drawn for run in started if run.settings.method == BASELINE), None)
+    baseline = next((run.drawn for run in started if run.settings.method == engine.baseline), None)
     runs: list[Run | None] = [*started, *[None] * (len(lanes) - len(started))]
     shown = [_lane(engine, settings, run, baseline) for settings, run in zip(lanes, runs, strict=True)]
     return figures.lanes(shown, lanes[0].prompt) + figures.chart(shown)
 
 
 def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn | None) -> Lane:
-    kind, total = engine.methods[settings.method].kind, engine.side**2
+    kind, total = engine.methods[settings.method].kind, engine.total
     if run is None:
         return Lane(settings.method, kind, None, "waits for its turn", "", 0, total, 0.0, 0.0)
     drawn = run.drawn
@@ -110,8 +109,8 @@ def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn |
         if drawn.stopped:
             caption = f"stopped after {drawn.seconds:.1f} s"
         elif baseline is not None and baseline is not drawn and not baseline.stopped:
-            caption += f", {baseline.seconds / drawn.seconds:.2f} times as fast as {BASELINE}"
-            badge = f"identical picture to {BASELINE}" if identical(drawn, baseline) else ""
+            caption += f", {baseline.seconds / drawn.seconds:.2f} times as fast as {engine.baseline}"
+            badge = f"identical picture to {engine.baseline}" if identical(drawn, baseline) else ""
         if kind == "relaxed":
             caption += f", relaxation {drawn.relaxation_per_token:.3f} per token"
     per_pass = run.tokens / len(run.counts) if run.counts else 0.0
@@ -123,12 +122,12 @@ def identical(one: Drawn, other: Drawn) -> bool:
     return torch.equal(one.tokens, other.tokens)
 
 
-def verdict(drawn: list[Drawn], stopped: bool) -> str:
-    """One line on how the race ended."""
+def verdict(drawn: list[Drawn], stopped: bool, method: str) -> str:
+    """One line on how the race ended; `method` is the baseline."""
     if stopped:
         return "The race was stopped."
     fastest = min(drawn, key=lambda each: each.seconds)
     line = f"{fastest.settings.method} was first: {fastest.seconds:.2f} seconds."
-    baseline = next((each for each in drawn if each.settings.method == BASELINE), None)
+    baseline = next((each for each in drawn if each.settings.method == method), None)
     same = [each.settings.method for each in drawn if baseline and each is not baseline and identical(each, baseline)]
-    return line + (f" {' and '.join(same)} drew the identical picture to {BASELINE}." if same else "")
+    return line + (f" {' and '.join(same)} drew the identical picture to {method}." if same else "")

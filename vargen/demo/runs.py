@@ -20,9 +20,10 @@ logger = logging.getLogger("vargen")
 
 @dataclass
 class Ticket:
-    """One press of a button."""
+    """One press of a button, or other start; `kind` tells those of one place of the page from others."""
 
     session: str
+    kind: str = ""
     stop: threading.Event = field(default_factory=threading.Event)
     started: bool = False
 
@@ -37,11 +38,11 @@ class Runs:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def begin(self, session: str) -> str:
+    def begin(self, session: str, kind: str = "") -> str:
         """A new ticket; returns its id."""
         number = secrets.token_hex(8)
         with self._lock:
-            self._tickets[number] = Ticket(session)
+            self._tickets[number] = Ticket(session, kind)
         return number
 
     def start(self, number: str) -> Ticket | None:
@@ -70,9 +71,18 @@ class Runs:
 
     def leave(self, session: str) -> None:
         """Stop everything of a session whose page was closed."""
+        self._stop([number for number, ticket in self._listed() if ticket.session == session])
+
+    def stop_all(self, session: str, kind: str) -> None:
+        """Stop what a session began of one kind."""
+        self._stop([number for number, ticket in self._listed() if (ticket.session, ticket.kind) == (session, kind)])
+
+    def _listed(self) -> list[tuple[str, Ticket]]:
         with self._lock:
-            gone = [number for number, ticket in self._tickets.items() if ticket.session == session]
-        for number in gone:
+            return list(self._tickets.items())
+
+    def _stop(self, numbers: list[str]) -> None:
+        for number in numbers:
             self.stop(number)
 
 
