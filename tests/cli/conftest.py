@@ -100,3 +100,14 @@ def class_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     pipe.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def scale_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A next-scale pipeline folder that draws 8 x 8 pictures of text, with a smaller model to draft with."""
+    from tiny_models import text_var_pipeline
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-scales"
+    pipe = text_var_pipeline()
+    pipe.save_pretrained(folder)
+    return folder

@@ -88,3 +88,20 @@ def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch
         for name, p in opened.named_parameters()
         if name not in ("tok_embeddings.weight", "cls_embedding.embedding_table.weight")
     )
+
+
+def test_pictures_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
+    words = ("bench", "var", "--model", scale_model, "--rounds", 1, "--batch", "1,2", "--threads", 1)
+    result = run(*words, "--json", "-")
+    assert result.exit_code == 0, result.output
+    reports = json.loads(result.stdout)["reports"]
+    assert [report["batch"] for report in reports] == [1, 2] and all(report["ratio"] > 0 for report in reports)
+    shown = run(*words).stdout
+    for part in ("published", "ratio", "roofline", "and pixels", "GFLOP/s"):
+        assert part in shown
+
+
+def test_pictures_need_a_next_scale_model(run: Any, text_model: Path) -> None:
+    result = run("bench", "var", "--model", text_model)
+    assert result.exit_code == 2 and "model must be a next-scale one, such as var-d16" in result.stderr
+    assert "rounds must be" in run("bench", "var", "--rounds", 0).stderr

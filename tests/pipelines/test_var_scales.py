@@ -2,43 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from golden_var import official
 from tiny_models import tiny_multi_scale_vq, tiny_var
 from torch import Tensor
 
+from vargen.decoding import Sampling, decode_scales
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer, is_rebuilt
 from vargen.pipelines.var_scales import VARScales
-
-_GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
 
 
 @pytest.fixture(autouse=True)
 def no_gradients() -> Any:
     with torch.no_grad():
         yield
-
-
-def official(guidance_scale: float) -> tuple[VARScales, dict[str, Tensor]]:
-    """The tiny model that the official code ran, and what it gave."""
-    config = json.loads((_GOLDEN / "config.json").read_text())
-    scales = tuple(config["patch_nums"])
-    vqvae = MultiScaleVQModel(
-        codebook_size=config["vocab_size"], codebook_embed_dim=config["z_channels"], ch=config["ch"], scales=scales
-    ).eval()
-    vqvae.load_state_dict({k: v.float() for k, v in load_file(_GOLDEN / "vae.safetensors").items()})
-    sizes = {"vocab_size": config["vocab_size"], "code_dim": config["z_channels"], "num_classes": config["num_classes"]}
-    transformer = VARTransformer(depth=config["depth"], scales=scales, **sizes).eval()
-    state = load_file(_GOLDEN / "var.safetensors")
-    transformer.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
-    return VARScales(transformer, vqvae.quantize, guidance_scale), load_file(_GOLDEN / "io.safetensors")
 
 
 def tiny(condition: str = "class", guidance_scale: float = 3.0, **options: Any) -> VARScales:
@@ -81,6 +61,14 @@ def test_greedy_sampling_with_guidance_is_the_official_one() -> None:
         assert torch.equal(tokens, io[f"greedy_tokens_cfg1.5_scale{scale}"]), scale
         canvas, following = model.add(canvas, tokens, scale)
         inputs.append(following)
+
+
+def test_the_loop_draws_the_official_tokens() -> None:
+    model, io = official(2.5)
+    condition = Condition(class_labels=io["class_labels"])
+    drawn = decode_scales(model, condition, torch.arange(2), "plain", Sampling(temperature=0))
+    expected = torch.cat([io[f"greedy_tokens_cfg1.5_scale{scale}"] for scale in range(4)], dim=1)
+    assert torch.equal(drawn.tokens, expected)
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])

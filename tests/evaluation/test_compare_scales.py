@@ -1,0 +1,60 @@
+"""Methods of a next-scale model side by side, and what their passes cost."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tiny_models import text_var_pipeline
+
+from vargen.decoding import PRESETS, Schedule, Stage
+from vargen.evaluation.compare import compare
+from vargen.pipelines.scale_decoder import ScaleDecoder
+from vargen.pipelines.var import VARPipeline
+
+SPECULATIVE = Schedule("speculative", (Stage(until=3, drafted=2), Stage()))
+
+
+@pytest.fixture(scope="module")
+def pipe() -> VARPipeline:
+    return text_var_pipeline()
+
+
+def test_schedules_are_compared(pipe: VARPipeline) -> None:
+    methods = {**{name: PRESETS[name] for name in ("plain", "code", "economy")}, "speculative": SPECULATIVE}
+    result = compare(pipe, ["a red apple", "a cat", "b"], methods, batch=2)
+    assert result.baseline == "plain" and len(result.prompts) == 4 and set(result.tokens) == set(methods)
+    assert {1, 4, 9, 16} <= set(result.cost_curve)
+    by_name = {method.name: method for method in result.methods}
+    assert [method.kind for method in result.methods] == ["exact", "relaxed", "relaxed", "exact"]
+    plain = by_name["plain"]
+    assert (plain.ratio, plain.allowed, plain.same_as_baseline, plain.tokens_per_pass) == (1.0, 1.0, 4, 7.5)
+    assert by_name["code"].allowed > 1 and by_name["code"].same_as_baseline < 4
+    assert by_name["speculative"].passes_per_batch <= 4
+    for method in result.methods:
+        assert method.efficiency == pytest.approx(method.ratio / method.allowed) and method.step_cost > 0
+        assert method.share_by_part["target"] > 0
+    with pytest.raises(ValueError, match="methods must include 'plain'"):
+        compare(pipe, ["a"], {"code": PRESETS["code"]})  # type: ignore[dict-item]
+
+
+def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A made-up price of each: those of the small model and those without guidance are not the large one's."""
+    decoder = pipe.decoder({})
+    assert isinstance(decoder, ScaleDecoder)
+    priced: list[tuple[str, int, int, bool]] = []
+
+    def price(self: ScaleDecoder, place: tuple[str, int, int, bool], *_: object, **__: object) -> float:
+        priced.append(place)
+        return {"target": 10.0, "draft": 1.0}[place[0]] / (1 if place[3] else 2)
+
+    monkeypatch.setattr(ScaleDecoder, "_seconds", price)
+    condition, _ = pipe.condition(["a"])
+    curve = decoder.pass_costs(condition, 1, [4, 9, 16])
+    assert list(curve) == [1, 4, 9, 16], "the narrowest belongs to it"
+    spent = {}
+    for name in ("plain", "code", "economy"):
+        run = decoder.decode(condition, torch.arange(1), name).stats
+        spent[name] = decoder.spent(PRESETS[name], [run, run], curve, condition, 1)
+    assert spent["plain"] == (80.0, 8) and spent["economy"] == (70.0, 8)
+    assert spent["code"] == (44.0, 8), "two passes of each: the small model's first holds the large one's scales, too"
+    assert ("draft", 0, 2, True) in priced

@@ -1,0 +1,44 @@
+"""Whole pictures are measured in turns with the published loop; times are not judged here."""
+
+import pytest
+import torch
+from tiny_models import tiny_multi_scale_vq, tiny_var
+
+from vargen.evaluation.picture_speed import measure_pictures
+from vargen.evaluation.speed import measure_baseline, measure_steps
+from vargen.pipelines.var_network import Network
+
+
+@pytest.fixture(scope="module")
+def network() -> Network:
+    return Network("tiny", tiny_var("class"), tiny_multi_scale_vq(), 3.0)
+
+
+def test_the_report_adds_up(network: Network) -> None:
+    rounds: list[int] = []
+    report = measure_pictures(network, 2, rounds=2, progress=lambda done, total: rounds.append(done))
+    assert rounds == [0, 1, 2] and (report.batch, report.rounds, report.threads) == (2, 2, torch.get_num_threads())
+    assert report.ratio == pytest.approx(report.published_drawing / report.drawing)
+    whole, theirs = report.drawing + report.decoding, report.published_drawing + report.published_decoding
+    assert report.ratio_with_pixels == pytest.approx(theirs / whole)
+    assert report.share == pytest.approx(report.roofline / report.drawing)
+    assert report.share_with_pixels == pytest.approx(report.roofline_with_pixels / whole)
+    assert 0 < report.roofline < report.roofline_with_pixels
+    assert report.to_dict()["parameters"] == sum(p.numel() for p in network.transformer.parameters())
+    for bad in ({"batch": 0}, {"rounds": 0}):
+        with pytest.raises(ValueError, match="batch and rounds must be at least 1"):
+            measure_pictures(network, **bad)
+
+
+def test_the_opponent_has_weights_of_its_own_in_float32() -> None:
+    network = Network("tiny", tiny_var("class").bfloat16(), tiny_multi_scale_vq(), 3.0)
+    draw, pixels = network.published(2)
+    assert pixels(draw()).shape == (2, 3, 8, 8)
+    assert network.transformer.dtype == torch.bfloat16, "ours stays as it is"
+
+
+def test_other_measurements_know_scales(network: Network) -> None:
+    report = measure_baseline(network, 2, seconds=0)
+    assert report.runs == 1 and report.guidance_scale == 3.0
+    steps = measure_steps(network, [1, 16], [1], rounds=1)
+    assert [(case.batch, case.tokens) for case in steps.results] == [(1, 1), (1, 16)]

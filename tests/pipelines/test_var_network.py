@@ -1,0 +1,123 @@
+"""VAR networks to measure: the opponent draws what is published, passes are real, and their work is counted right."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from golden_var import official
+from tiny_models import text_var_pipeline, tiny_multi_scale_vq, tiny_var
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from vargen.decoding import Sampling
+from vargen.models.condition import Condition
+from vargen.pipelines import var_network
+from vargen.pipelines.registry import check_network, open_network, open_picture_network, random_networks
+from vargen.pipelines.scale_decoder import scales_of
+from vargen.pipelines.var_network import Network
+from vargen.pipelines.var_published import PublishedLoop
+from vargen.pipelines.var_scales import VARScales
+
+
+def network(condition: str = "class", **overrides: Any) -> Network:
+    return Network("tiny", tiny_var(condition, **overrides), tiny_multi_scale_vq(), 3.0, Sampling(1.0, 20, 0.9))
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+@pytest.mark.parametrize("shared_aln", [False, True])
+def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) -> None:
+    """Greedily, where no noise is drawn."""
+    made = network(condition, shared_aln=shared_aln)
+    given = made.condition(2)
+    ours = VARScales(made.transformer, made.vqvae.quantize, 3.0)
+    tokens, _ = PublishedLoop(made.transformer, made.vqvae)(given, torch.Generator(), 3.0, top_k=1)
+    state, canvas, inputs = ours.start(given), ours.canvas(2), [None]
+    for scale, theirs in enumerate(tokens):
+        with torch.no_grad():
+            drawn = ours.forward(state, inputs, 1, [1.0])[0].argmax(-1)
+            canvas, following = ours.add(canvas, drawn, scale)
+        assert torch.equal(drawn, theirs)
+        inputs.append(following)  # type: ignore[arg-type]
+
+
+def test_the_opponent_draws_the_official_tokens() -> None:
+    model, io = official(2.5)
+
+    class Tokenizer:
+        quantize, scale_codes = model.quantiser, model.scale_codes
+
+        def empty_latent(self, batch: int) -> Tensor:
+            return model.canvas(batch)
+
+        def next_input(self, canvas: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
+            return model.add(canvas, tokens, k)
+
+    loop = PublishedLoop(model.transformer, Tokenizer())  # type: ignore[arg-type]
+    tokens, _ = loop(Condition(class_labels=io["class_labels"]), torch.Generator(), 2.5, top_k=1)
+    for scale, drawn in enumerate(tokens):
+        assert torch.equal(drawn, io[f"greedy_tokens_cfg1.5_scale{scale}"])
+
+
+def test_its_filters_are_ours() -> None:
+    from vargen.decoding.sampling import filtered
+    from vargen.pipelines.var_published import _filtered
+
+    logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3
+    for top_k, top_p in ((None, 0.8), (10, 1.0), (20, 0.9), (None, 1.0)):
+        torch.testing.assert_close(_filtered(logits, top_k, top_p).softmax(-1), filtered(logits, top_k, top_p).softmax(-1))
+
+
+@pytest.mark.parametrize("condition", ["class", "text"])
+def test_the_work_of_passes_is_counted(condition: str) -> None:
+    made = network(condition)
+    passes, counted = made.work(2), 0
+    drawn = made.decoder()
+    with FlopCounterMode(display=False) as counter:
+        drawn.decode(made.condition(2), torch.arange(2), "plain")
+    counted = counter.get_total_flops()
+    assert len(passes) == 4
+    assert 0.8 < sum(operations for _, operations in passes) / counted < 1.25
+    assert all(nbytes == made.weight_bytes for nbytes, _ in passes)
+    assert made.weight_bytes < sum(p.nbytes for p in made.transformer.parameters())
+    assert made.pixel_work(2) == 2 * made.pixel_work(1) > 0
+
+
+def test_passes_stand_at_their_place_and_can_be_repeated() -> None:
+    made = network()
+    seen: list[tuple[int, int]] = []
+    made.transformer.blocks[0].register_forward_pre_hook(
+        lambda _, given: seen.append((given[0].shape[1], given[3].scale)), prepend=True
+    )
+    passes = made.passes(2, [4, 16, 4])
+    assert list(passes) == [4, 16]
+    seen.clear()
+    for run in passes.values():
+        first, second = run(), run()
+        assert torch.equal(first[0], second[0])
+    assert seen == [(4, 1), (4, 1), (16, 3), (16, 3)]
+    with pytest.raises(ValueError, match="a pass feeds whole scales, of 1, 4, 9, 16 tokens; got 3"):
+        made.passes(1, [3])
+
+
+def test_scales_of_a_pass() -> None:
+    tokens = (1, 4, 9, 16, 25)
+    assert [scales_of(tokens, width) for width in (1, 5, 14, 13, 25, 41)] == [(0, 0), (0, 1), (0, 2), (1, 2), (4, 4), (3, 4)]
+
+
+def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "var-d16" in random_networks()
+    with pytest.raises(ValueError, match="model must be a next-scale one, such as var-d16"):
+        check_network("llamagen-b", pictures=True)
+    pipe = text_var_pipeline(draft=False)
+    pipe.save_pretrained(tmp_path / "model")
+    stored = open_picture_network(str(tmp_path / "model"), torch.float32, torch.device("cpu"))
+    assert stored.guidance_scale == 3.0 and stored.tokens == 30 and stored.baseline == "plain"
+    tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2)}
+    monkeypatch.setattr(var_network, "official_config", lambda depth, pixels: tiny)
+    monkeypatch.setattr(var_network, "MultiScaleVQModel", lambda scales: tiny_multi_scale_vq(scales=(1, 2)))
+    random = open_network("var-d16", torch.float32, torch.device("cpu"))
+    assert random.transformer.head.weight.std() > 0.01
+    assert json.dumps(dict(random.transformer.config.items()), default=str)

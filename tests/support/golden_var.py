@@ -1,0 +1,30 @@
+"""The tiny VAR that the official code ran, and what it gave."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+from torch import Tensor
+
+from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.var import VARTransformer, is_rebuilt
+from vargen.pipelines.var_scales import VARScales
+
+_GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
+
+
+def official(guidance_scale: float) -> tuple[VARScales, dict[str, Tensor]]:
+    """As a `ScaleModel` with so much guidance."""
+    config = json.loads((_GOLDEN / "config.json").read_text())
+    scales = tuple(config["patch_nums"])
+    vqvae = MultiScaleVQModel(
+        codebook_size=config["vocab_size"], codebook_embed_dim=config["z_channels"], ch=config["ch"], scales=scales
+    ).eval()
+    vqvae.load_state_dict({k: v.float() for k, v in load_file(_GOLDEN / "vae.safetensors").items()})
+    sizes = {"vocab_size": config["vocab_size"], "code_dim": config["z_channels"], "num_classes": config["num_classes"]}
+    transformer = VARTransformer(depth=config["depth"], scales=scales, **sizes).eval()
+    state = load_file(_GOLDEN / "var.safetensors")
+    transformer.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
+    return VARScales(transformer, vqvae.quantize, guidance_scale), load_file(_GOLDEN / "io.safetensors")
