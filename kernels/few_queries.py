@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.kernels.dispatch import float32_on_cpu
-from vargen.kernels.few_rows import MOST_ROWS
+
+MOST_QUERIES = 64
 
 
 def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor) -> Tensor:
@@ -26,7 +27,7 @@ def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor) -> T
     B, T, H, K = q_BTHK.shape
     G, S = k_BGSK.shape[1:3]
     q = q_BTHK.transpose(1, 2)
-    if not float32_on_cpu(q) or bias.dtype == torch.bool or T > MOST_ROWS:
+    if not float32_on_cpu(q) or bias.dtype == torch.bool or T > MOST_QUERIES:
         return F.scaled_dot_product_attention(q, k_BGSK, v_BGSK, attn_mask=bias, enable_gqa=G != H).transpose(1, 2)
     q = q.reshape(B * G, -1, K)
     bias = bias.expand(B, H, T, S).reshape(B * G, -1, S)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
-from vargen.decoding.sampling import guide
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import Condition, LlamaGenOutput, LlamaGenTransformer
 
@@ -54,6 +53,8 @@ class LlamaGenTokens:
         self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
+        # A tensor: for every other number the compiler would make another graph.
+        self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
 
     @property
     def cost_key(self) -> str:
@@ -79,28 +80,21 @@ class LlamaGenTokens:
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
         cache = self.transformer.new_cache(len(rows), max_fed, self.compress_prefix, self.device)
-        out = self.transformer(condition=condition, cache=cache)
-        logits = out.logits[:, -1:]
-        if self.halves == 2:
-            conditional, unconditional = logits.chunk(2)
-            logits = guide(conditional, unconditional, self.guidance_scale)
-        return cache, Output(logits, out.features[:, -1:])
+        out = self.transformer(condition=condition, cache=cache, guidance=self._guidance)
+        return cache, Output(out.logits, out.features)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
-        rows = tokens.repeat(self.halves, 1)
+        rows, guidance = tokens.repeat(self.halves, 1), self._guidance
+        if guidance is not None and self.guidance_interval is not None:
+            step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
+            guidance = torch.where(step <= self.guidance_interval, guidance, 1.0)[..., None]
         if tree.chain:
-            out = self.step(rows, cache=state)
+            out = self.step(rows, cache=state, guidance=guidance)
         else:
             depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
-            out = self.step(rows, cache=state, positions=state.length[:, None] + depth, ancestors=ancestors)
-        if self.halves == 1:
-            return Output(out.logits, out.features)
-        conditional, unconditional = out.logits.chunk(2)
-        scale: float | Tensor = self.guidance_scale
-        if self.guidance_interval is not None:
-            step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
-            scale = torch.where(step <= self.guidance_interval, self.guidance_scale, 1.0)[..., None]
-        return Output(guide(conditional, unconditional, scale), out.features)
+            positions = state.length[:, None] + depth
+            out = self.step(rows, cache=state, positions=positions, ancestors=ancestors, guidance=guidance)
+        return Output(out.logits, out.features)
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
         """What a tree says of each image, for each row of the network."""

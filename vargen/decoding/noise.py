@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.categorical import categorical
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import eager_on_cpu, ordinary_tensors
 
 
 class Purpose(IntEnum):
@@ -142,6 +142,7 @@ def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = 
 
 
 @lru_cache(maxsize=8)
+@ordinary_tensors()
 def _lanes(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, far apart; never changed in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)

@@ -24,6 +24,7 @@ from vargen.decoding.protocols import TokenModel
 from vargen.decoding.run import Callback, Decoded, Run
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.kernels.dispatch import ordinary_tensors, quick_passes
 from vargen.values import shown
 
 
@@ -63,12 +64,13 @@ def decode(
     _check(model, seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if accelerator.drafter is None else accelerator.drafter.max_fed
-    with suitable_threads(model, condition, len(seeds), max_fed) as threads:
+    with quick_passes(torch.device(model.device)), suitable_threads(model, condition, len(seeds), max_fed) as threads:
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
         stats = image.stats(accelerator.name, threads)
         run.close(stats)
-    return Decoded(image.tokens[:, : run.total].contiguous(), image.length, stats, finished=not run.stopped)
+    # Copied out here, that they may be used for training.
+    return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
 def _loop(
@@ -113,7 +115,8 @@ class _Images:
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
         B, device = len(seeds), seeds.device
         self.seeds, self.total, self.model = seeds, total, model
-        self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
+        with ordinary_tensors():  # callbacks write to them
+            self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from vargen.kernels.dispatch import eager_on_cpu
 
+Slots = slice | Tensor
+
 
 class KVCache:
     """Keys and values of every layer, `[R, H, S, K]` each, and the number of image tokens that each row holds.
@@ -64,23 +66,33 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def slot_of(self, T: int) -> Tensor:
-        """Flat slots `[R, T, H]` of the T tokens that a pass feeds behind each row's pointer."""
+    def span(self, T: int) -> tuple[Slots, int]:
+        """Where the T tokens that a pass feeds behind each row's pointer go, and how many slots the pass has to look at.
+
+        On a CPU it looks at those that a row has in use, and where all rows hold equally many tokens it writes to one range of
+        slots. Elsewhere it looks at all and writes to flat slots `[R, T, H]`: shapes stay the same for every pass, and the host
+        does not wait for a length.
+        """
+        if not eager_on_cpu(self.length):
+            return self._flat_slots(T), self.slots
+        lengths = self.length.tolist()
+        reach = min(self.prefix + max(lengths) + T, self.slots)
+        alike = min(lengths) == max(lengths) <= self.tokens
+        return slice(reach - T, reach) if alike else self._flat_slots(T), reach
+
+    def _flat_slots(self, T: int) -> Tensor:
         ahead = self._image_slot[:T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
-    def reach(self, T: int) -> int:
-        """How many slots a pass over T tokens has to look at: on a CPU those that a row has in use. Elsewhere all: shapes stay
-        the same for every pass, and the host does not wait for a length."""
-        if not eager_on_cpu(self.length):
-            return self.slots
-        return min(self.prefix + int(self.length.max()) + T, self.slots)
-
-    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one pass at `slots`; returns all keys and values of the layer, `[R, H, S, K]`."""
+    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor, slots: Slots) -> tuple[Tensor, Tensor]:
+        """Write one pass at `slots`, see `span`; returns all keys and values of the layer, `[R, H, S, K]`."""
         k, v = self.k[layer], self.v[layer]
-        k.flatten(0, 2).index_put_((slots,), k_RTHK)
-        v.flatten(0, 2).index_put_((slots,), v_RTHK)
+        if isinstance(slots, slice):
+            k[:, :, slots] = k_RTHK.transpose(1, 2)
+            v[:, :, slots] = v_RTHK.transpose(1, 2)
+        else:
+            k.flatten(0, 2).index_put_((slots,), k_RTHK)
+            v.flatten(0, 2).index_put_((slots,), v_RTHK)
         return k, v
 
     def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None) -> Tensor:

@@ -1,0 +1,47 @@
+"""What networks draw from: class labels, or caption features.
+
+Shape suffixes: B rows, P conditioning rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a row is drawn from: class labels, or caption features.
+
+    Attributes:
+        class_labels: int64 `[B]`, 0 to `num_classes - 1`, or `num_classes` for the null class.
+        caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
+        caption_mask: bool `[B, P]`, True where a row is valid; None exposes all rows.
+    """
+
+    class_labels: Tensor | None = None
+    caption_embeds: Tensor | None = None
+    caption_mask: Tensor | None = None
+
+    def rows(self, chosen: slice) -> Condition:
+        """Some of the rows."""
+        parts = (self.class_labels, self.caption_embeds, self.caption_mask)
+        return Condition(*(None if part is None else part[chosen] for part in parts))
+
+    def join(self, other: Condition) -> Condition:
+        """This batch followed by another, as one; where only one has a mask, all rows of the other stay exposed.
+
+        Raises:
+            ValueError: if one holds classes and the other captions.
+        """
+        labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
+        masks = [self.caption_mask, other.caption_mask]
+        if (labels[0] is None) != (labels[1] is None) or (embeds[0] is None) != (embeds[1] is None):
+            raise ValueError("cannot join a condition of classes with one of captions")
+        if (masks[0] is None) != (masks[1] is None):
+            pairs_of_masks = [(m, e) for m, e in zip(masks, embeds, strict=True) if e is not None]
+            masks = [torch.ones(e.shape[:2], dtype=torch.bool, device=e.device) if m is None else m for m, e in pairs_of_masks]
+        pairs = (labels, embeds, masks)
+        return Condition(*(None if a is None or b is None else torch.cat([a, b.to(a)]) for a, b in pairs))
