@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import eager_on_cpu, float32_on_cpu
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.few_queries import folded
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
@@ -272,14 +273,12 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
         rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
-        slots, reach = cache.span(T)
-        bias = cache.bias(T, ancestors, cache.k.dtype, reach)
-        if float32_on_cpu(bias):
-            bias = bias.expand(-1, self.config.n_head, -1, -1).contiguous()  # once, not in every layer
+        span = cache.span(T)
+        bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach), self.config.n_head, cache.k.shape[2])
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
             attention = layer.attention
             q, k, v = attention.project(layer.attention_norm(x), rotary)
-            keys, values = (held[:, :, :reach] for held in cache.write(i, k, v, slots))
+            keys, values = span.write(i, k, v)
             x = layer.finish(x, attention.attend(q, keys, values, bias))
         return x
