@@ -11,22 +11,22 @@ packaged model, 6.3 million weights in float32:
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-from vargen.kernels.dispatch import ordinary_tensors
 
-
-@ordinary_tensors()
 def transpose_weights(network: nn.Module, transposed: bool = True) -> None:
-    """Lay out the weights of all linear layers in memory as `[K, N]`, or with `transposed=False` as `[N, K]` again.
+    """Lay out the weights of all linear layers in a CPU's memory as `[K, N]`, or with `transposed=False` as `[N, K]` again.
 
     Shapes and values stay, and so does what is computed, up to the order of its sums. Weights that already lie so are not
-    touched, nor those on "meta".
+    touched, nor are those of other devices transposed.
     """
     for layer in network.modules():
-        if isinstance(layer, nn.Linear) and layer.weight.device.type != "meta":
-            weight = layer.weight.data
-            if transposed and not weight.t().is_contiguous():
-                layer.weight.data = weight.t().contiguous().t()
-            elif not transposed and not weight.is_contiguous():
-                layer.weight.data = weight.contiguous()
+        if isinstance(layer, nn.Linear):
+            weight = layer.weight
+            # In the mode in which it was made: a weight for training stays one.
+            with torch.inference_mode(weight.is_inference()), torch.no_grad():
+                if not transposed and not weight.is_contiguous():
+                    weight.data = weight.data.contiguous()
+                elif transposed and weight.device.type == "cpu" and not weight.t().is_contiguous():
+                    weight.data = weight.data.t().contiguous().t()

@@ -18,7 +18,7 @@ from vargen.decoding.acceptance import shared_noise
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
-from vargen.decoding.noise import Noise
+from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.run import Callback, Decoded, Run
@@ -117,6 +117,7 @@ class _Images:
         self.seeds, self.total, self.model = seeds, total, model
         with ordinary_tensors():  # callbacks write to them
             self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
+        self.own = OwnNoise(seeds, total + max_fed)
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
@@ -129,7 +130,7 @@ class _Images:
             raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
         position = torch.zeros(B, 1, dtype=torch.int64, device=self.seeds.device)
         empty = Draft.empty(B, self.model.vocab, self.seeds.device)
-        self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position), self.relaxation).next_token
+        self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position, own=self.own), self.relaxation).next_token
         self.histogram[1] += B
         run.record(logits, position, self.tokens[:, : self.total], self.length, torch.ones_like(self.length))
 
@@ -139,7 +140,7 @@ class _Images:
 
     def noise(self, draft: Draft, step: int) -> Noise:
         """At the positions of what follows each fed slot."""
-        return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step)
+        return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
     def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
         """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""
