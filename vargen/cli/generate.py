@@ -26,7 +26,7 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
-from vargen.device import fix_threads
+from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
 
 _LARGEST_SEED = 2**63 - 1
@@ -85,7 +85,7 @@ def generate(
     negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile first, on a GPU; takes minutes.")] = False,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
@@ -103,6 +103,7 @@ def generate(
     check_range(batch_size, "batch_size", 1)
     fix_threads(threads)
     chosen_device = pick_device(device)
+    check_compile(compile, chosen_device)
     first = secrets.randbelow(2**32) if seed is None else seed
     total = len(subjects) * num_images
     if first + total - 1 > _LARGEST_SEED:

@@ -66,7 +66,8 @@ def suitable_threads(model: TokenModel, condition: Any, images: int, width: int)
     if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
         yield torch.get_num_threads()
         return
-    count = best_threads(model, condition, images, min(width, _WIDEST))
+    with quick_passes(torch.device(model.device)):
+        count = best_threads(model, condition, images, min(width, _WIDEST))
     with threads(count):
         yield count
 

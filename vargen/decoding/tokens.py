@@ -64,7 +64,7 @@ def decode(
     _check(model, seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if accelerator.drafter is None else accelerator.drafter.max_fed
-    with quick_passes(torch.device(model.device)), suitable_threads(model, condition, len(seeds), max_fed) as threads:
+    with suitable_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
         stats = image.stats(accelerator.name, threads)

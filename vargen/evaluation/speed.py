@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Accelerator, DecodeStats, Progress, decode
+from vargen.device import check_compile
 from vargen.evaluation.network import Network, plausible_condition
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import LlamaGenTransformer
@@ -226,14 +227,15 @@ def measure_baseline(
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
     Args:
-        compile: run the passes through `torch.compile`; compiling is part of the warm-up.
+        compile: run the passes through `torch.compile`, on a GPU; compiling is part of the warm-up.
 
     Raises:
-        ValueError: if `batch` is below 1, or `seconds` is negative or not finite.
+        ValueError: if `batch` is below 1, `seconds` is negative or not finite, or passes are to be compiled on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
     transformer = network.transformer
+    check_compile(compile, transformer.device)
     step = torch.compile(transformer, dynamic=False) if compile else None
     model = LlamaGenTokens(transformer, network.guidance_scale, step=step)
     condition = plausible_condition(transformer, batch)

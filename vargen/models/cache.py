@@ -75,7 +75,7 @@ class KVCache:
             return Span(self, self._flat_slots(T), self.slots)
         lengths = self.length.tolist()
         reach = min(self.prefix + max(lengths) + T, self.slots)
-        alike = min(lengths) == max(lengths) <= self.tokens
+        alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # gradients take no such views
         return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T), reach)
 
     def _flat_slots(self, T: int) -> Tensor:
