@@ -132,7 +132,7 @@ def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
 
 
 def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
-    """Windows that move on by other steps in each image, grow and shrink, stand still and go back; siblings share a position."""
+    """Windows that move on by other steps in each image, grow, shrink, stand still and go back; siblings share a position."""
     own = OwnNoise(SEEDS, 400)
     generator = torch.Generator().manual_seed(0)
     start = torch.zeros(len(SEEDS), 1, dtype=torch.int64)

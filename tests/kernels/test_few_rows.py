@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import tiny_transformer
 from torch import nn
 
-from tiny_models import tiny_transformer
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer

@@ -94,7 +94,8 @@ class Run:
 
         Args:
             logits: float `[B, T, V]`. position: int64 `[B, T]`, of what each says; past N it does not matter.
-            tokens: int64 `[B, N]`, an ordinary tensor, because the callback may write to it. length: int64 `[B]`, how many are drawn. count: int64 `[B]`, how many by this pass.
+            tokens: int64 `[B, N]`, an ordinary tensor: the callback may write to it. length: int64 `[B]`, how many are drawn.
+            count: int64 `[B]`, how many by this pass.
 
         Raises:
             NonFiniteLogitsError: for logits of this pass or, on a GPU, of one before.

@@ -22,7 +22,15 @@ from vargen.kernels.few_queries import folded
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
-from vargen.models.llamagen_blocks import CaptionEmbedder, LabelEmbedder, Linear, RMSNorm, TransformerBlock, rotary_table, rotation
+from vargen.models.llamagen_blocks import (
+    CaptionEmbedder,
+    LabelEmbedder,
+    Linear,
+    RMSNorm,
+    TransformerBlock,
+    rotary_table,
+    rotation,
+)
 
 ensure_torchvision()
 
@@ -51,7 +59,7 @@ class LlamaGenOutput(BaseOutput):
 
 
 def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance `[B/2, T, D]` on features: the output product is linear, so it can follow, for half of the rows."""
+    """Classifier-free guidance `[B/2, T, D]` on features: the output product is linear, so it may follow, on half the rows."""
     high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
     conditional, unconditional = high.chunk(2)
     return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)

@@ -3,8 +3,8 @@
 A pass of one token is some hundred products and many small operations around them, which on a CPU take as long as the products:
 every operation here counts.
 
-Shape suffixes: B rows (images; twice as many under guidance), P conditioning rows, T tokens of one pass, S cache slots, D width,
-H heads, K head width.
+Shape suffixes: B rows (images; twice as many under guidance), T tokens of one pass, S cache slots, D width, H heads, K head
+width.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def rotation(table_TK2: Tensor) -> Rotary:
 
 
 def rotate(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. By complex numbers, float32 is rotated in place."""
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. By complex numbers, float32 in place."""
     x = x_BTHK.float()
     if isinstance(rotary, Tensor):
         return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
@@ -63,7 +63,7 @@ class Linear(nn.Linear):
 @lru_cache
 @ordinary_tensors()
 def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
-    """x / sqrt(|x|^2 / D + eps) is x root / sqrt(|x|^2 + offset^2): the two, float32 `[]`, so that no operation converts a number."""
+    """Float32 `[]`, so that no pass has to convert them: x / sqrt(|x|^2 / D + eps) is x root / sqrt(|x|^2 + offset^2)."""
     return torch.tensor(width**0.5, device="cpu"), torch.tensor((width * eps) ** 0.5, device="cpu")
 
 
