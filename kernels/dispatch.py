@@ -24,8 +24,8 @@ def ordinary_tensors() -> Iterator[None]:
 def quick_passes(device: torch.device) -> AbstractContextManager[None]:
     """Passes without gradients: on a CPU torch's inference mode, in which an operation costs it less.
 
-    Elsewhere `no_grad`: there the host is not what is waited for, and offloaded weights, which are moved in the midst of a pass,
-    would be of no use for training afterwards.
+    Elsewhere `no_grad`: there the host is not what is waited for, and offloaded weights, which are moved amid a pass, would be
+    of no use for training afterwards.
     """
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()
 

@@ -338,7 +338,7 @@ class LlamaGenPipeline(DiffusionPipeline):
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
                 the tokens in place or return `{"latents": ...}`; returning `{"stop": True}`, or setting `pipe._interrupt`,
                 ends the run with what is drawn.
-            compile: run the passes through `torch.compile`, which takes minutes the first time. For GPUs: on a CPU it never pays.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
             compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
             clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
 

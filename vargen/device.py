@@ -153,8 +153,8 @@ def check_compile(compile: bool, device: str | torch.device) -> None:
 
     if compile and torch.device(device).type == "cpu":
         raise ValueError(
-            "compile must be False on a CPU: compiled passes take longer there, because they copy the whole cache and attend to "
-            "all of it; leave it out, or run on a GPU"
+            "compile must be False on a CPU: compiled passes take longer there, because they copy the whole cache and attend "
+            "to all of it; leave it out, or run on a GPU"
         )
 
 
