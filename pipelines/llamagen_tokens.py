@@ -8,11 +8,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
+from vargen.kernels.dispatch import ordinary_tensors
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import Condition, LlamaGenOutput, LlamaGenTransformer
 
@@ -53,6 +55,8 @@ class LlamaGenTokens:
         self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
+        hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers
+        self._hooked = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
         # A tensor: for every other number the compiler would make another graph.
         self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
 
@@ -80,7 +84,8 @@ class LlamaGenTokens:
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
         cache = self.transformer.new_cache(len(rows), max_fed, self.compress_prefix, self.device)
-        out = self.transformer(condition=condition, cache=cache, guidance=self._guidance)
+        with self._mode():
+            out = self.transformer(condition=condition, cache=cache, guidance=self._guidance)
         return cache, Output(out.logits, out.features)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
@@ -88,13 +93,18 @@ class LlamaGenTokens:
         if guidance is not None and self.guidance_interval is not None:
             step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
             guidance = torch.where(step <= self.guidance_interval, guidance, 1.0)[..., None]
-        if tree.chain:
-            out = self.step(rows, cache=state, guidance=guidance)
-        else:
+        places = {}
+        if not tree.chain:
             depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
-            positions = state.length[:, None] + depth
-            out = self.step(rows, cache=state, positions=positions, ancestors=ancestors, guidance=guidance)
+            places = {"positions": state.length[:, None] + depth, "ancestors": ancestors}
+        with self._mode():
+            out = self.step(rows, cache=state, guidance=guidance, **places)
         return Output(out.logits, out.features)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        """That of the loop; but hooks that bring or cast a layer's weights put others in their place, which have to be ordinary
+        ones to be trained one day."""
+        return ordinary_tensors() if self._hooked else nullcontext()
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
         """What a tree says of each image, for each row of the network."""

@@ -352,6 +352,7 @@ def test_layerwise_casting_draws_the_same():
     pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     assert {weight.dtype for weight in pipe.transformer.layers.parameters()} == {torch.float16, torch.float32}
     assert torch.equal(expected, pipe("a red apple", generator=seeded(0)[0], output_type="pt").images)
+    assert not any(weight.is_inference() for weight in pipe.transformer.parameters()), "they can still be trained"
 
 
 def test_a_callback_that_raises_leaves_the_pipeline_usable(classes):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import eager_on_cpu, ordinary_tensors
 from vargen.kernels.few_queries import folded
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
@@ -171,17 +171,18 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
         """
         config = self.config
-        return KVCache(
-            config.n_layer,
-            rows,
-            config.n_kv_head or config.n_head,
-            config.dim // config.n_head,
-            prefix=1 if compress_prefix else self.prefix_rows,
-            tokens=self.tokens,
-            scratch=scratch,
-            dtype=self.dtype,
-            device=device or self.device,
-        )
+        with ordinary_tensors():  # which passes of any mode may write to
+            return KVCache(
+                config.n_layer,
+                rows,
+                config.n_kv_head or config.n_head,
+                config.dim // config.n_head,
+                prefix=1 if compress_prefix else self.prefix_rows,
+                tokens=self.tokens,
+                scratch=scratch,
+                dtype=self.dtype,
+                device=device or self.device,
+            )
 
     def forward(
         self,
