@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
+from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import NonFinitePixelsError, VQModel
@@ -197,7 +198,7 @@ class LlamaGenPipeline(VisualPipeline):
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
                 the tokens in place or return `{"latents": ...}`; returning `{"stop": True}`, or setting `pipe._interrupt`,
                 ends the run with what is drawn.
-            compile: run the passes through `torch.compile`; the first call takes minutes.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
             compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
             clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
 
@@ -209,6 +210,7 @@ class LlamaGenPipeline(VisualPipeline):
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
+        check_compile(compile, self._device_of(self.transformer))
         preset = self.resolved(accelerator)
         if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
             preset = self.resolved("gumbel")
@@ -257,7 +259,12 @@ class LlamaGenPipeline(VisualPipeline):
         compress_prefix: bool = True,
         compile: bool = False,
     ) -> LlamaGenTokens:
-        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call."""
+        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call.
+
+        Raises:
+            ValueError: for a bad scale, or `compile` on a CPU.
+        """
+        check_compile(compile, self._device_of(self.transformer))
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)

@@ -15,12 +15,14 @@ from torch import Tensor
 from vargen.compat import outside_autocast
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import Decoded, DecodeStats, Schedule, decode_scales
+from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleQuantizer, MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.models.vq import NonFinitePixelsError
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.best_of import BestOf
 from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.description import Description
 from vargen.pipelines.memory import within_memory
@@ -106,6 +108,8 @@ class VARPipeline(VisualPipeline):
     @classmethod
     def check_method(cls, described: Description, method: Any) -> None:
         method.check_scales(described.steps)
+        if method.drafts and not described.has_draft:
+            raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
         method.bind(self.scale_model(1.0))
@@ -151,6 +155,8 @@ class VARPipeline(VisualPipeline):
         strength: float | None = None,
         class_labels: int | str | list[int | str] | Tensor | None = None,
         num_images_per_prompt: int = 1,
+        num_candidates: int = 1,
+        scorer: Any = None,
         guidance_scale: float | None = None,
         temperature: float | None = None,
         top_k: int | None = None,
@@ -179,6 +185,7 @@ class VARPipeline(VisualPipeline):
             strength: share of the scales, the fine ones, that are drawn anew, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
             num_images_per_prompt: pictures of each.
+            num_candidates, scorer: as of `LlamaGenPipeline`: draw so many of each, and keep what scores best.
             guidance_scale: classifier-free guidance, at least 0; 1 switches it off. It grows linearly over the scales, from
                 none, to this at the last; the official `cfg` is one less. None: the checkpoint's default, as for `temperature`,
                 `top_k` and `top_p`.
@@ -190,7 +197,7 @@ class VARPipeline(VisualPipeline):
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
                 `pipe.preview(tokens, tokens_drawn)` shows what is there. It may change the tokens of the scale that was drawn
                 last. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the run with what is drawn.
-            compile: run the passes through `torch.compile`; the first call takes minutes.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
             clean_prompt: clean the prompt as official text models were trained (needs ftfy and beautifulsoup4).
 
         Raises:
@@ -200,6 +207,7 @@ class VARPipeline(VisualPipeline):
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
+        check_compile(compile, self._device_of(self.transformer))
         schedule = self.resolved(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
@@ -209,16 +217,19 @@ class VARPipeline(VisualPipeline):
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
         num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
+        best = BestOf.checked(num_candidates, scorer)
         source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
         self.check_runs(schedule)
 
         condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
-        kept, keep = self._source(source, count, num_images_per_prompt)
-        seeds = checks.image_seeds(generator, images)
-        condition = repeated(condition, num_images_per_prompt)
+        best.check_images(images)
+        texts = [] if best.scorer is None else self.scored_texts(prompt, condition)
+        seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
+        kept, keep = self._source(source, count, drawn // count)
+        condition = repeated(condition, drawn // count)
         unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        negative = self.negative_condition(*unwanted, clean_prompt, count, images)
+        negative = self.negative_condition(*unwanted, clean_prompt, count, drawn)
         self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.steps, False
         with self.progress_bar(total=self.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
@@ -235,8 +246,11 @@ class VARPipeline(VisualPipeline):
                     callback=callback,
                 )
 
-            result = within_memory(run, images)
+            result = within_memory(run, drawn)
         result.stats.seeds = seeds.asked
+        if best.scorer is not None:
+            pictures = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, "pt")
+            result, _ = best.choose(result, seeds, pictures, [text for text in texts for _ in range(num_images_per_prompt)])
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return VARPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)

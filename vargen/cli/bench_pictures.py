@@ -23,7 +23,7 @@ def pictures(
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
     rounds: Annotated[int, typer.Option(metavar="N", help="Timed turns of each; more are steadier.")] = 5,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile our passes; that is not timed.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile our passes, on a GPU; not timed.")] = False,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
     """Milliseconds a picture of a next-scale model, with and without its pixels, against the published sampling loop.

@@ -39,7 +39,7 @@ from vargen.cli.outputs import (
     write_each,
 )
 from vargen.cli.subjects import class_numbers, say_names, subjects_of
-from vargen.device import fix_threads
+from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def generate(
     ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile first, on a GPU; takes minutes.")] = False,
     batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once, candidates counted.")] = 8,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
@@ -113,6 +113,7 @@ def generate(
     check_range(best_of, "best_of", 1)
     fix_threads(threads)
     chosen_device = pick_device(device)
+    check_compile(compile, chosen_device)
     repeated = [subject for subject in subjects for _ in range(num_images)]
     kind = "class " if class_label else ""
     places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding import Accelerator, resolve_accelerator
+from vargen.decoding import Method, Schedule, resolve_accelerator
 from vargen.decoding.naming import nearest
 from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
 from vargen.scoring.registry import read_spec
@@ -78,22 +78,29 @@ def prompt_subjects(prompts: Any) -> list[Subject]:
     return list(check_prompts(prompts, "prompts"))
 
 
-def method_of(spec: str, family: str) -> Accelerator:
-    """A preset of the family, with other settings of its drafter and rule where `spec` gives some: `gsd:budget=5,window=24`.
+def method_of(spec: str, family: str) -> Method:
+    """A preset of the family, with other settings where `spec` gives some: of its drafter and rule, `gsd:budget=5,window=24`,
+    or of the stages of a schedule by their numbers, `code:until.1=-3`.
 
     Raises:
         ValueError: for an unknown preset or setting, or a value that the part refuses.
     """
     name, options = read_spec(spec)
     accelerator = resolve_accelerator(name, family)
-    parts: dict[str, Any] = {part: getattr(accelerator, part) for part in ("drafter", "acceptance")}
-    allowed = {part: _settable(value) for part, value in parts.items()}
+    if isinstance(accelerator, Schedule):
+        parts: dict[str, Any] = {f".{number}": stage for number, stage in enumerate(accelerator.stages, 1)}
+        allowed = {part: [each + part for each in _settable(stage) if each != "rule"] for part, stage in parts.items()}
+    else:
+        parts = {part: getattr(accelerator, part) for part in ("drafter", "acceptance")}
+        allowed = {part: _settable(value) for part, value in parts.items()}
     for key, text in options.items():
         owner = next((part for part in parts if key in allowed[part]), None)
         if owner is None:
             names = sorted({name for each in allowed.values() for name in each})
             raise ValueError(f"method {name} has no setting {shown(key)}; {nearest(key, names) if names else 'it has none'}")
-        parts[owner] = replace(parts[owner], **{key: _value(text)})
+        parts[owner] = replace(parts[owner], **{key.removesuffix(owner): _value(text)})
+    if isinstance(accelerator, Schedule):
+        return replace(accelerator, stages=tuple(parts.values()))
     return replace(accelerator, **parts) if options else accelerator
 
 

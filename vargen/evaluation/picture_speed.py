@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork
 
@@ -68,16 +69,17 @@ def measure_pictures(
     """Draw and decode whole batches by the baseline and by the published loop, in turn, behind one untimed round.
 
     Args:
-        compile: run the baseline's passes through `torch.compile`; compiling is part of the untimed round.
+        compile: run the baseline's passes through `torch.compile`, on a GPU; compiling is part of the untimed round.
         progress: called with the rounds done and all rounds.
 
     Raises:
-        ValueError: if `batch` or `rounds` is below 1.
+        ValueError: if `batch` or `rounds` is below 1, or passes are to be compiled on a CPU.
     """
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
-    transformer, decoder = network.transformer, network.decoder(compile)
-    device = transformer.device
+    transformer, device = network.transformer, network.transformer.device
+    check_compile(compile, device)
+    decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
     published_draw, published_pixels = network.published(batch)
     seconds: dict[str, list[float]] = {}

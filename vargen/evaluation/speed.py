@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeStats, Method, Progress
+from vargen.device import check_compile
 from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
@@ -197,14 +198,15 @@ def measure_baseline(
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
     Args:
-        compile: run the passes through `torch.compile`; compiling is part of the warm-up.
+        compile: run the passes through `torch.compile`, on a GPU; compiling is part of the warm-up.
         accelerator: another method than the network's baseline.
 
     Raises:
-        ValueError: if `batch` is below 1, or `seconds` is negative or not finite.
+        ValueError: if `batch` is below 1, `seconds` is negative or not finite, or passes are to be compiled on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
+    check_compile(compile, network.transformer.device)
     transformer, decoder = network.transformer, network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
 
