@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.sampling import guide
-from vargen.kernels.dispatch import eager_on_cpu
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleQuantizer
 from vargen.models.var import ScaleCache, VAROutput, VARTransformer
+from vargen.modes import quick_passes
 
 
 class ScaleState:
@@ -125,13 +125,20 @@ class VARScales:
         conditions = [condition]
         if self.halves == 2:
             conditions.append(self.negative or self.transformer.null_condition(condition))
-        conditions = _without_padding(conditions)
+        if self.device.type == "cpu":  # a GPU would be waited for, and passes of one shape can be recorded once
+            conditions = _without_padding(conditions)
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
         prefix = max(0 if each.caption_embeds is None else each.caption_embeds.shape[1] for each in conditions)
         return ScaleState(self.transformer.new_cache(self.halves * len(rows), prefix, self.device), conditions)
 
     def forward(
+        self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
+    ) -> list[Tensor]:
+        with quick_passes(self.device):
+            return self._guided(state, inputs, count, guidance)
+
+    def _guided(
         self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
     ) -> list[Tensor]:
         last = len(inputs)
@@ -193,12 +200,9 @@ class VARScales:
 
 
 def _without_padding(conditions: list[Condition]) -> list[Condition]:
-    """Captions cut to the longest of them: rows that no token sees cost as much as others.
-
-    Not on a GPU, where asking for the length waits for the device, and passes of one shape can be recorded once.
-    """
+    """Captions cut to the longest of them: rows that no token sees cost as much as others."""
     masks = [each.caption_mask for each in conditions]
-    if any(mask is None or not eager_on_cpu(mask) for mask in masks):
+    if any(mask is None for mask in masks):
         return conditions
     used = max(1, *(int(mask.sum(1).max()) for mask in masks if mask is not None))
     cut = []

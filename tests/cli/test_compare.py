@@ -227,3 +227,18 @@ def test_distributions_are_measured_where_tokens_cannot_be_kept(
     damaged.write_bytes(damaged.read_bytes()[:200])
     result = run(*words)
     assert result.exit_code == 2 and f"{damaged} is damaged or not of vargen's" in result.stderr
+
+
+def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: Path) -> None:
+    """Those that do not fit its four scales are left out and named, as long as nobody asked for them."""
+    words = ("compare", "--model", scale_model, "--prompt-file", prompts, "--threads", 1)
+    result = run(*words, "--json", "out.json", "-o", "out.png")
+    assert result.exit_code == 0, result.output
+    assert "scale-spec is left out: until of stage 2" in result.stderr
+    document = json.loads(Path("out.json").read_text())
+    assert [method["name"] for method in document["methods"]] == ["plain", "code", "economy"]
+    assert document["baseline"] == "plain" and Path("out.png").exists()
+    refused = run(*words, "--methods", "scale-spec")
+    assert refused.exit_code == 2 and "until of stage 2" in refused.stderr
+    foreign = run(*words, "--methods", "gumbel")
+    assert foreign.exit_code == 2 and "is for next-token models" in foreign.stderr

@@ -161,3 +161,14 @@ def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any
         "0 of 5 images were written",
     ]
     assert list(Path().iterdir()) == []
+
+
+def test_a_next_scale_model_is_drawn_with_like_any_other(run: Any, scale_model: Path) -> None:
+    words = ("generate", "a red apple", "--model", scale_model, "--seed", 5)
+    assert run(*words, "-o", "plain.png").exit_code == run(*words, "-o", "code.png", "--accelerator", "code").exit_code == 0
+    with Image.open("plain.png") as plain, Image.open("code.png") as code:
+        told = json.loads(plain.info["vargen"])
+        assert (told["accelerator"], told["guidance_scale"], plain.size) == ("plain", 3.0, (8, 8))
+        assert plain.tobytes() != code.tobytes()
+    refused = run(*words, "--accelerator", "ar")
+    assert refused.exit_code == 2 and "is for next-token models" in refused.stderr

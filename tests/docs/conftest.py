@@ -13,3 +13,13 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / "tiny"
     text_pipeline(grid_size=6).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def tiny_scale_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A next-scale pipeline folder of random weights that draws ten classes."""
+    from tiny_models import class_var_pipeline
+
+    folder = tmp_path_factory.mktemp("models") / "tiny-scales"
+    class_var_pipeline().save_pretrained(folder)
+    return folder

@@ -157,12 +157,18 @@ def test_every_recipe_is_listed() -> None:
         assert f"`{recipe.stem}`" in text, recipe.stem
 
 
-def test_usage_runs(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a tiny model instead of the packaged one."""
+def test_usage_runs(
+    tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tiny models instead of the packaged and the official ones."""
+    names = {'"emoji"': repr(str(tiny_model)), '"var-d16"': repr(str(tiny_scale_model))}
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
     for block in blocks(ROOT / "docs/usage.md", "python"):
         if block.runs:
-            exec(compile(block.code.replace('"emoji"', repr(str(tiny_model))), block.page, "exec"), scope)
-    assert len(scope["result"].images) == 2
+            code = block.code
+            for name, folder in names.items():
+                code = code.replace(name, folder)
+            exec(compile(code, block.page, "exec"), scope)
+    assert len(scope["result"].images) == 2 and scope["right_anew"].size == scope["picture"].size
 

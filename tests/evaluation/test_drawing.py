@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_models import class_pipeline, text_pipeline
+from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
 from vargen.evaluation.drawing import Drawer, Drawing, draw, locally
@@ -275,6 +275,27 @@ def test_method_settings_reach_the_parts() -> None:
     assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
     assert method_of("gsd:budget=none", "next-token").acceptance.budget is None
     assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
+
+
+def test_settings_of_a_schedule_are_of_its_stages() -> None:
+    made = method_of("code:until.1=-3,temperature.2=0.9", "next-scale")
+    assert [(stage.until, stage.model, stage.temperature) for stage in made.stages] == [(-3, "target", 1), (None, "draft", 0.9)]
+    with pytest.raises(ValueError, match=r"method code has no setting 'until'; did you mean 'until\.[12]'"):
+        method_of("code:until=3", "next-scale")
+    with pytest.raises(ValueError, match="temperature must be a finite factor"):
+        method_of("code:temperature.1=-1", "next-scale")
+
+
+def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:
+    class_var_pipeline().save_pretrained(tmp_path / "model")
+    methods = ("plain", "code", "code:until.1=-3")
+    wanted = drawing(tmp_path / "model", tmp_path / "run", methods=methods, num=2, batch=2)
+    assert draw(wanted) == 6
+    pictures = images(tmp_path / "run")
+    assert len(pictures) == 6 and len(set(pictures.values())) == 6
+    class_var_pipeline(draft=False).save_pretrained(tmp_path / "alone")
+    with pytest.raises(ValueError, match="needs a draft_transformer"):
+        draw(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
 
 
 # -- the journal -----------------------------------------------------------------------------------------------------------------

@@ -145,6 +145,26 @@ def test_the_kind_says_what_it_is(classes: VARPipeline) -> None:
     assert class_var_pipeline().default_sampling["top_k"] is None, "the family's 900 are more than there are tokens"
 
 
+def test_the_best_of_several_candidates(texts: VARPipeline) -> None:
+    def darkness(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        assert prompts == ["a cat"] * 3 + ["a dog"] * 3
+        return -images.mean((1, 2, 3))
+
+    options: dict[str, Any] = {"image": [a_picture(0), a_picture(1)], "strength": 0.8}
+    result = texts(["a cat", "a dog"], num_candidates=3, scorer=darkness, generator=seeded(0, 1), output_type="np", **options)
+    assert len(result.images) == 2 and len(result.stats.candidate_seeds) == 2
+    for row, prompt in enumerate(["a cat", "a dog"]):
+        seeds = result.stats.candidate_seeds[row]
+        alone = [
+            texts(prompt, image=a_picture(row), strength=0.8, generator=seeded(seed)[0], output_type="np").images[0]
+            for seed in seeds
+        ]
+        darkest = min(range(3), key=lambda k: alone[k].mean())
+        assert np.array_equal(alone[darkest], result.images[row]) and result.stats.seeds[row] == seeds[darkest]
+        assert np.array_equal(alone[0], texts(prompt, image=a_picture(row), strength=0.8, generator=seeded(row)[0],
+                                              output_type="np").images[0]), "the first candidate is the picture itself"
+
+
 # -- while it draws ---------------------------------------------------------------------------------------------------------
 
 
