@@ -61,15 +61,15 @@ def distribution(
     asked = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
-    from vargen.decoding import Accelerator, Grouped
+    from vargen.decoding import Accelerator, Grouped, Method
     from vargen.evaluation.distribution import distribution_report
     from vargen.pipelines import checks
     from vargen.pipelines.registry import open_pipeline
 
-    accelerators: dict[str, Accelerator] = {}
+    accelerators: dict[str, Method] = {}
     for name, accelerator in asked.items():
         accelerators[name] = accelerator
-        if strong and name == "gsd":
+        if strong and name == "gsd" and isinstance(accelerator, Accelerator):
             wide = dataclasses.replace(accelerator, acceptance=Grouped(size=50, delta=1.0))
             accelerators["gsd, 50 tokens a group"] = wide
     settings = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
@@ -106,6 +106,6 @@ def _distribution_table(report: dict[str, Any]) -> str:
         for name, values in report["methods"].items()
     ]
     return (
-        f"{report['pictures']} pictures of each method against ar, p-values of {report['permutations']} permutations\n\n"
+        f"{report['pictures']} pictures of each method against {report['baseline']}, p-values of {report['permutations']} permutations\n\n"
         + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
     )

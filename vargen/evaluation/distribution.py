@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator
+from vargen.decoding import Method, resolve_accelerator
 from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays, weights_digest
@@ -45,7 +45,7 @@ def claim(folder: Path, made_of: dict[str, Any]) -> None:
 def draw_many(
     pipe: VisualPipeline,
     prompts: Sequence[str],
-    accelerator: Accelerator,
+    accelerator: Method,
     pictures: int,
     batch: int,
     seed: int,
@@ -114,7 +114,7 @@ def draw_many(
 def distribution_report(
     pipe: VisualPipeline,
     prompts: Sequence[str],
-    methods: dict[str, Accelerator],
+    methods: dict[str, Method],
     pictures: int,
     batch: int,
     folder: Path,
@@ -123,25 +123,27 @@ def distribution_report(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
-    """Test pictures of each method against pictures of `ar` with other seeds.
+    """Test pictures of each method against pictures of the pipeline's baseline with other seeds; of scales, the finest one.
 
-    `ar` itself, with a third set of seeds, shows what the tests say where there is no difference.
+    The baseline itself, with a third set of seeds, shows what the tests say where there is no difference.
     """
-    ar = Accelerator(name="ar")
+    sequential = resolve_accelerator(pipe.baseline, pipe.family)
     used = {**pipe.default_sampling, **(settings or {})}
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
     shared: tuple[Any, ...] = (used, weights, progress, not_kept)
-    baseline, _ = draw_many(pipe, prompts, ar, pictures, batch, 10**6, folder / "ar", *shared)
-    codes, columns = pipe.codebook.detach().float().cpu(), pipe.grid[1]
+    baseline, _ = draw_many(pipe, prompts, sequential, pictures, batch, 10**6, folder / pipe.baseline, *shared)
+    codes, (rows, columns) = pipe.codebook.detach().float().cpu(), pipe.grid
+    finest = rows * columns
     results = {}
     for number, (name, accelerator) in enumerate(methods.items(), 2):
         seed = number * 10**6
         place = folder / name
         tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, *shared)
-        tests = two_sample_tests(baseline, tokens, codes, columns, permutations)
+        tests = two_sample_tests(baseline[:, -finest:], tokens[:, -finest:], codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
             **statistics,
             "tests": {test: asdict(result) for test, result in tests.items()},
         }
-    return {"pictures": pictures, "permutations": permutations, "sampling": used, "methods": results}
+    head = {"baseline": pipe.baseline, "pictures": pictures}
+    return {**head, "permutations": permutations, "sampling": used, "methods": results}

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -95,9 +96,9 @@ def measure_pictures(
 
     for done in range(rounds + 1):
         drawn = timed("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
-        timed("decoding", lambda drawn=drawn: network.pixels(drawn))
+        timed("decoding", partial(network.pixels, drawn))
         canvas = timed("published_drawing", published_draw)
-        timed("published_decoding", lambda canvas=canvas: published_pixels(canvas))
+        timed("published_decoding", partial(published_pixels, canvas))
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
