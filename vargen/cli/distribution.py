@@ -106,6 +106,7 @@ def _distribution_table(report: dict[str, Any]) -> str:
         for name, values in report["methods"].items()
     ]
     return (
-        f"{report['pictures']} pictures of each method against {report['baseline']}, p-values of {report['permutations']} permutations\n\n"
+        f"{report['pictures']} pictures of each method against {report['baseline']}, p-values of {report['permutations']} "
+        "permutations\n\n"
         + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
     )
