@@ -69,7 +69,7 @@ def decode(
         image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
         stats = image.stats(accelerator.name, threads)
         run.close(stats)
-    # Copied out here, that they may be used for training.
+    # Cloned outside of inference mode, so that callers can train on them.
     return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
