@@ -19,8 +19,9 @@ from vargen.decoding import (
     methods_of,
     shared_noise,
 )
+from vargen.decoding.by_cost import ByCost, Geometric, Growth
 from vargen.decoding.cost import pass_costs
-from vargen.decoding.draft_length import Adaptive, Auto, ByCost, Fixed, Geometric, Growth
+from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context
 from vargen.evaluation.table_model import TableModel
 

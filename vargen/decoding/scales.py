@@ -1,11 +1,11 @@
 """The next-scale loop: pick the stage; perhaps draft some scales; one pass; draw or judge the scales it fed; commit; repeat.
 
-The tokens of a scale depend on the scales before it alone. So a refused draft concerns later scales, not later tokens of its
-own scale, and the scale at which a draft is refused is finished by the pass that refuses it. Keys and values of a scale
+The tokens of a scale depend on the scales before it alone. So rejecting a draft discards later scales only, and the
+scale at which it is rejected is finished in the same pass. Keys and values of a scale
 depend on what it was fed, the sum of the scales before: they stay valid when its own tokens are redrawn.
 
-Images of a batch go on together. One whose drafts were kept longer than another's keeps its tokens, and the passes that repeat
-its scales change nothing: every draw is a function of the image's seed and the token's place.
+The batch advances with its slowest image. Those ahead of it are fed the same tokens again, to no effect: every draw is a function
+of the image's seed and the token's place.
 
 Shape suffixes: B images, S scales, L tokens of all scales, n tokens of one, V vocabulary.
 """

@@ -25,7 +25,7 @@ class Stage:
             the scale behind them if all are kept.
         rule: what judges drafted scales; see `vargen.decoding.acceptance.scales`.
         guidance: factor of the guidance; 0 runs the scales without the unconditional rows, which halves their work.
-        temperature: factor of the temperature. top_k: instead of the call's, where it is less.
+        temperature: factor of the temperature. top_k: at most the call's; the lesser of the two counts.
 
     Raises:
         ValueError, TypeError: for a value that is none of these.
@@ -64,7 +64,7 @@ class Stage:
         return self.model == "target" and plain and (not self.drafted or self.rule.exact)
 
     def sampling(self, asked: Sampling, codes: int) -> Sampling:
-        """Of a scale of so many codes, where a call asks for `asked`."""
+        """The sampling of a scale of so many codes, where a call asks for `asked`."""
         limits = [limit for limit in (asked.top_k, self.top_k) if limit is not None and limit < codes]
         return Sampling(asked.temperature * self.temperature, min(limits, default=None), asked.top_p)
 
@@ -79,7 +79,7 @@ class Schedule:
         summary: one line for people. source: paper.
 
     Raises:
-        TypeError: for a name or a stage that is none. ValueError: for no stage.
+        TypeError: if `name` is no string, or a stage no `Stage`. ValueError: for no stage.
     """
 
     name: str = "custom"

@@ -69,7 +69,7 @@ def decode(
         image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
         stats = image.stats(accelerator.name, threads)
         run.close(stats)
-    # Copied out here, that they may be used for training.
+    # Cloned outside of inference mode, so that callers can train on them.
     return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
@@ -108,7 +108,7 @@ class _Images:
         tokens: int64 `[B, N + max_fed]`; behind the grid lies what passes near its end write past it.
         length: int64 `[B]`, tokens drawn.
         relaxation: float32 `[B]`, granted so far.
-        histogram: int64 `[max_fed + 1]`, passes times images that committed k tokens.
+        histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
         widths: passes by the tokens they fed.
     """
 
@@ -139,7 +139,7 @@ class _Images:
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def noise(self, draft: Draft, step: int) -> Noise:
-        """At the positions of what follows each fed slot."""
+        """Noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
     def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from vargen.decoding.by_cost import ByCost, Geometric
 from vargen.decoding.cost import pass_costs
 from vargen.decoding.draft import Draft, Output, Step, Tree
-from vargen.decoding.draft_length import ByCost, Geometric
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
