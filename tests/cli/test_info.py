@@ -30,9 +30,9 @@ def test_info_for_people(run: Any) -> None:
 def test_presets(run: Any) -> None:
     document = json.loads(run("info", "presets", "--json").stdout)
     assert [preset["name"] for preset in document] == list(PRESETS)
-    assert all(set(preset) == {"name", "kind", "summary", "defaults", "source"} for preset in document)
+    assert all(set(preset) == {"name", "family", "kind", "summary", "defaults", "source"} for preset in document)
     lines = run("info", "presets").stdout.splitlines()
-    assert lines[0].split() == ["name", "kind", "summary", "defaults", "source"] and len(lines) == len(PRESETS) + 1
+    assert lines[0].split() == ["name", "models", "kind", "summary", "defaults", "source"] and len(lines) == len(PRESETS) + 1
 
 
 def test_a_packaged_model_shows_its_size_and_card(

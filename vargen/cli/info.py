@@ -52,11 +52,12 @@ def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         print_json(found)
         return
-    head = ["name", "kind", "summary", "defaults", "source"]
+    head = ["name", "models", "kind", "summary", "defaults", "source"]
     rows = [
-        [preset["name"], preset["kind"], preset["summary"], _plain(preset["defaults"]), preset["source"]] for preset in found
+        [*(preset[part] for part in ("name", "family", "kind", "summary")), _plain(preset["defaults"]), preset["source"]]
+        for preset in found
     ]
-    print(table(head, rows, "<<<<<"))
+    print(table(head, rows, "<<<<<<"))
 
 
 def _plain(settings: dict[str, Any]) -> str:
@@ -69,6 +70,7 @@ def presets() -> list[dict[str, Any]]:
     return [
         {
             "name": preset.name,
+            "family": preset.family,
             "kind": preset.kind,
             "summary": preset.summary,
             "defaults": preset.settings,
