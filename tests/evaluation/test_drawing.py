@@ -277,7 +277,7 @@ def test_method_settings_reach_the_parts() -> None:
     assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 
 
-# -- the journal -----------------------------------------------------------------------------------------------------------------
+# -- the journal --------------------------------------------------------------------------------------------------------
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:

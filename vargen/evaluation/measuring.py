@@ -17,9 +17,9 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.device import fix_threads
-from vargen.evaluation.drawing import Engine, cannot_write, locally
+from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
-from vargen.evaluation.run_folder import file_digest, file_slug
+from vargen.evaluation.run_folder import cannot_write, file_digest, file_slug
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays
 from vargen.scoring import Scorer, checked_scores, open_scorer
