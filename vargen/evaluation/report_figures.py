@@ -78,12 +78,15 @@ def _panels(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, li
     """Title, points with half intervals, and whether down is better; of what at least two methods have."""
     drawn = [row for row in rows if row.speed.get("tokens_per_pass") is not None]
     found: list[tuple[str, list[Point], bool]] = []
-    distances = [
+    distances: list[Point] = [
         (row, row.speed["tokens_per_pass"], row.distances["frechet"], row.distances.get("frechet_half_interval"))
         for row in drawn
         if row.distances.get("frechet") is not None
     ]
-    found.append(("Frechet distance", distances, True))
+    kernel: list[Point] = [
+        (row, row.speed["tokens_per_pass"], row.distances["kid"], None) for row in drawn if "kid" in row.distances
+    ]
+    found.append(("Frechet distance", distances, True) if len(distances) > 1 else ("KID", kernel, True))
     for title in dict.fromkeys(title for row in drawn for title in row.scores):
         points: list[Point] = []
         for row in drawn:

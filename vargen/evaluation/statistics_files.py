@@ -199,11 +199,11 @@ def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
             yield np.frombuffer(data, np.uint8).reshape(shape[1:])
 
 
-def holds_samples(path: Path) -> bool:
-    """Whether an `.npz` is a batch of samples rather than statistics: references of ADM are both, and count as statistics."""
+def holds_samples(path: Path, alone: bool = False) -> bool:
+    """Whether an `.npz` holds a batch of samples; `alone`: and no statistics beside it, as published references do."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{path} is damaged or not a .npz file ({error})") from error
-    return _SAMPLES in names and "mu.npy" not in names
+    return _SAMPLES in names and not (alone and "mu.npy" in names)
