@@ -80,6 +80,10 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
     assert json.loads(Path("out.json").read_text())["methods"][0]["scores"]["level"]["pictures"] == 8
     with np.load("s.npz") as samples:
         assert samples["arr_0"].shape == (8, 16, 16, 3)
+    small = run(*words, "--save-reference", "small.npz", "--reference-features", 5)
+    assert small.exit_code == 0, small.stderr
+    with np.load("small.npz") as kept:
+        assert kept["vargen_features"].shape == (5, 3) and kept["sigma"].dtype == np.float32 and kept["vargen_count"] == 8
     for reference in ("r.npz", "s.npz", "theirs"):
         done = run(*words, "--reference", reference)
         assert done.exit_code == 0 and "Frechet" in done.stdout, done.stderr

@@ -25,7 +25,8 @@ from vargen.evaluation.evaluate import (
     statistics_of,
     write_all,
 )
-from vargen.evaluation.measuring import Instruments, UnreadablePictureError, folder_pictures, measure
+from vargen.evaluation.measuring import Instruments, measure
+from vargen.evaluation.pictures import UnreadablePictureError, folder_pictures
 from vargen.evaluation.quality import distances_of, mean_interval
 from vargen.evaluation.run_folder import RunFolder
 from vargen.evaluation.statistics_files import Statistics, read_samples

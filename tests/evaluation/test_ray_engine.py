@@ -19,7 +19,8 @@ from tiny_models import class_pipeline
 
 from vargen.evaluation.drawing import Drawing, draw, locally
 from vargen.evaluation.journal import read_journal
-from vargen.evaluation.measuring import Instruments, Picture, UnreadablePictureError, folder_pictures, measure
+from vargen.evaluation.measuring import Instruments, measure
+from vargen.evaluation.pictures import Picture, UnreadablePictureError, folder_pictures
 from vargen.evaluation.ray_engine import ray_engine
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,8 @@ from vargen.compat import installed_version
 from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, picture_array
 from vargen.evaluation.journal import Record
-from vargen.evaluation.measuring import CHUNK, Instruments, Measured, Picture, folder_pictures, measure, read_picture
+from vargen.evaluation.measuring import CHUNK, Instruments, Measured, measure
+from vargen.evaluation.pictures import Picture, folder_pictures, read_picture
 from vargen.evaluation.quality import Quality, quality_of, speed_of
 from vargen.evaluation.report import write_report
 from vargen.evaluation.report_figures import plot_quality, write_sheets

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from vargen.compat import check_matplotlib
-from vargen.evaluation.measuring import Picture, UnreadablePictureError, read_picture
+from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
 from vargen.evaluation.quality import Quality
 from vargen.evaluation.sheet import contact_sheet
 from vargen.files import whole_file

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +58,13 @@ class Statistics:
         centred = exact - mean
         covariance = centred.T @ centred / (len(exact) - 1)
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
+
+    def with_features(self, most: int, seed: int = 0) -> Statistics:
+        """The same, keeping the features of at most so many pictures, chosen at random; of 0, none."""
+        if self.features is None or len(self.features) <= most:
+            return self
+        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:most]
+        return replace(self, features=self.features[chosen.sort().values] if most else None)
 
     def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
         """Raise ValueError unless these may be compared with features of the extractor `identity`."""
