@@ -192,13 +192,13 @@ def evaluate(
     json_file = result_file(as_json, ".json", "json")
     place = pick_device(device)
     drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
+    drawing.check()
     instruments = make_instruments(scorers, extractor, resize, False, str(place), threads, model)
     chosen = pick_engine(engine, actors, place, threads)
 
     from vargen.evaluation.run_folder import RunFolder
 
     run = RunFolder(Path(drawing.output))
-    drawing.check()
     # Before hours of drawing: weights that are missing, statistics of another extractor.
     statistics = find_reference(reference, instruments, run.path / "measured")
     _draw(drawing, part, chosen)
@@ -229,6 +229,9 @@ def _score_run(
 
     with bar("measuring") as show:
         found = evaluate_run(run, instruments, reference, engine, show)
+
+    if not instruments.scorers and instruments.extractor is None:
+        say("speed and drift alone were measured: give --scorers and --extractor for quality, of the same pictures")
 
     def report() -> None:
         for name in write_all(run, found):
