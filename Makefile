@@ -27,7 +27,7 @@ REFERENCE := .venv
 LATEST    := .venv-latest
 LOWEST    := .venv-lowest
 PYTEST    := pytest -n 2 --dist worksteal
-SOURCES   := $(wildcard app.py) vargen pipelines kernels assets tests
+SOURCES   := $(wildcard app.py) vargen pipelines kernels assets examples tests
 
 .PHONY: image demo test test-latest test-lowest lint ruff types clean
 

@@ -14,21 +14,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.kernels.dispatch import float32_on_cpu
-from vargen.kernels.few_rows import MOST_ROWS
+
+MOST_QUERIES = 64
+
+
+def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
+    """The additive bias of a pass `[B, 1, T, S]`, made ready once for the attention of all its layers.
+
+    In float32 on a CPU, for few queries and without gradients: `[B G, T H / G, S]`, by which `attention` knows to write it out.
+    Else as it is, for torch's own.
+    """
+    B, _, T, S = bias.shape
+    if not float32_on_cpu(bias) or T > MOST_QUERIES:
+        return bias
+    return bias.expand(B, heads, T, S).reshape(B * groups, -1, S)
 
 
 def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor) -> Tensor:
-    """Attention `[B, T, H, K]` under a bias (or a boolean mask) that broadcasts to `[B, H, T, S]`.
+    """Attention `[B, T, H, K]` under a `folded` bias, written out; or under what torch's own takes, a bias or a mask, by that.
 
-    Other devices and dtypes, many queries, a mask, and anything that records gradients go to torch's own. Here heads are one
-    batch with the rows, which takes no copy of keys and values that are contiguous but for their number of slots.
+    Written out, heads are one batch with the rows, which takes no copy of keys and values that are contiguous but for their
+    number of slots.
     """
     B, T, H, K = q_BTHK.shape
-    G, S = k_BGSK.shape[1:3]
+    G = k_BGSK.shape[1]
     q = q_BTHK.transpose(1, 2)
-    if not float32_on_cpu(q) or bias.dtype == torch.bool or T > MOST_ROWS:
+    if bias.dim() != 3:
         return F.scaled_dot_product_attention(q, k_BGSK, v_BGSK, attn_mask=bias, enable_gqa=G != H).transpose(1, 2)
-    q = q.reshape(B * G, -1, K)
-    bias = bias.expand(B, H, T, S).reshape(B * G, -1, S)
-    weights = torch.baddbmm(bias, q, k_BGSK.flatten(0, 1).mT, alpha=K**-0.5).softmax(-1)
-    return torch.bmm(weights, v_BGSK.flatten(0, 1)).view(B, H, T, K).transpose(1, 2)
+    scores = torch.baddbmm(bias, q.reshape(B * G, -1, K), k_BGSK.flatten(0, 1).mT, alpha=K**-0.5)
+    return torch.bmm(scores.softmax(-1), v_BGSK.flatten(0, 1)).view(B, H, T, K).transpose(1, 2)

@@ -5,31 +5,28 @@ Command, page and evaluation use this interface alone, so that a family is named
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, methods_of, resolve_accelerator
+from vargen.compat import ensure_torchvision
+from vargen.decoding import DEFAULT, Progress, methods_of, resolve_accelerator
 from vargen.files import expanded, whole_files
-from vargen.models.condition import Condition
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines import checks
-from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
+from vargen.pipelines.conditioning import Conditioning
+from vargen.pipelines.description import Decoder, Description, Method
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
-from vargen.pipelines.prompt_names import PromptNames, Reading
+from vargen.pipelines.prompt_names import PromptNames
 
 ensure_torchvision()
 
@@ -37,75 +34,11 @@ import diffusers
 from diffusers import DiffusionPipeline
 from diffusers.image_processor import VaeImageProcessor
 
-logger = logging.getLogger("vargen")
 _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # what diffusers calls it
 
 
-@dataclass(frozen=True)
-class Method:
-    """A preset as a pipeline sees it.
-
-    Attributes:
-        name, kind, summary, source: of the preset; kind is `"exact"` or `"relaxed"`.
-        reason: why this pipeline cannot run it; None where it can.
-    """
-
-    name: str
-    kind: str
-    summary: str
-    source: str
-    reason: str | None = None
-
-
-@dataclass(frozen=True)
-class Description:
-    """What a model folder says without its weights.
-
-    Attributes:
-        folder: where it is. pipeline: name of the class that opens it.
-        condition: `"text"` or `"class"`. num_classes, id2label: classes, and their names by number (`"class"` only).
-        vocab: tokens V to draw from. tokens: N that a picture has.
-        has_draft: whether it has a smaller model to draft with.
-    """
-
-    folder: Path
-    pipeline: str
-    condition: str
-    vocab: int
-    tokens: int
-    num_classes: int
-    id2label: dict[int, str]
-    has_draft: bool
-
-
-class Decoder(Protocol):
-    """Draws tokens with one guidance and sampling, and says what its passes cost: what comparisons of methods need."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def decode(
-        self,
-        condition: Condition,
-        seeds: Tensor,
-        method: str | Accelerator,
-        callback: Callable[[Progress], bool | None] | None = None,
-        profile: bool = False,
-    ) -> Decoded:
-        """Draw B pictures; see `vargen.decoding.decode`."""
-
-    def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
-        """As many CPU threads as passes of one token are worth, for as long as the block runs."""
-
-    def pass_costs(self, condition: Condition, batch: int, widths: list[int]) -> dict[int, float]:
-        """Seconds of a target pass by the tokens it feeds, measured anew."""
-
-    def drafting_cost(self, method: Accelerator, condition: Condition, batch: int, width: int) -> float:
-        """Seconds that drafting for a pass of `width` fed tokens takes beside it."""
-
-
-class VisualPipeline(DiffusionPipeline):
+class VisualPipeline(Conditioning, DiffusionPipeline):
     """Text or class to picture, with an autoregressive model of any family.
 
     A family implements `__call__` and the abstract methods below.
@@ -213,11 +146,11 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def check_method(cls, described: Description, method: Accelerator) -> None:
+    def check_method(cls, described: Description, method: Any) -> None:
         """Raise ValueError if a model that a folder describes cannot run a method; what weights would tell is not asked."""
 
     @abstractmethod
-    def check_runs(self, method: Accelerator) -> None:
+    def check_runs(self, method: Any) -> None:
         """Raise ValueError if this pipeline cannot run a method, saying why."""
 
     @abstractmethod
@@ -248,11 +181,6 @@ class VisualPipeline(DiffusionPipeline):
     def codebook(self) -> Tensor:
         """Float `[V, C]`, vectors that say how alike two tokens are."""
 
-    @property
-    @abstractmethod
-    def caption_rows(self) -> int:
-        """Most rows of a caption that the transformer takes."""
-
     def methods(self) -> list[Method]:
         """The presets of this family: name, exact or relaxed, and the reason if this pipeline cannot run it."""
         found = []
@@ -264,16 +192,6 @@ class VisualPipeline(DiffusionPipeline):
                 reason = str(error)
             found.append(Method(preset.name, preset.kind, preset.summary, preset.source, reason))
         return found
-
-    @property
-    def by_class(self) -> bool:
-        """Whether it draws classes, not prompts."""
-        return self.transformer.config.condition == "class"
-
-    @property
-    def class_names(self) -> dict[int, str]:
-        """Comma-separated names by class number; empty where they are not known."""
-        return {int(number): names for number, names in (self.config.id2label or {}).items()}
 
     @property
     def default_sampling(self) -> dict[str, Any]:
@@ -300,103 +218,9 @@ class VisualPipeline(DiffusionPipeline):
         """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
         return self._interrupt
 
-    # -- inputs ---------------------------------------------------------------------------------------------------------
+    # -- the call -------------------------------------------------------------------------------------------------------
 
-    def read_prompt(self, prompt: str) -> Reading:
-        """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
-        return Reading(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
-
-    @outside_autocast
-    def encode_prompt(
-        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
-
-        Prompts are read by `read_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost; words
-        that the text encoder cannot read get a warning too.
-
-        Args:
-            prompt: one prompt or several.
-            clean: clean them first; see `clean_prompt` of a call.
-            max_sequence_length: P; default: what the transformer takes. A pipeline opened without one has to be told.
-
-        Raises:
-            ValueError, TypeError: for prompts that a call refuses, no text encoder, or no P.
-        """
-        prompts = checks.check_prompts(prompt)
-        if self.text_encoder is None or self.tokenizer is None:
-            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
-        if self.transformer is None and max_sequence_length is None:
-            raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
-        prompts = [self.read_prompt(text).text for text in prompts]
-        for hint in dict.fromkeys(unreadable_hint(self.tokenizer, text) for text in prompts):
-            if hint:
-                logger.warning("%s", hint)
-        if clean:
-            prompts = [clean_caption(text) for text in prompts]
-        rows = self.caption_rows if max_sequence_length is None else checks.check_rows(max_sequence_length)
-        warn_truncated(self.tokenizer, prompts, rows)
-        encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
-        mask = encoded.attention_mask.to(self._execution_device)
-        features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
-        features = features if isinstance(features, Tensor) else features[0]
-        return align_left_padded(features, mask.bool())
-
-    def condition(
-        self,
-        prompt: Any = None,
-        class_labels: Any = None,
-        prompt_embeds: Any = None,
-        prompt_mask: Any = None,
-        clean: bool = False,
-        name: str = "prompt",
-    ) -> tuple[Condition, int]:
-        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes.
-
-        Args:
-            name: of the argument, for messages.
-        """
-        if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
-            raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
-        if prompt_mask is not None and prompt_embeds is None:
-            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
-        classes = self.transformer.config.num_classes
-        if self.by_class:
-            if name != "prompt" or prompt_embeds is not None:
-                raise ValueError(f"this model draws classes: it takes class_labels, no {name}{'_embeds' * (prompt is None)}")
-            if class_labels is None or prompt is not None:
-                raise ValueError(f"this model draws classes: give class_labels (0 to {classes - 1}), no prompt")
-            labels = checks.check_class_labels(class_labels, classes, self.class_names)
-            return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
-        if class_labels is not None:
-            raise ValueError("this model draws from text: give a prompt, not class_labels")
-        if prompt_embeds is not None:
-            expected = (self.caption_rows, self.transformer.config.caption_dim)
-            if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
-                raise ValueError(
-                    f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
-                    f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
-                )
-            embeds, mask = checks.check_embeds(prompt_embeds, prompt_mask, name)
-            embeds, mask = embeds.to(self._execution_device), mask.to(self._execution_device)
-            return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
-        if prompt is None:
-            raise ValueError("give a prompt, for example pipe('a red apple')")
-        embeds, mask = self.encode_prompt(prompt, clean)
-        return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
-
-    def negative_condition(
-        self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int
-    ) -> Condition | None:
-        """What guidance leads away from, a row per picture, `images` of `count` prompts; None where nothing is given."""
-        if prompt is None and embeds is None and mask is None:
-            return None
-        negative, given = self.condition(prompt, None, embeds, mask, clean, "negative_prompt")
-        if given not in (1, count):
-            raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-        return repeated(negative, images // given)
-
-    def resolved(self, accelerator: str | Accelerator) -> Accelerator:
+    def resolved(self, accelerator: Any) -> Any:
         """A preset by name, or the object itself, of this family.
 
         Raises:
@@ -427,12 +251,3 @@ class VisualPipeline(DiffusionPipeline):
             return not (answer.get("stop", False) or self._interrupt)
 
         return callback
-
-
-def repeated(condition: Condition, count: int) -> Condition:
-    """Each row `count` times, in place: prompt 0's images first."""
-    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
-    return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))
-
-
-__all__ = ["DecodeStats", "Decoder", "Description", "Method", "VisualPipeline", "repeated"]

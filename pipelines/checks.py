@@ -231,10 +231,26 @@ class ImageSeeds(NamedTuple):
     Attributes:
         asked: per image, the seed of a generator that draws this image alone.
         noise: int64 `[images]`, what its noise is made from: the first number that such a generator draws.
+        devices: per image, that of the generator.
     """
 
     asked: list[int]
     noise: Tensor
+    devices: list[torch.device]
+
+    def candidates(self, count: int) -> ImageSeeds:
+        """Of `count` candidates of each image, which follow one another: the first is the image itself, the others have the
+        seeds below 2**32 that a generator of the image's seed draws."""
+        if count == 1:
+            return self
+        asked, noise, devices = [], [], []
+        for seed, own, device in zip(self.asked, self.noise.tolist(), self.devices, strict=True):
+            source = torch.Generator().manual_seed(seed)
+            seeds = [_draw(source) % 2**32 for _ in range(count - 1)]
+            asked += [seed, *seeds]
+            noise += [own, *(_draw(torch.Generator(device).manual_seed(each)) for each in seeds)]
+            devices += [device] * count
+        return ImageSeeds(asked, torch.tensor(noise, dtype=torch.int64), devices)
 
 
 def image_seeds(generator: Any, images: int) -> ImageSeeds:
@@ -260,8 +276,10 @@ def image_seeds(generator: Any, images: int) -> ImageSeeds:
     for source in sources:
         if source is not None and not isinstance(source, torch.Generator):
             raise TypeError(f"generator must be a torch.Generator, a list of them, or None, got {type(source).__name__}")
-    pairs = [_seed_and_noise(torch.default_generator if g is None else g) for g in sources]
-    return ImageSeeds([seed for seed, _ in pairs], torch.tensor([noise for _, noise in pairs], dtype=torch.int64))
+    found = [torch.default_generator if source is None else source for source in sources]
+    pairs = [_seed_and_noise(each) for each in found]
+    noise = torch.tensor([noise for _, noise in pairs], dtype=torch.int64)
+    return ImageSeeds([seed for seed, _ in pairs], noise, [each.device for each in found])
 
 
 def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:

@@ -12,16 +12,21 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
+from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
-from vargen.pipelines.base import Description, VisualPipeline, repeated
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.best_of import BestOf
+from vargen.pipelines.conditioning import repeated
+from vargen.pipelines.description import Description
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
+from vargen.scoring.protocol import Scorer
 
 from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
 
@@ -149,6 +154,8 @@ class LlamaGenPipeline(VisualPipeline):
         prompt_mask: Tensor | None = None,
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_mask: Tensor | None = None,
+        num_candidates: int = 1,
+        scorer: Scorer | Callable[[Any, list[str]], Any] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
@@ -177,22 +184,27 @@ class LlamaGenPipeline(VisualPipeline):
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
                 nested lists), instead of a prompt.
             negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
+            num_candidates: drawn of each picture; the `scorer` keeps the best. `stats.scores` has the scores of all.
+            scorer: of `vargen.scoring`, or a function of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that
+                returns N numbers, the higher the better. With one candidate it scores what is drawn.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
                 the tokens in place or return `{"latents": ...}`; returning `{"stop": True}`, or setting `pipe._interrupt`,
                 ends the run with what is drawn.
-            compile: run the passes through `torch.compile`; the first call takes minutes.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
             compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
             clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
 
         Raises:
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
             NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
+                NonFiniteScoreError: likewise the scorer.
         """
         if self.transformer is None or self.vqvae is None:
             raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
         checks.check_output_type(output_type)
+        check_compile(compile, self._device_of(self.transformer))
         preset = self.resolved(accelerator)
         if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
             preset = self.resolved("gumbel")
@@ -205,13 +217,16 @@ class LlamaGenPipeline(VisualPipeline):
         if negative_prompt is not None:
             checks.check_prompts(negative_prompt, "negative_prompt")
         num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
+        best = BestOf.checked(num_candidates, scorer)
 
         condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
         images = count * checks.check_count(num_images_per_prompt, count)
-        seeds = checks.image_seeds(generator, images)
-        condition = repeated(condition, num_images_per_prompt)
+        best.check_images(images)
+        texts = [] if best.scorer is None else self.scored_texts(prompt, condition)
+        seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
+        condition = repeated(condition, drawn // count)
         unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        negative = self.negative_condition(*unwanted, clean_prompt, count, images)
+        negative = self.negative_condition(*unwanted, clean_prompt, count, drawn)
         self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.transformer.tokens, False
         with self.progress_bar(total=self.transformer.tokens) as bar:
             callback = self._callback(bar, callback_on_step_end)
@@ -221,8 +236,11 @@ class LlamaGenPipeline(VisualPipeline):
                 model = self.token_model(scale, guidance_interval, rows, compress_prefix, compile)
                 return decode(model, condition.rows(chosen), seeds.noise[chosen], preset, sampling, callback=callback)
 
-            result = within_memory(run, images)
+            result = within_memory(run, drawn)
         result.stats.seeds = seeds.asked
+        if best.scorer is not None:
+            pictures = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, "pt")
+            result, _ = best.choose(result, seeds, pictures, [text for text in texts for _ in range(num_images_per_prompt)])
         output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
         self.maybe_free_model_hooks()
         return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
@@ -235,7 +253,12 @@ class LlamaGenPipeline(VisualPipeline):
         compress_prefix: bool = True,
         compile: bool = False,
     ) -> LlamaGenTokens:
-        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call."""
+        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call.
+
+        Raises:
+            ValueError: for a bad scale, or `compile` on a CPU.
+        """
+        check_compile(compile, self._device_of(self.transformer))
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)

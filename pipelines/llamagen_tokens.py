@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
-from vargen.decoding.sampling import guide
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
+from vargen.modes import ordinary_tensors
 
 
 class LlamaGenTokens:
@@ -55,6 +56,10 @@ class LlamaGenTokens:
         self.draft_model = draft_model
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
+        hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers
+        self._hooked = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
+        # A tensor: for every other number the compiler would make another graph.
+        self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
 
     @property
     def cost_key(self) -> str:
@@ -80,28 +85,27 @@ class LlamaGenTokens:
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
         cache = self.transformer.new_cache(len(rows), max_fed, self.compress_prefix, self.device)
-        out = self.transformer(condition=condition, cache=cache)
-        logits = out.logits[:, -1:]
-        if self.halves == 2:
-            conditional, unconditional = logits.chunk(2)
-            logits = guide(conditional, unconditional, self.guidance_scale)
-        return cache, Output(logits, out.features[:, -1:])
+        with self._mode():
+            out = self.transformer(condition=condition, cache=cache, guidance=self._guidance)
+        return cache, Output(out.logits, out.features)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
-        rows = tokens.repeat(self.halves, 1)
-        if tree.chain:
-            out = self.step(rows, cache=state)
-        else:
-            depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
-            out = self.step(rows, cache=state, positions=state.length[:, None] + depth, ancestors=ancestors)
-        if self.halves == 1:
-            return Output(out.logits, out.features)
-        conditional, unconditional = out.logits.chunk(2)
-        scale: float | Tensor = self.guidance_scale
-        if self.guidance_interval is not None:
+        rows, guidance = tokens.repeat(self.halves, 1), self._guidance
+        if guidance is not None and self.guidance_interval is not None:
             step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
-            scale = torch.where(step <= self.guidance_interval, self.guidance_scale, 1.0)[..., None]
-        return Output(guide(conditional, unconditional, scale), out.features)
+            guidance = torch.where(step <= self.guidance_interval, guidance, 1.0)[..., None]
+        places = {}
+        if not tree.chain:
+            depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
+            places = {"positions": state.length[:, None] + depth, "ancestors": ancestors}
+        with self._mode():
+            out = self.step(rows, cache=state, guidance=guidance, **places)
+        return Output(out.logits, out.features)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        """That of the loop; but hooks that bring or cast a layer's weights put others in their place, which have to be ordinary
+        ones to be trained one day."""
+        return ordinary_tensors() if self._hooked else nullcontext()
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
         """What a tree says of each image, for each row of the network."""

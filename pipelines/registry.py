@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
-from vargen.pipelines.base import Decoder, Description, VisualPipeline
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.description import Decoder, Description
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
 

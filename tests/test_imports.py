@@ -28,11 +28,13 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
-    "files": set(),
+    "files": {"model_files"},
+    "model_files": set(),
+    "modes": set(),
     "options": {"values"},
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "options", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "modes", "options", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

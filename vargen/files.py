@@ -10,7 +10,6 @@ import contextlib
 import json
 import os
 import platform
-import re
 import shutil
 import sys
 import tempfile
@@ -18,6 +17,8 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from vargen.model_files import model_files, replaced_weights
 
 if sys.platform != "win32":
     import fcntl
@@ -239,7 +240,7 @@ def whole_files(folder: Path) -> Iterator[Path]:
             new = space / "new"
             new.mkdir()
             yield new
-            _commit(space, [str(file.relative_to(folder)) for file in _replaced_weights(new, folder)])
+            _commit(space, [str(file.relative_to(folder)) for file in replaced_weights(new, folder)])
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()  # an empty model folder would look like a model
@@ -280,68 +281,7 @@ def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[
             raise OSError(f"cannot write {output}: {error}") from error
         yield folder
         if there:
-            _commit(space, _model_files(target, folder))
+            _commit(space, model_files(target, folder))
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, target)
-
-
-# -- whose file is it? -------------------------------------------------------------------------------------------------
-
-_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
-_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
-_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers name theirs
-# What they write beside weights: of networks, and of tokenizers.
-_PART_FILE = re.compile(
-    r"(generation_)?config\.json|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
-    r"|(vocab|merges)\.txt|(spiece|sentencepiece\.bpe|tokenizer)\.model|chat_template\.(jinja|json)"
-)
-
-
-def _weights_of(file: Path) -> tuple[str, ...] | None:
-    """Stem and variant that a weight file, shard or index belongs to; None for other files."""
-    match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
-    return match and (match["stem"], match["variant"] or "")
-
-
-def _replaced_weights(written: Path, folder: Path) -> list[Path]:
-    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
-
-    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
-    """
-    stale: list[Path] = []
-    for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
-        names = {file.name for file in (written / part).iterdir()}
-        kinds = {_weights_of(Path(name)) for name in names} - {None}
-        there = (folder / part).iterdir() if (folder / part).is_dir() else ()
-        stale += [file for file in there if file.name not in names and _weights_of(file) in kinds]
-    return stale
-
-
-def _model_files(folder: Path, new: Path) -> list[str]:
-    """Names of the files in `folder` that its model consists of, as this library writes models.
-
-    These are `model_index.json` and, in the folders of the parts that it names, configurations, weights of any variant and
-    tokenizers' files; so in folders that parts in `new` are to have. Everything else is the user's.
-    """
-    try:
-        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        index = {}
-    named = index if isinstance(index, dict) else {}
-    parts = {name for name, value in named.items() if isinstance(value, list) and Path(name).name == name != ".."}
-    parts |= {path.name for path in new.iterdir() if path.is_dir()}
-    found = ["model_index.json"] if os.path.lexists(folder / "model_index.json") else []
-    for part in parts:
-        if (folder / part).is_symlink():
-            found.append(part)  # the link goes, and nothing is written where it led
-        elif (folder / part).is_dir():
-            found += [f"{part}/{file.name}" for file in (folder / part).iterdir() if _is_model_file(file)]
-    return found
-
-
-def _is_model_file(file: Path) -> bool:
-    if file.is_dir() and not file.is_symlink():
-        return False
-    weights = _weights_of(file)
-    return weights[0] in _WEIGHT_STEMS if weights else _PART_FILE.fullmatch(file.name) is not None

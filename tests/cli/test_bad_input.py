@@ -55,6 +55,7 @@ TEXT = [
     (["a", "--threads", "0"], ["threads", "from 1 to"]),
     (["a", "--dtype", "int8"], ["--dtype", "bfloat16"]),
     (["a", "--device", "tpu"], ["--device", "cuda"]),
+    (["a", "--compile", "--device", "cpu"], ["compile must be False on a CPU"]),
     (["a", "--negative-prompt", " "], ["negative_prompt"]),
     (["a", "--class-label", "1"], ["not both"]),
     (["--class-label", "1"], ["draws from text", "prompt"]),

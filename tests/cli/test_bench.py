@@ -52,6 +52,7 @@ def test_baseline(run: Any, text_model: Path) -> None:
         (["step", "--tokens", "1,0"], ["tokens must be whole numbers", "'1,0'"]),
         (["step", "--tokens", "17"], ["16 of the grid"]),
         (["step", "--batch", "x"], ["batch must be whole numbers"]),
+        (["ar", "--compile", "--device", "cpu"], ["compile must be False on a CPU"]),
         (["step", "--batch", "999999999"], ["batch must be whole numbers of at least 1 and at most 1024"]),
         (["ar", "--seconds", "nan"], ["seconds must be a finite number"]),
         (["step", "--plot", "a.gif"], ["plot must be a file ending in .png"]),

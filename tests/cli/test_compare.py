@@ -1,4 +1,4 @@
-"""`vargen compare` and `vargen bench laws`: their reports, files and bad input; times are not judged here."""
+"""`vargen compare` and `vargen bench distribution`: their reports, files and bad input; times are not judged here."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ from PIL import Image
 
 from vargen.cli.compare import chosen
 from vargen.decoding import Jacobi, Speculative
-from vargen.evaluation import laws
-from vargen.evaluation.laws import claim
+from vargen.evaluation import distribution
+from vargen.evaluation.distribution import claim
 from vargen.models.weights import weights_digest
 
 
@@ -95,14 +95,14 @@ def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, promp
         (("--temperature", "1e400"), "temperature must be a finite number"),
     ],
 )
-@pytest.mark.parametrize("verb", [("compare",), ("bench", "laws", "--cache", "kept")], ids=["compare", "laws"])
+@pytest.mark.parametrize("verb", [("compare",), ("bench", "distribution", "--cache", "kept")], ids=["compare", "distribution"])
 def test_hostile_numbers_are_told_before_a_weight_is_read(
     run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from vargen.pipelines.llamagen import LlamaGenPipeline
 
-    if "laws" in verb and words[0] in ("--seed", "--top-k", "--temperature"):
-        pytest.skip("bench laws has no such option")
+    if "distribution" in verb and words[0] in ("--seed", "--top-k", "--temperature"):
+        pytest.skip("bench distribution has no such option")
     monkeypatch.setattr(LlamaGenPipeline, "from_pretrained", lambda *_, **__: pytest.fail("weights were read"))
     result = run(*verb, "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", *words)
     assert result.exit_code == 2, result.output
@@ -116,24 +116,24 @@ def test_a_model_of_classes_is_refused_before_a_weight_is_read(run: Any, class_m
     assert result.exit_code == 2 and "model must draw from text, and this one draws classes" in result.stderr
 
 
-def test_laws_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
+def test_distributions_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
     words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--pictures", 10)
     words += ("--batch", 6, "--permutations", 20, "--cache", "kept", "--strong")
-    result = run("bench", "laws", *words, "--json", "laws.json")
+    result = run("bench", "distribution", *words, "--json", "distribution.json")
     assert result.exit_code == 0, result.output
     assert "neighbouring tokens" in result.stdout and "50 tokens a group" in result.stdout
-    report = json.loads(Path("laws.json").read_text())
+    report = json.loads(Path("distribution.json").read_text())
     assert set(report["methods"]) == {"ar", "gsd", "gsd, 50 tokens a group"}
     for values in report["methods"].values():
         assert all(1 / 21 - 1e-9 <= test["p_value"] <= 1 for test in values["tests"].values())
     files = {path: path.stat().st_mtime_ns for path in Path("kept").rglob("*.npz")}
     assert len(files) == 8
     next(iter(files)).unlink()
-    again = run("bench", "laws", *words, "--json", "again.json")
+    again = run("bench", "distribution", *words, "--json", "again.json")
     assert again.exit_code == 0
     assert sum(path.stat().st_mtime_ns == files[path] for path in files) == 7
     assert json.loads(Path("again.json").read_text())["methods"] == report["methods"]
-    other = run("bench", "laws", *words, "--guidance-scale", 1.5)
+    other = run("bench", "distribution", *words, "--guidance-scale", 1.5)
     assert other.exit_code != 0 and "holds tokens made otherwise: sampling" in other.stderr
     assert all(path.stat().st_mtime_ns == time for path, time in files.items() if path in list(files)[1:])
 
@@ -167,13 +167,13 @@ def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> No
     index = text_model / "model_index.json"
     before = index.read_text()
     for place, said in (("prompts.json", "would overwrite prompt_file"), (index, "would overwrite a file of model")):
-        for command in (("compare",), ("bench", "laws", "--cache", "kept")):
+        for command in (("compare",), ("bench", "distribution", "--cache", "kept")):
             result = run(*command, "--prompt-file", "prompts.json", "--model", text_model, "--json", place)
             assert result.exit_code == 2 and said in result.stderr, result.output
     for command in ("step", "ar"):
         result = run("bench", command, "--model", text_model, "--json", index)
         assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
-    result = run("bench", "laws", "--prompt-file", "prompts.json", "--model", text_model, "--cache", "prompts.json")
+    result = run("bench", "distribution", "--prompt-file", "prompts.json", "--model", text_model, "--cache", "prompts.json")
     assert result.exit_code == 2 and "cache folder 'prompts.json' cannot be written" in result.stderr
     assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
     assert [path.name for path in Path().iterdir()] == ["prompts.json"]
@@ -203,10 +203,10 @@ def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk:
     assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
 
 
-def test_laws_are_measured_where_tokens_cannot_be_kept(
+def test_distributions_are_measured_where_tokens_cannot_be_kept(
     run: Any, full_disk: Any, text_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("bench", "laws", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
+    words = ("bench", "distribution", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
     words += ("--pictures", 4, "--batch", 2, "--permutations", 5, "--cache", "kept", "--json", "-")
     result = full_disk(0)(*words)
     assert result.exit_code == 1
@@ -219,7 +219,7 @@ def test_laws_are_measured_where_tokens_cannot_be_kept(
         def full(*_: Any) -> None:
             raise OSError(28, "No space left on device")
 
-        patch.setattr(laws, "claim", full)
+        patch.setattr(distribution, "claim", full)
         assert run(*words).exit_code == 1 and not list(Path("kept").rglob("*.npz"))
     again = run(*words)
     assert again.exit_code == 0 and json.loads(again.stdout)["methods"] == methods

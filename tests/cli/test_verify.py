@@ -53,7 +53,7 @@ def test_a_wrong_method_of_ones_own_ends_with_1(run: Any, mine: str) -> None:
         (["arr"], "did you mean 'ar'"),
         (["no_such_module:x"], "must be a preset, or module:name"),
         (["json:nothing"], "must be a preset, or module:name"),
-        (["json:dumps"], "must be an Accelerator, got function"),
+        (["json:dumps"], "must be an Accelerator or a Schedule, got function"),
         (["ar", "--chains", "10"], "chains must be a whole number from 1000"),
     ],
 )

@@ -15,7 +15,8 @@ from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
 from vargen.convert.checkpoints import fitting_defaults, read_labels
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
-from vargen.models.llamagen import SIZES, LlamaGenTransformer, rotary_table
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
+from vargen.models.llamagen_blocks import rotary_table
 from vargen.models.vq import VQModel
 from vargen.pipelines.loading import checked_folder
 

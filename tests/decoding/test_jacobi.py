@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from vargen.decoding import (
-    PRESETS,
     Accelerator,
     Grouped,
     Jacobi,
@@ -17,6 +16,7 @@ from vargen.decoding import (
     Tree,
     decode,
     exact,
+    methods_of,
     shared_noise,
 )
 from vargen.decoding.cost import pass_costs
@@ -324,8 +324,8 @@ def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_
 
 
 def test_presets_say_what_they_are():
-    assert [name for name, preset in PRESETS.items() if preset.kind == "relaxed"] == ["gsd"]
-    for preset in PRESETS.values():
+    assert [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"] == ["gsd"]
+    for preset in methods_of("next-token"):
         assert preset.summary and preset.source
         assert preset.topology in (None, "chain")
     assert Tree.of_chain(3).chain

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vargen.decoding.noise import Noise, Purpose, coins, exponential, race, uniform
+from vargen.decoding.noise import Noise, OwnNoise, Purpose, coins, exponential, race, uniform
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
 
@@ -129,3 +129,22 @@ def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
             patch.setattr("vargen.decoding.noise._in_numpy", lambda keys: False)
             plain = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
         assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))
+
+
+def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
+    """Windows that move on by other steps in each image, grow, shrink, stand still and go back; siblings share a position."""
+    own = OwnNoise(SEEDS, 400)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.zeros(len(SEEDS), 1, dtype=torch.int64)
+    for T in (4, 4, 1, 4, 16, 16, 3, 16, 16, 16):
+        position = start + torch.arange(T)
+        assert torch.equal(own.exponential(position, 33), exponential(SEEDS, position, 33))
+        start = start + torch.randint(0, 7, start.shape, generator=generator)
+    tree = start - 20 + torch.tensor([0, 1, 1, 2, 2, 9])
+    assert torch.equal(own.exponential(tree, 33), exponential(SEEDS, tree, 33))
+    probs = torch.rand(len(SEEDS), 6, 33, generator=generator)
+    assert torch.equal(Noise(SEEDS, tree, own=own).draw(probs, Purpose.TOKEN), race(probs, SEEDS, tree))
+    made = []
+    monkeypatch.setattr("vargen.decoding.noise._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1))
+    own.exponential(tree, 33)
+    assert not made, "nothing is made twice"

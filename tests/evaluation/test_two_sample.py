@@ -6,11 +6,11 @@ import torch
 from vargen.evaluation.two_sample import (
     chi_square,
     code_classes,
-    compare_laws,
     features,
     marginal_cells,
     pair_cells,
     permutation_test,
+    two_sample_tests,
 )
 
 CODES = torch.nn.functional.normalize(torch.randn(40, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
@@ -21,18 +21,18 @@ def pictures(count: int, seed: int, prompts: int = 5, repeat: float = 0.3, tilt:
     generator = torch.Generator().manual_seed(seed)
     taste = torch.rand(prompts, 40, generator=torch.Generator().manual_seed(99)) ** 4
     taste[:, :10] *= 1 + tilt
-    law = taste[torch.arange(count) % prompts]
-    tokens = torch.multinomial(law, 16, replacement=True, generator=generator).view(count, 4, 4)
+    probs = taste[torch.arange(count) % prompts]
+    tokens = torch.multinomial(probs, 16, replacement=True, generator=generator).view(count, 4, 4)
     for column in range(1, 4):
         copies = torch.rand(count, 4, generator=generator) < repeat
         tokens[:, :, column] = torch.where(copies, tokens[:, :, column - 1], tokens[:, :, column])
     return tokens.flatten(1)
 
 
-def test_equal_laws_give_large_p_values_and_uniform_ones_over_repeats():
+def test_equal_distributions_give_large_p_values_and_uniform_ones_over_repeats():
     values = []
     for trial in range(12):
-        results = compare_laws(pictures(200, 10 + trial), pictures(200, 500 + trial), CODES, 4, permutations=40)
+        results = two_sample_tests(pictures(200, 10 + trial), pictures(200, 500 + trial), CODES, 4, permutations=40)
         values += [result.p_value for result in results.values()]
     values = torch.tensor(values)
     assert (values < 0.05).sum() <= 6  # of 36
@@ -48,7 +48,7 @@ def test_equal_laws_give_large_p_values_and_uniform_ones_over_repeats():
     ],
 )
 def test_a_changed_law_is_told_apart(change, test):
-    results = compare_laws(pictures(500, 1), pictures(500, 2, **change), CODES, 4, permutations=99)
+    results = two_sample_tests(pictures(500, 1), pictures(500, 2, **change), CODES, 4, permutations=99)
     assert results[test].p_value == 0.01
     assert results[test].statistic > results[test].expected
 
@@ -67,6 +67,6 @@ def test_cells_and_features_by_hand():
 
 def test_bad_input():
     with pytest.raises(ValueError, match="same pictures"):
-        compare_laws(pictures(4, 0), pictures(5, 0), CODES, 4)
+        two_sample_tests(pictures(4, 0), pictures(5, 0), CODES, 4)
     with pytest.raises(ValueError, match="permutations"):
         permutation_test(lambda swap: swap.sum(), 4, 0)

@@ -1,36 +1,82 @@
-"""The mirrored product is the linear layer, for every number of rows and every layout of its input."""
+"""Weights that lie transposed in memory are the same weights: for passes, files, casts, moves and training."""
+
+import copy
+from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from tiny_models import tiny_transformer
+from torch import nn
 
-from vargen.kernels.few_rows import MOST_ROWS, linear
+from vargen.kernels.few_rows import transpose_weights
+from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.weights import weights_digest
 
-WEIGHT = torch.randn(40, 24, generator=torch.Generator().manual_seed(0))
+CLASSES = Condition(class_labels=torch.tensor([1, 4]))
+TOKENS = torch.arange(32).view(2, 16)
 
 
-@pytest.mark.parametrize("width", [48, 40, 39])  # divisible by a block of 16, by 2, by neither
-@pytest.mark.parametrize("rows", [0, 1, 2, 4, 5, 7, 16, 31, 32, MOST_ROWS, MOST_ROWS + 1])
-def test_equals_the_linear_layer(rows, width):
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 24, generator=generator), torch.randn(width, 24, generator=generator)
+def transposed() -> LlamaGenTransformer:
+    model = tiny_transformer("class")
+    transpose_weights(model)
+    return model
+
+
+def layouts(model: nn.Module) -> set[bool]:
+    """Whether linear weights lie transposed; square ones of one row or column, which lie both ways, do not occur."""
+    return {layer.weight.t().is_contiguous() for layer in model.modules() if isinstance(layer, nn.Linear)}
+
+
+def test_what_lies_transposed_keeps_its_shape_and_values() -> None:
+    plain, model = tiny_transformer("class"), transposed()
+    assert (layouts(plain), layouts(model)) == ({False}, {True})
+    for (name, weight), (other, same) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+        assert name == other and torch.equal(weight, same) and same.requires_grad and not same.is_inference()
     with torch.no_grad():
-        out = linear(x, weight)
-    assert out.shape == (rows, width) and out.is_contiguous()
-    assert torch.allclose(out, F.linear(x, weight), atol=1e-5)
+        torch.testing.assert_close(model(TOKENS, CLASSES).logits, plain(TOKENS, CLASSES).logits)
+    transpose_weights(model, False)
+    assert layouts(model) == {False} and torch.equal(model.output.weight, plain.output.weight)
 
 
-def test_leading_dimensions_and_layouts():
-    x = torch.randn(24, 2, 3, generator=torch.Generator().manual_seed(1)).permute(1, 2, 0)
-    with torch.no_grad():
-        for given in (x, x[:1], x[:, :1], x.expand(2, 2, 3, 24)):
-            assert torch.allclose(linear(given, WEIGHT), F.linear(given, WEIGHT), atol=1e-5)
+def test_a_weight_that_lies_so_already_is_not_copied() -> None:
+    model = transposed()
+    places = [weight.data_ptr() for weight in model.parameters()]
+    transpose_weights(model)
+    assert places == [weight.data_ptr() for weight in model.parameters()]
 
 
-def test_gradients_and_other_dtypes_take_the_plain_path():
-    x = torch.randn(2, 24, requires_grad=True)
-    linear(x, WEIGHT).sum().backward()
-    assert torch.allclose(x.grad, WEIGHT.sum(0).expand(2, -1), atol=1e-5)
-    with torch.no_grad():
-        low = linear(x.bfloat16(), WEIGHT.bfloat16())
-    assert low.dtype == torch.bfloat16 and torch.equal(low, F.linear(x.bfloat16(), WEIGHT.bfloat16()))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_prefill_lays_them_out_and_leaves_them_fit_for_training(mode: type) -> None:
+    model, plain = tiny_transformer("class"), tiny_transformer("class")
+    with mode():
+        model(condition=CLASSES, cache=model.new_cache(2))
+    assert layouts(model) == {True}
+    losses = []
+    for network in (plain, model):
+        network.train()
+        optimizer = torch.optim.AdamW(network.parameters(), 1e-2)
+        for _ in range(3):
+            loss = nn.functional.cross_entropy(network(TOKENS, CLASSES).logits.flatten(0, 1), TOKENS.flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        losses.append(loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and losses[0] < 4
+
+
+def test_files_casts_and_copies_know_nothing_of_it(tmp_path: Path) -> None:
+    plain, model = tiny_transformer("class"), transposed()
+    assert weights_digest(model) == weights_digest(plain)
+    for name, network in (("a", plain), ("b", model)):
+        network.save_pretrained(tmp_path / name)
+    one, two = ((tmp_path / name / "diffusion_pytorch_model.safetensors").read_bytes() for name in "ab")
+    assert one == two
+    assert layouts(LlamaGenTransformer.from_pretrained(tmp_path / "b")) == {False}, "loaded as torch has it, until a prefill"
+    assert layouts(copy.deepcopy(model)) == layouts(model.to(torch.bfloat16)) == {True}
+    model.load_state_dict(plain.state_dict())
+    assert layouts(model) == {True}
+
+
+def test_off_the_cpu_they_lie_as_torch_has_them() -> None:
+    assert layouts(transposed().to("meta")) == {False}

@@ -6,6 +6,7 @@ import logging
 import math
 import shutil
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
@@ -351,6 +352,7 @@ def test_layerwise_casting_draws_the_same():
     pipe.transformer.enable_layerwise_casting(storage_dtype=torch.float16, compute_dtype=torch.float32)
     assert {weight.dtype for weight in pipe.transformer.layers.parameters()} == {torch.float16, torch.float32}
     assert torch.equal(expected, pipe("a red apple", generator=seeded(0)[0], output_type="pt").images)
+    assert not any(weight.is_inference() for weight in pipe.transformer.parameters()), "they can still be trained"
 
 
 def test_a_callback_that_raises_leaves_the_pipeline_usable(classes):
@@ -412,9 +414,22 @@ def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
     assert not torch.equal(again("a green dog", generator=seeded(0)[0], output_type="latent").images, expected)
 
 
+@pytest.fixture
+def compiling(monkeypatch):
+    """As on a GPU, where compiling is allowed."""
+    monkeypatch.setattr("vargen.pipelines.llamagen.check_compile", lambda compile, device: None)
+
+
+def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
+    monkeypatch.setattr(classes.transformer, "forward", lambda **_: pytest.fail("passed"))
+    for call in (partial(classes, class_labels=3), partial(classes.token_model, 1.0)):
+        with pytest.raises(ValueError, match=r"^compile must be False on a CPU: .* longer .*; leave it out, or run on a GPU$"):
+            call(compile=True)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
-def test_a_new_transformer_is_compiled_anew(monkeypatch):
+def test_a_new_transformer_is_compiled_anew(monkeypatch, compiling):
     pipe, compiled = class_pipeline(), []
     real = torch.compile
     monkeypatch.setattr(torch, "compile", lambda module, **_: compiled.append(module) or real(module, backend="eager"))
@@ -426,7 +441,9 @@ def test_a_new_transformer_is_compiled_anew(monkeypatch):
     assert compiled == [first, pipe.transformer]
 
 
-def test_compiled_passes_draw_the_same(classes):
+@pytest.mark.slow
+@pytest.mark.skipif(not any(map(shutil.which, ("g++", "c++", "clang++"))), reason="torch.compile needs a C++ compiler here")
+def test_compiled_passes_draw_the_same(classes, compiling):
     plain = classes(class_labels=[1, 2], temperature=0, output_type="latent").images
     compiled = classes(class_labels=[1, 2], temperature=0, output_type="latent", compile=True).images
     assert torch.equal(plain, compiled)

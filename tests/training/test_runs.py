@@ -18,7 +18,7 @@ from vargen import compat
 from vargen.files import whole_file
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
-from vargen.training import generator, tokenizer
+from vargen.training import generator, generator_data, generator_losses, tokenizer
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe, Schedule, TokenizerRecipe
 from vargen.training.run import TrainingRun
@@ -302,7 +302,7 @@ def test_a_damaged_line_of_the_log_is_dropped(tmp_path):
 def test_damaged_tokens_are_named(tmp_path, kept):
     (tmp_path / "tokens.npz").write_bytes(kept)
     with pytest.raises(ValueError, match=r"tokens\.npz is damaged or not of vargen's .*remove it") as caught:
-        generator.TokenStore(tmp_path / "tokens.npz", data().images, tiny_vq(), generator_recipe(), CPU)
+        generator_data.TokenStore(tmp_path / "tokens.npz", data().images, tiny_vq(), generator_recipe(), CPU)
     assert "allow_pickle" not in str(caught.value)
 
 
@@ -324,7 +324,7 @@ def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
 def test_the_code_prior_folds_into_an_ordinary_model():
     torch.manual_seed(0)
     model = LlamaGenTransformer(condition="class", dim=32, n_layer=1, n_head=2, vocab_size=64, grid_size=4, multiple_of=32)
-    prior = generator.CodePrior(torch.nn.functional.normalize(torch.randn(64, 8), dim=-1), 32)
+    prior = generator_losses.CodePrior(torch.nn.functional.normalize(torch.randn(64, 8), dim=-1), 32)
     torch.nn.init.normal_(prior.head)
     from vargen.models.condition import Condition
 
@@ -339,16 +339,16 @@ def test_the_code_prior_folds_into_an_ordinary_model():
 def test_noise_takes_tokens_from_anywhere_in_the_batch():
     tokens = 1000 + 3 * torch.arange(64 * 100).view(64, 100)  # all different, and no other number is in the batch
     torch.manual_seed(0)
-    changed = generator.noisy(tokens, 0.4) != tokens
+    changed = generator_losses.noisy(tokens, 0.4) != tokens
     shares = changed.float().mean(1)
     assert shares.min() < 0.1 and 0.3 < shares.max() <= 0.55 and 0.15 < shares.mean() < 0.25
-    assert torch.equal(generator.noisy(tokens, 0.0), tokens)
-    assert torch.isin(generator.noisy(tokens, 1.0), tokens).all()
+    assert torch.equal(generator_losses.noisy(tokens, 0.0), tokens)
+    assert torch.isin(generator_losses.noisy(tokens, 1.0), tokens).all()
 
 
 def test_a_plan_asks_for_what_is_still_to_be_drawn():
     """Row 5 of 8 is being drawn: the plan's loss there sees the pixels of that row and of those below, and no others."""
-    plan = generator.Plan(dim=6, grid_size=8, side=4)
+    plan = generator_losses.Plan(dim=6, grid_size=8, side=4)
     features = torch.zeros(1, 64, 6)
     features[:, 5 * 8 : 6 * 8] = torch.randn(1, 8, 6)
     pixels = torch.rand(1, 3, 32, 32).requires_grad_()
@@ -392,10 +392,10 @@ def test_impossible_plans_are_refused_before_anything_is_written(tmp_path, chang
 
 def test_shifted_moves_and_fills_with_white():
     picture = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3)
-    moved = generator.shifted(picture, 1, -2)
+    moved = generator_data.shifted(picture, 1, -2)
     assert (moved[:, 0] == 255).all() and (moved[:, :, 2:] == 255).all()
     assert np.array_equal(moved[:, 1:, :2], picture[:, :3, 2:])
-    assert np.array_equal(generator.shifted(picture, 0, 0), picture)
+    assert np.array_equal(generator_data.shifted(picture, 0, 0), picture)
 
 
 def test_codebook_revives_what_nothing_chooses():
@@ -477,8 +477,8 @@ def test_tokens_of_another_tokenizer_are_made_again(tmp_path, caplog):
     recipe, images, model = generator_recipe(), data().images, tiny_vq()
     indices, variants = np.arange(4), np.zeros(4, dtype=np.int64)
 
-    def store() -> generator.TokenStore:
-        return generator.TokenStore(tmp_path / "tokens.npz", images, model, recipe, CPU)
+    def store() -> generator_data.TokenStore:
+        return generator_data.TokenStore(tmp_path / "tokens.npz", images, model, recipe, CPU)
 
     first = store()
     tokens = first(indices, variants)

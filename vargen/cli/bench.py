@@ -13,7 +13,7 @@ from tqdm import tqdm
 from vargen.cli.console import quiet_libraries, say, table
 from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, write_each
-from vargen.device import fix_threads
+from vargen.device import check_compile, fix_threads
 from vargen.values import shown
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def ar(
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
     seconds: Annotated[float, typer.Option(metavar="X", help="Draw whole batches of each size for at least so long.")] = 10.0,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the passes; that is not timed.")] = False,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile the passes, on a GPU; not timed.")] = False,
     as_json: Annotated[str | None, _JSON] = None,
 ) -> None:  # fmt: skip
     """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
@@ -100,6 +100,7 @@ def ar(
     json_file, names = result_file(as_json, ".json", "json"), model or ["emoji"]
     check_apart({"json": [json_file]}, {"a file of model": [file for name in names for file in model_files(name)]})
     chosen, kind, machine = prepare(device, dtype, threads, names)
+    check_compile(compile, chosen)
 
     from vargen.evaluation.machine import machine_line
     from vargen.evaluation.speed import measure_baseline

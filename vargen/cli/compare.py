@@ -10,9 +10,9 @@ from tqdm import tqdm
 
 from vargen.cli.bench import prepare
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_prompts, say_names
 from vargen.cli.options import Device, Dtype, Guidance, ModelName, Temperature, Threads, TopK, TopP, given_options
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
+from vargen.cli.subjects import read_prompts, say_names
 from vargen.files import expanded
 
 if TYPE_CHECKING:

@@ -92,7 +92,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str
 
 
 class _Once(logging.Filter):
-    """Drops a message that was shown before: a prompt drawn ten times is cut short once, for the reader."""
+    """Drops a message that was shown before: a prompt that is drawn ten times gives one warning that it was cut short."""
 
     def __init__(self) -> None:
         super().__init__()

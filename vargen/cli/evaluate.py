@@ -18,9 +18,9 @@ from vargen.cli.evaluation_options import (
     read_sampling,
     read_shard,
 )
-from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range, pick_device
 from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
+from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
 
 if TYPE_CHECKING:

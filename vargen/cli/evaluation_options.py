@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from vargen.cli.console import quiet_libraries
-from vargen.cli.generate import read_prompts
 from vargen.cli.options import Dtype, check_range
 from vargen.cli.outputs import check_writable
+from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
 from vargen.values import shown
 

@@ -38,11 +38,12 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
-from vargen.device import fix_threads
+from vargen.cli.subjects import class_numbers, say_names, subjects_of
+from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
 
 if TYPE_CHECKING:
-    from vargen.pipelines.base import Description
+    from vargen.pipelines.description import Description
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -88,10 +89,14 @@ def generate(
     top_k: TopK = None,
     top_p: TopP = None,
     negative_prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="What guidance leads away from.")] = None,
+    best_of: Annotated[int, typer.Option(metavar="N", help="Draw N candidates of each image and keep the best.")] = 1,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Chooses the best; `vargen score --help` tells. Default: emoji-scorer.")
+    ] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the transformer first, which takes minutes.")] = False,
-    batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once.")] = 8,
+    compile: Annotated[bool, typer.Option("--compile", help="Compile first, on a GPU; takes minutes.")] = False,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Most images drawn at once, candidates counted.")] = 8,
     threads: Threads = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
@@ -100,13 +105,15 @@ def generate(
 
     Image k of a run is drawn with seed + k and does not depend on the others, so it can be drawn again alone.
     """
-    subjects = _subjects(prompts, prompt_file, class_label)
+    subjects = subjects_of(prompts, prompt_file, class_label)
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     _check_settings(given, negative_prompt, num_images)
     first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
+    check_range(best_of, "best_of", 1)
     fix_threads(threads)
     chosen_device = pick_device(device)
+    check_compile(compile, chosen_device)
     repeated = [subject for subject in subjects for _ in range(num_images)]
     kind = "class " if class_label else ""
     places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])
@@ -115,17 +122,21 @@ def generate(
     check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
     quiet_libraries()
     opened, method = _check_against(model, accelerator, given, bool(class_label), negative_prompt)
-    drawn: list[Any] = _class_numbers(repeated, opened) if class_label else repeated
+    drawn: list[Any] = class_numbers(repeated, opened) if class_label else repeated
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.pipelines.registry import open_pipeline
+    from vargen.scoring.registry import open_scorer
 
+    judge = open_scorer(scorer or "emoji-scorer", chosen_device) if best_of > 1 or scorer else None
     chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
     pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started
-    options = {**given, "accelerator": method, "negative_prompt": negative_prompt}
+    options: dict[str, Any] = {**given, "accelerator": method, "negative_prompt": negative_prompt}
     parameters = _parameters(pipe, model, options, chosen_dtype)
+    if judge is not None:
+        options |= {"num_candidates": best_of, "scorer": judge}
     if compile:
         options["compile"] = True
     if not quiet:
@@ -181,47 +192,6 @@ def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any
     return {"images": images, **said, "stats": DecodeStats.joined(runs).to_dict()}
 
 
-def say_names(pipe: Any, prompts: list[str]) -> None:
-    """A line on stderr about the characters in prompts that the model reads as names, if there are any."""
-    read = {typed: name for prompt in prompts for typed, name in pipe.read_prompt(prompt).names.items()}
-    if read:
-        say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
-
-
-def _subjects(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
-    """Prompts, or class labels as typed."""
-    from vargen.pipelines import checks
-
-    if class_label:
-        if prompts or prompt_file:
-            raise ValueError("give prompts or --class-label, not both")
-        return class_label
-    listed = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
-    if not listed:
-        raise ValueError('give a prompt, for example: vargen generate "a red apple"')
-    return checks.check_prompts(listed)
-
-
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a UTF-8 text file, one a line.
-
-    Raises:
-        ValueError: if it is not UTF-8 or holds no prompt. FileNotFoundError, IsADirectoryError: as said.
-    """
-    path = expanded(path, "prompt_file")
-    if not path.exists():
-        raise FileNotFoundError(f"prompt_file {str(path)!r} does not exist")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt_file {str(path)!r} must be UTF-8 text: {error}") from error
-    lines = [line.strip() for line in text.split("\n")]
-    found = [line for line in lines if line and not line.startswith("#")]
-    if not found:
-        raise ValueError(f"prompt_file {str(path)!r} holds no prompt; write one a line, without # in front")
-    return found
-
-
 def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
     """What can be checked without a model."""
     from vargen.pipelines import checks
@@ -256,14 +226,6 @@ def _check_against(
     return model, method.name
 
 
-def _class_numbers(labels: list[str], model: Description) -> list[int]:
-    from vargen.pipelines import checks
-
-    # A number of thousands of digits is one that Python does not read; no class has one of more than nine.
-    typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
-    return checks.check_class_labels(typed, model.num_classes, model.id2label)
-
-
 def _draw(
     pipe: Any,
     jobs: list[Job],
@@ -284,8 +246,9 @@ def _draw(
     runs: list[Any] = []
     seconds = 0.0
     try:
-        for start in range(0, len(jobs), batch_size):
-            batch = jobs[start : start + batch_size]
+        step = max(1, batch_size // options.get("num_candidates", 1))
+        for start in range(0, len(jobs), step):
+            batch = jobs[start : start + step]
             last = start + len(batch)
             label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
             hidden = True if quiet else None  # None: hidden where stderr is no terminal
@@ -297,13 +260,14 @@ def _draw(
             seconds += time.perf_counter() - started
             runs.append(result.stats)
             before = len(images)
-            for job, image in zip(batch, result.images, strict=True):
+            for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
+                said = {key: job.subject, **_chosen(result.stats, number, job.seed)}
                 try:
-                    path = save_image(image, job.target, {key: job.subject, "seed": job.seed, **parameters})
+                    path = save_image(image, job.target, {**said, **parameters})
                 except OSError as error:
                     say(not_written(f"output {str(job.target.path)!r}", error))
                     continue
-                images.append({"file": str(path), key: job.subject, "seed": job.seed})
+                images.append({"file": str(path), **said})
                 if not silent:
                     print(path, flush=True)
             if len(images) == before:
@@ -315,6 +279,16 @@ def _draw(
             say(f"{len(images)} of {len(jobs)} images were written before this")
         raise
     return images, runs, seconds
+
+
+def _chosen(stats: Any, number: int, seed: int) -> dict[str, Any]:
+    """The seed that draws a picture of a batch, and, where a scorer chose it, how it was scored."""
+    if stats.scorer is None:
+        return {"seed": seed}
+    scores = stats.scores[number]
+    at = stats.candidate_seeds[number].index(stats.seeds[number])
+    candidates = {"candidates": scores, "asked_seed": seed} if len(scores) > 1 else {}
+    return {"seed": stats.seeds[number], "scorer": stats.scorer, "score": scores[at], **candidates}
 
 
 def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:

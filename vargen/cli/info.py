@@ -47,7 +47,7 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
 
 @app.command("presets")
 def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
-    """The accelerators by name: exact ones draw from the model's own law, relaxed ones do not."""
+    """The accelerators by name: exact ones draw from the model's own distribution, relaxed ones do not."""
     found = presets()
     if as_json:
         print_json(found)

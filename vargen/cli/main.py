@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, compare, convert, evaluate, generate, info, laws, train, verify
+from vargen.cli import bench, compare, convert, distribution, evaluate, generate, info, train, verify
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
@@ -49,7 +49,7 @@ app.command("eval")(evaluate.evaluate)
 app.command("draw")(evaluate.draw)
 app.command("score")(evaluate.score)
 app.add_typer(info.app, name="info")
-bench.app.command("laws")(laws.laws)
+bench.app.command("distribution")(distribution.distribution)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")

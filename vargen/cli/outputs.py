@@ -40,7 +40,7 @@ class Target:
 
 
 def slug(text: str) -> str:
-    """A file name's worth of a prompt: 1 to 40 of a-z, 0-9 and single inner hyphens; never a name that systems reserve."""
+    """A prompt as a file name: 1 to 40 of a-z, 0-9 and single inner hyphens; never a name that systems reserve."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     short = re.sub("[^a-z0-9]+", "-", plain).strip("-")[:LONGEST_SLUG].strip("-")
     return f"image-{short}" if short in _RESERVED else short or "image"
@@ -145,7 +145,7 @@ def check_apart(
             other, at = taken.setdefault(key, (name, target))
             if at is not target and (at.named or target.named) and _really(key, target.path, at.path):
                 raise ValueError(f"{_said(name, target.path)} is also {_said(other, at.path)}; one would be lost, name two")
-    for name, target in places:  # a made-up name that is not free gets a number, and so might meet a given one
+    for name, target in places:  # a made-up name that is taken gets a number, and could then equal a name that was given
         short = target.path.with_stem(re.sub(r"(?<=.)-\d+$", "", target.path.stem))
         for key in _identities(short) if target.named and short != target.path else ():
             other, at = taken.get(key, (name, target))
@@ -158,7 +158,7 @@ def _said(name: str, path: Path) -> str:
 
 
 def _identities(path: Path) -> Iterator[Hashable]:
-    """Keys of which two names of one file share one."""
+    """Keys of a path; two names of the same file have at least one key in common."""
     real = os.path.realpath(path)
     yield real
     try:
@@ -213,7 +213,7 @@ def write_each(writes: Iterable[Write]) -> None:
 
     Raises:
         typer.Exit: with code 1, when one failed; each that did was reported in a line.
-        BrokenPipeError: when the reader of standard output is gone, which is no one's mistake; after the other writes.
+        BrokenPipeError: after the other writes, when the reader of standard output is gone, which is no failure of ours.
     """
     failed: list[Exception] = []
     for name, write in writes:

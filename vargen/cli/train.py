@@ -183,6 +183,25 @@ def scorer(
     print_json({"model": str(output / "scorer"), **figures})
 
 
+@app.command("package-scorer")
+def package_scorer(
+    run: Annotated[Path, typer.Option(metavar="DIR", help="A finished scorer run.")] = Path("runs/scorer"),
+    data: Annotated[Path | None, _DATA] = None,
+    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/, tokenizer/ and vqvae/.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged scorer, which is replaced.")] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Write a finished scorer in float16, with fixed captions and a card that says what it can tell; print its figures."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.training.package_scorer import package_scorer as join
+
+    packaged = Path(vargen.assets.__file__).parent
+    parts = expanded(model, "model") if model else packaged / "emoji"
+    folder = expanded(output, "output") if output else packaged / "emoji-scorer"
+    print_json({"scorer": str(folder), **join(expanded(run, "run"), parts, _open_data(data), folder, note)})
+
+
 def _recipe(config: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.recipe import load_recipe
 

@@ -1,4 +1,4 @@
-"""`vargen verify`: is a method exact, by enumeration?"""
+"""`vargen verify`: is a method exact? Proved by enumeration."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vargen.cli.console import print_json, table
 from vargen.cli.options import check_range
 
 if TYPE_CHECKING:
-    from vargen.decoding import Accelerator
+    from vargen.decoding import Method
     from vargen.evaluation.exactness import Report
 
 
@@ -24,7 +24,7 @@ def verify(
 ) -> None:
     """Draw small models by a method, and compare with the enumerated probabilities of all their sequences.
 
-    Ends with 1 if a method that claims to be exact is not, or if a known-wrong variant went unnoticed.
+    Ends with 1 if a method claims to be exact and is not, or if a known-wrong variant was not found.
     """
     check_range(chains, "chains", 1000, 10**8)
     found = [find(method) for method in methods]
@@ -41,25 +41,25 @@ def verify(
         raise typer.Exit(1)
 
 
-def find(name: str) -> Accelerator:
-    """A preset, or the Accelerator that `module:name` names; modules of the current folder are found, too.
+def find(name: str) -> Method:
+    """A preset, or the Accelerator or Schedule that `module:name` names; modules of the current folder are found, too.
 
     Raises:
         ValueError: if there is none. TypeError: if it is something else.
     """
-    from vargen.decoding import Accelerator, resolve_accelerator
+    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_accelerator
 
     module, colon, attribute = name.partition(":")
     if not colon:
-        return resolve_accelerator(name)
+        return resolve_accelerator(name, PRESETS[name].family if name in PRESETS else Accelerator.family)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         part: Any = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"method {name!r} must be a preset, or module:name of an Accelerator: {error}") from error
-    if not isinstance(part, Accelerator):
-        raise TypeError(f"method {name!r} must be an Accelerator, got {type(part).__name__}")
+    if not isinstance(part, Accelerator | Schedule):
+        raise TypeError(f"method {name!r} must be an Accelerator or a Schedule, got {type(part).__name__}")
     return part
 
 

@@ -6,15 +6,19 @@ from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters import Jacobi, Speculative
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.presets import DEFAULT, PRESETS, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
+from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
+from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.scale_images import LEFT_OUT
+from vargen.decoding.scales import decode_scales
+from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.tokens import decode
 
 __all__ = [
     "DEFAULT",
+    "LEFT_OUT",
     "PRESETS",
     "Accelerator",
     "AcceptanceRule",
@@ -27,19 +31,24 @@ __all__ = [
     "Fixed",
     "Grouped",
     "Jacobi",
+    "Method",
     "Noise",
     "NonFiniteLogitsError",
     "Output",
     "Progress",
     "Purpose",
     "Sampling",
+    "ScaleModel",
+    "Schedule",
     "Speculative",
+    "Stage",
     "Step",
     "TokenModel",
     "Tree",
     "Verdict",
     "acceptance_rule",
     "decode",
+    "decode_scales",
     "exact",
     "methods_of",
     "resolve_accelerator",

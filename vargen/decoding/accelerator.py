@@ -34,7 +34,7 @@ class Accelerator:
     topology: Literal["chain", "tree"] | None = None
     summary: str = ""
     source: str = ""
-    family: ClassVar[str] = "next-token"
+    family: ClassVar[Literal["next-token"]] = "next-token"
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # statistics and reports are keyed by it

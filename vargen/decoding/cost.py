@@ -22,6 +22,7 @@ from vargen.decoding.draft import Tree
 from vargen.decoding.protocols import TokenModel
 from vargen.device import chosen_threads, cores, cpu_model, threads
 from vargen.files import cache_folder, whole_file
+from vargen.modes import quick_passes
 
 logger = logging.getLogger("vargen")
 
@@ -46,11 +47,12 @@ def pass_costs(
     known = _known(model, images)
     missing = [width for width in widths if anew or width not in known]
     if missing:
-        state = _half_full(model, condition, images, max(missing))
-        for round_ in range(repeats + 1):  # the first is a warm-up
-            for width in missing:
-                seconds = _time(model, state, images, width)
-                known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
+        with quick_passes(torch.device(model.device)):
+            state = _half_full(model, condition, images, max(missing))
+            for round_ in range(repeats + 1):  # the first is a warm-up
+                for width in missing:
+                    seconds = _time(model, state, images, width)
+                    known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
         _store(model, images, known)
     return {width: known[width] for width in widths}
 
@@ -64,7 +66,8 @@ def suitable_threads(model: TokenModel, condition: Any, images: int, width: int)
     if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
         yield torch.get_num_threads()
         return
-    count = best_threads(model, condition, images, min(width, _WIDEST))
+    with quick_passes(torch.device(model.device)):
+        count = best_threads(model, condition, images, min(width, _WIDEST))
     with threads(count):
         yield count
 

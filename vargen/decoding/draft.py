@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
+from vargen.modes import ordinary_tensors
 
 _WORD = 64  # ancestors in an int64
 
@@ -70,6 +71,7 @@ class Tree:
         return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, chain=False)
 
     @cached_property
+    @ordinary_tensors()
     def words(self) -> Tensor:
         """The ancestors as bits of int64 words, `[T, W]` or `[B, T, W]`: bit j % 64 of word j // 64 is `ancestors[..., j]`."""
         T = self.ancestors.shape[-1]
@@ -78,6 +80,7 @@ class Tree:
 
 
 @lru_cache(maxsize=64)
+@ordinary_tensors()
 def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
     if not parents or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
         raise ValueError(f"parents must start with -1 and then name earlier slots, got {parents}")

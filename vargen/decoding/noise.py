@@ -10,7 +10,7 @@ Shape suffixes: B images, T positions, V vocabulary.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from functools import lru_cache
 
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from vargen.kernels.categorical import categorical
 from vargen.kernels.dispatch import eager_on_cpu
+from vargen.modes import ordinary_tensors
 
 
 class Purpose(IntEnum):
@@ -137,14 +138,52 @@ def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> T
 
 def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int = 0) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
-    bits = _lane_bits(_keys(seeds, position, purpose, step), vocab)
-    return _unit_(bits).neg_().log1p_().neg_()
+    return _exponential(_keys(seeds, position, purpose, step), vocab)
+
+
+def _exponential(keys: Tensor, vocab: int) -> Tensor:
+    return _unit_(_lane_bits(keys, vocab)).neg_().log1p_().neg_()
 
 
 @lru_cache(maxsize=8)
+@ordinary_tensors()
 def _lanes(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, far apart; never changed in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
+
+
+class OwnNoise:
+    """The noise that belongs to images, that of `Purpose.TOKEN`, at the positions of a run: no pass makes it again.
+
+    Keys are made once for all positions. On a CPU, the noise of the last positions is kept as well: a window of drafts asks for
+    most of them in every pass.
+
+    Args:
+        seeds: int64 `[B]`.
+        positions: how many; all that are asked for are below.
+    """
+
+    def __init__(self, seeds: Tensor, positions: int):
+        self._keys = _keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
+        self._kept = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], a position's at its remainder by W
+        self._position = np.empty((len(seeds), 0), np.int64)  # [B, W], whose noise each is
+
+    def exponential(self, position: Tensor, vocab: int) -> Tensor:
+        """What the function `exponential` gives."""
+        keys = self._keys.gather(1, position)
+        if position.shape[1] == 1 or not _in_numpy(keys):
+            return _exponential(keys, vocab)
+        at, image = position.numpy(), np.arange(len(keys))[:, None]
+        reach = int((at.max(1) - at.min(1)).max()) + 1
+        if reach > self._kept.shape[1] or vocab != self._kept.shape[2]:
+            self._kept, self._position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
+        slot = at % self._kept.shape[1]
+        missing = self._position[image, slot] != at
+        if missing.any():
+            place = np.broadcast_to(image, at.shape)[missing], slot[missing]
+            self._kept[place] = _exponential(keys[torch.from_numpy(missing)], vocab).numpy()
+            self._position[place] = at[missing]
+        return torch.from_numpy(self._kept[image, slot])
 
 
 def race(
@@ -154,7 +193,14 @@ def race(
 
     Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.
     """
-    return (probs / exponential(seeds, position, probs.shape[-1], purpose, step)).argmax(-1)
+    return _winner(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
+
+
+def _winner(probs: Tensor, noise: Tensor) -> Tensor:
+    ratio = probs / noise
+    if eager_on_cpu(ratio):  # NumPy's takes a tenth of the time of torch's
+        return torch.from_numpy(ratio.detach().numpy().argmax(-1))
+    return ratio.argmax(-1)
 
 
 @dataclass(frozen=True)
@@ -168,11 +214,13 @@ class Noise:
         seeds: int64 `[B]`.
         position: int64 `[B, T]`, grid position of the token that follows each fed slot.
         step: number of the pass.
+        own: the images' own noise, where it is kept from pass to pass; None makes it anew.
     """
 
     seeds: Tensor
     position: Tensor
     step: int = 0
+    own: OwnNoise | None = None
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """float32 `[B, T]` in (0, 1)."""
@@ -184,9 +232,11 @@ class Noise:
         Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
         """
         if purpose == Purpose.TOKEN:
-            return race(probs, self.seeds, self.position)
+            if self.own is None:
+                return race(probs, self.seeds, self.position)
+            return _winner(probs, self.own.exponential(self.position, probs.shape[-1]))
         return categorical(probs, coins(self.seeds, self.position, purpose, self.step))
 
     def at(self, slot: Tensor) -> Noise:
         """The noise of one slot `[B]` of each image: T = 1."""
-        return Noise(self.seeds, self.position.gather(1, slot[:, None]), self.step)
+        return replace(self, position=self.position.gather(1, slot[:, None]))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, exact, shared_noise
 from vargen.decoding.drafters import Jacobi, Speculative
 from vargen.decoding.naming import nearest
+from vargen.decoding.schedule import Schedule, Stage
 from vargen.values import shown
 
 DEFAULT = "auto"  # what pipelines, page and command draw with
-PRESETS: dict[str, Accelerator] = {
+Method = Accelerator | Schedule
+PRESETS: dict[str, Method] = {
     preset.name: preset
     for preset in (
         Accelerator(
@@ -59,16 +63,47 @@ PRESETS: dict[str, Accelerator] = {
             summary="a small model drafts a chain; p/q acceptance",
             source="Leviathan et al. 2023, arXiv 2211.17192",
         ),
+        Schedule(
+            name="plain",
+            summary="one scale a pass: the sequential baseline",
+            source="Tian et al. 2024, VAR, arXiv 2404.02905",
+        ),
+        Schedule(
+            name="code",
+            stages=(Stage(until=-2), Stage(model="draft")),
+            summary="collaborative decoding: the last two scales, most of the tokens, by the small model",
+            source="Chen et al. 2024, CoDe, arXiv 2411.17787",
+        ),
+        Schedule(
+            name="scale-spec",
+            stages=(Stage(until=4, drafted=3), Stage()),
+            summary="early scales drafted by the small model, judged whole in one pass of the large one",
+            source="Leviathan et al. 2023, arXiv 2211.17192, with a maximal coupling of whole scales",
+        ),
+        Schedule(
+            name="economy",
+            stages=(Stage(until=-1), Stage(guidance=0)),
+            summary="the last scale without guidance, at half its work",
+            source="as plain",
+        ),
     )
 }
 
 
-def methods_of(family: str) -> list[Accelerator]:
+def methods_of(family: str) -> list[Method]:
     """The presets for models of a family, such as `"next-token"`."""
     return [preset for preset in PRESETS.values() if preset.family == family]
 
 
-def resolve_accelerator(accelerator: str | Accelerator, family: str = Accelerator.family) -> Accelerator:
+@overload
+def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["next-token"]) -> Accelerator: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["next-scale"]) -> Schedule: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: str) -> Any: ...
+def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.family) -> Any:
     """A preset by name, or the object itself.
 
     Args:
@@ -83,8 +118,9 @@ def resolve_accelerator(accelerator: str | Accelerator, family: str = Accelerato
         if accelerator not in PRESETS:
             raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, names)}")
         accelerator = PRESETS[accelerator]
-    if not isinstance(accelerator, Accelerator):
-        raise TypeError(f"accelerator must be a preset's name or an Accelerator, got {shown(accelerator)}")
+    if not isinstance(accelerator, Accelerator | Schedule):
+        wanted = "an Accelerator" if family == Accelerator.family else "a Schedule"
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
     if accelerator.family != family:
         raise ValueError(
             f"accelerator {accelerator.name!r} is for {accelerator.family} models, and this is a {family} one: it runs "

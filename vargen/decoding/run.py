@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.stats import DecodeStats
+from vargen.modes import ordinary_tensors
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -46,12 +47,14 @@ class Progress:
 
 @dataclass
 class Decoded:
-    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics."""
+    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics; of
+    `decode_scales` also the canvas, what the scales add up to."""
 
     tokens: Tensor
     length: Tensor
     stats: DecodeStats
     finished: bool = field(default=True)
+    canvas: Tensor | None = None
 
 
 Callback = Callable[[Progress], bool | None]
@@ -93,15 +96,18 @@ class Run:
 
         Args:
             logits: float `[B, T, V]`. position: int64 `[B, T]`, of what each says; past N it does not matter.
-            tokens: int64 `[B, N]`. length: int64 `[B]`, how many are drawn. count: int64 `[B]`, how many by this pass.
+            tokens: int64 `[B, N]`, an ordinary tensor: the callback may write to it. length: int64 `[B]`, how many are drawn.
+            count: int64 `[B]`, how many by this pass.
 
         Raises:
             NonFiniteLogitsError: for logits of this pass or, on a GPU, of one before.
         """
         self.passes += 1
         drawn = self._watch.see(logits, position, length, self.total, self.passes)
-        if self.callback and self.callback(Progress(self.passes, tokens, length, self.total, count)) is False:
-            self.stopped = not drawn
+        if self.callback:
+            with ordinary_tensors():
+                progress = Progress(self.passes, tokens, length.clone(), self.total, count.clone())
+                self.stopped = self.callback(progress) is False and not drawn
         self.finished = drawn or self.stopped or self.passes >= self.total
 
     def close(self, stats: DecodeStats) -> None:

@@ -21,6 +21,11 @@ class DecodeStats:
         seconds: wall-clock of the loop, prefill included.
         accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
         fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
+        scorer, scores, candidate_seeds: where a scorer chose: its name, and for each picture the scores and seeds of all its
+            candidates; `images` and `tokens` count these, and `seeds` are those of the chosen.
+        draft_fed: the same of the smaller model's passes, of next-scale models.
+        by_scale: of next-scale models, for each scale its tokens, the model that drew it, the passes that fed it, in how many
+            images it was drafted and how often that was kept, and the seconds of the passes that began with it.
         relaxation: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
         seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
         seeds: per image, the one that draws it again: as passed to `decode`; of a pipeline's call, that of a generator.
@@ -40,6 +45,11 @@ class DecodeStats:
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
     threads: int = 1
+    scorer: str | None = None
+    scores: list[list[float]] = field(default_factory=list)
+    candidate_seeds: list[list[int]] = field(default_factory=list)
+    draft_fed: dict[int, int] = field(default_factory=dict)
+    by_scale: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
     def joined(runs: Sequence[DecodeStats]) -> DecodeStats:
@@ -59,6 +69,11 @@ class DecodeStats:
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
+            scorer=runs[0].scorer,
+            scores=[scores for run in runs for scores in run.scores],
+            candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
+            draft_fed=dict(sum((Counter(run.draft_fed) for run in runs), Counter())),
+            by_scale=[_added(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
         )
 
     @property
@@ -78,7 +93,13 @@ class DecodeStats:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, whose keys are text."""
-        fed = {str(width): passes for width, passes in self.fed.items()}
+        fed, drafted = ({str(width): passes for width, passes in each.items()} for each in (self.fed, self.draft_fed))
         rates = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
         rates["relaxation_per_token"] = self.relaxation_per_token
-        return {**asdict(self), "fed": fed, **rates}
+        return {**asdict(self), "fed": fed, "draft_fed": drafted, **rates}
+
+
+def _added(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """One scale of several runs."""
+    counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "drafted", "kept", "seconds")}
+    return {**scales[0], **counted}

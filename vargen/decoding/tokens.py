@@ -18,12 +18,13 @@ from vargen.decoding.acceptance import shared_noise
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
-from vargen.decoding.noise import Noise
+from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.run import Callback, Decoded, Run
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.modes import ordinary_tensors, quick_passes
 from vargen.values import shown
 
 
@@ -63,12 +64,13 @@ def decode(
     _check(model, seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if accelerator.drafter is None else accelerator.drafter.max_fed
-    with suitable_threads(model, condition, len(seeds), max_fed) as threads:
+    with suitable_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), accelerator, sampling)
         stats = image.stats(accelerator.name, threads)
         run.close(stats)
-    return Decoded(image.tokens[:, : run.total].contiguous(), image.length, stats, finished=not run.stopped)
+    # Copied out here, that they may be used for training.
+    return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
 def _loop(
@@ -113,7 +115,9 @@ class _Images:
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
         B, device = len(seeds), seeds.device
         self.seeds, self.total, self.model = seeds, total, model
-        self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
+        with ordinary_tensors():  # callbacks write to them
+            self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
+        self.own = OwnNoise(seeds, total + max_fed)
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
@@ -126,7 +130,7 @@ class _Images:
             raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
         position = torch.zeros(B, 1, dtype=torch.int64, device=self.seeds.device)
         empty = Draft.empty(B, self.model.vocab, self.seeds.device)
-        self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position), self.relaxation).next_token
+        self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position, own=self.own), self.relaxation).next_token
         self.histogram[1] += B
         run.record(logits, position, self.tokens[:, : self.total], self.length, torch.ones_like(self.length))
 
@@ -136,7 +140,7 @@ class _Images:
 
     def noise(self, draft: Draft, step: int) -> Noise:
         """At the positions of what follows each fed slot."""
-        return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step)
+        return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
     def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
         """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""

@@ -17,8 +17,9 @@ from vargen.compat import installed_version
 from vargen.decoding import Accelerator, DecodeStats
 from vargen.demo.png import PictureFolder
 from vargen.demo.settings import MOST_LANES, Settings
-from vargen.pipelines.base import Method, VisualPipeline
+from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.captions import unreadable_hint
+from vargen.pipelines.description import Method
 
 logger = logging.getLogger("vargen")
 

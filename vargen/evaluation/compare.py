@@ -17,13 +17,15 @@ from torch import Tensor
 
 from vargen.decoding import Accelerator, DecodeStats, Progress
 from vargen.models.condition import Condition
-from vargen.pipelines.base import Decoder, VisualPipeline
+from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.checks import check_batch, check_prompts, check_seed
+from vargen.pipelines.description import Decoder
 
 
 @dataclass
 class MethodResult:
-    """One method over all batches. Times are of the decoding loop, prefill included; pixels cost the same for all.
+    """One method over all batches. Times cover the decoding loop with its prefill; pixels, which cost all methods the same, are
+    left out.
 
     Attributes:
         kind: `"exact"` or `"relaxed"`.
@@ -31,7 +33,7 @@ class MethodResult:
         ratio: median over the batches of `ar`'s seconds over this method's, and the quartiles.
         tokens_per_pass: tokens that a pass committed per unfinished image.
         step_cost: mean cost of a step's passes, drafting included, relative to a pass of one token (the cost curve).
-        allowed: the ratio that the passes and the cost curve allow: what remains if a step costs its passes alone.
+        allowed: what the ratio would be if a step took the time of its passes alone, by the cost curve.
         efficiency: ratio / allowed.
         share_by_part: of the loop's seconds.
         accepted_histogram: `[k]` passes times images that committed k tokens.
@@ -149,7 +151,7 @@ def _take_turns(
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
-    if decoder.device.type == "cuda":  # where a part's time shows only when the device is waited for, which the runs do not
+    if decoder.device.type == "cuda":  # the time of a part is known if the host waits for the device, which timed runs do not
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({1, *(width for stats in runs.values() for run in stats for width in run.fed)})

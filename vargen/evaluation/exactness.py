@@ -2,8 +2,8 @@
 
 The models are tables whose every sequence can be enumerated (`TableModel`). Many chains are drawn by the method, and the total
 variation between what was drawn and what is true is compared with what as many independent draws would show, the noise floor.
-Known-wrong variants, mistakes of released implementations, are drawn beside it: a check that could not tell them would prove
-nothing.
+Variants that are known to be wrong, mistakes of released implementations, are measured in the same way: if the check did not
+find them, it would prove nothing.
 
 Shape suffixes: V vocabulary, N tokens.
 """
@@ -22,16 +22,22 @@ from vargen.decoding import (
     Accelerator,
     Draft,
     Jacobi,
+    Method,
     Noise,
     Purpose,
     Sampling,
+    Schedule,
+    Stage,
     Verdict,
     acceptance_rule,
     decode,
+    decode_scales,
     exact,
 )
+from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
+from vargen.evaluation.scale_table import ScaleTable
 from vargen.evaluation.table_model import TableModel
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
@@ -49,7 +55,7 @@ class Case:
     forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
 
     def model(self) -> TableModel:
-        """The model, and one half as good that may draft for it."""
+        """The model, with another table as its draft model."""
         arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
         model.draft_model = TableModel(seed=77, **arguments)
@@ -66,12 +72,36 @@ CASES = (
 
 
 @dataclass(frozen=True)
+class ScaleCase:
+    """The same of a next-scale model, whose `tokens` are its scales."""
+
+    name: str
+    tokens: int = 3
+    sampling: Sampling = dataclasses.field(default_factory=Sampling)
+    codes: tuple[int, ...] | None = None
+
+    def model(self) -> ScaleTable:
+        model = ScaleTable(seed=4, codes=self.codes)
+        model.draft_model = ScaleTable(seed=77, codes=self.codes)
+        return model
+
+
+SCALE_CASES = (
+    ScaleCase("plain softmax"),
+    ScaleCase("top-p 0.7", sampling=Sampling(top_p=0.7)),
+    ScaleCase("temperature 0.7, top-k 2", sampling=Sampling(0.7, 2)),
+    ScaleCase("fewer codes at coarse scales", codes=(2, 3, 3)),
+)
+
+
+@dataclass(frozen=True)
 class Finding:
     """One case.
 
     Attributes:
         distance: total variation between drawn and true probabilities of all sequences.
-        floor: the same of as many independent draws, expected. spread: its standard deviation.
+        floor: the expected distance of as many independent draws from the true probabilities.
+        spread: the standard deviation of that distance.
         impossible: share of drawn sequences that have no probability.
     """
 
@@ -92,7 +122,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All cases of a method, and the known-wrong variants that were drawn beside it."""
+    """All cases of a method, and the known-wrong variants that were measured in the same run."""
 
     name: str
     claims: str  # "exact" or "relaxed"
@@ -106,7 +136,7 @@ class Report:
 
     @property
     def can_tell(self) -> bool:
-        """Whether every wrong variant was told from an exact method, without which the findings prove nothing."""
+        """Whether the check found every wrong variant; if it did not, the findings prove nothing."""
         return not any(control.exact for control in self.controls)
 
     def to_dict(self) -> dict[str, Any]:
@@ -114,11 +144,14 @@ class Report:
         return {**dataclasses.asdict(self), "exact": self.exact, "can_tell": self.can_tell}
 
 
-def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS, case: str = "") -> Finding:
-    """Draw `chains` sequences of a table model by a method, and compare."""
-    result = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, accelerator, sampling)
-    V, N = model.vocab, model.tokens
-    index = (result.tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
+def measure(
+    method: Method, model: TableModel | ScaleTable, sampling: Sampling, chains: int = CHAINS, case: str = ""
+) -> Finding:
+    """Draw `chains` sequences of a table model by a method, and compare their shares with the true probabilities."""
+    loop: Any = decode_scales if isinstance(model, ScaleTable) else decode
+    tokens = loop(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, method, sampling).tokens
+    V, N = model.vocab, tokens.shape[1]
+    index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
     drawn = torch.bincount(index, minlength=V**N).double() / chains
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
     # A share of n draws is off by e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi) and variance e^2 (1 - 2 / pi).
@@ -128,11 +161,11 @@ def measure(accelerator: Accelerator, model: TableModel, sampling: Sampling, cha
     return Finding(case, float(distance), float(floor), float(spread), float(drawn[truth == 0].sum()))
 
 
-def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
+def check(accelerator: Method, chains: int = CHAINS) -> Report:
     """Whether a method draws what its model says, in every case, and whether the check can tell.
 
     Args:
-        accelerator: windows and chains are cut to the models' five or six tokens.
+        accelerator: windows and chains are cut to the models' five or six tokens, the stages of a schedule to three scales.
         chains: sequences drawn of each case; fewer raise the noise floor, under which small errors hide.
 
     Raises:
@@ -140,11 +173,11 @@ def check(accelerator: Accelerator, chains: int = CHAINS) -> Report:
     """
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
-    findings = [
-        measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in CASES
-    ]
-    first = CASES[0]
-    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in WRONG.items()]
+    cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
+    wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
+    findings = [measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in cases]
+    first = cases[0]
+    controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in wrongs.items()]
     return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
 
 
@@ -170,4 +203,24 @@ def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor)
 WRONG = {
     "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
     "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
+}
+
+
+@scale_rule(exact=True)
+def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """A refused token is redrawn from p instead of the residual."""
+    tokens, same = token_wise(p, q, draft, noise)
+    return torch.where(tokens != draft, noise.draw(p, Purpose.RESIDUAL), draft), same
+
+
+@scale_rule(exact=True)
+def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """lijrjyan/SDVAR: a scale is kept if half of its tokens are the target's likeliest."""
+    kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
+    return torch.where(kept[:, None], draft, noise.draw(p, Purpose.RESIDUAL)), kept
+
+
+WRONG_SCALES = {
+    "refused tokens drawn from p": Schedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
+    "kept if half are the likeliest": Schedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
 }

@@ -13,10 +13,10 @@ from vargen.device import cpu_model, cpu_multiplies_bfloat16
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on: all of its threads together, of which OMP_PROC_BIND gives each its own."""
+    """Cores that the threads of this process may run on, taken together; OMP_PROC_BIND gives each thread a core of its own."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
-    torch.empty(torch.get_num_threads() << 16).fill_(0)  # which brings torch's threads into being
+    torch.empty(torch.get_num_threads() << 16).fill_(0)  # starts torch's threads, which are listed below
     threads = [int(thread) for thread in os.listdir("/proc/self/task")] if os.path.isdir("/proc/self/task") else [0]
     cores: set[int] = set()
     for thread in threads:

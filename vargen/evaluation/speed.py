@@ -1,8 +1,8 @@
-"""What a pass of a network costs, against the tokens it feeds and against reading its weights once; and the baseline's speed.
+"""How long a pass takes, by the tokens it feeds and against one read of the weights; and how fast sequential decoding is.
 
 A pass that feeds few tokens spends its time reading weights, so feeding more is nearly free: that is what drafting lives on.
-Cases are measured in turn, round after round, so that a drift of the machine meets all alike; each visit first runs once
-untimed, because a decoding loop finds in the caches what its last pass left there.
+Cases are measured in turn, round after round, so that a drift of the machine meets all alike. Each visit begins with
+an untimed pass, because in a decoding loop the processor's caches hold what the pass before left there.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Accelerator, DecodeStats, Progress
+from vargen.device import check_compile
 from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
-_LONG_PASS = 0.1  # seconds; what another case leaves in the caches is lost in a pass this long
+_LONG_PASS = 0.1  # seconds; so long a pass needs no untimed one before it: it replaces what another case left in the caches
 
 
 @dataclass(frozen=True)
@@ -197,13 +198,14 @@ def measure_baseline(
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
     Args:
-        compile: run the passes through `torch.compile`; compiling is part of the warm-up.
+        compile: run the passes through `torch.compile`, on a GPU; compiling is part of the warm-up.
 
     Raises:
-        ValueError: if `batch` is below 1, or `seconds` is negative or not finite.
+        ValueError: if `batch` is below 1, `seconds` is negative or not finite, or passes are to be compiled on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
+    check_compile(compile, network.transformer.device)
     transformer, decoder = network.transformer, network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
 

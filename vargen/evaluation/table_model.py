@@ -46,7 +46,7 @@ class TableModel:
         self.passes: list[int] = []
         self.codebook: Tensor | None = None
         self.draft_model: TableModel | None = None
-        self.cost_key: str | None = None  # its costs are nobody's business
+        self.cost_key: str | None = None  # the costs of a table are not worth keeping
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]

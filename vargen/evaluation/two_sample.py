@@ -1,8 +1,8 @@
-"""Do two sets of pictures follow the same law? Permutation tests on their tokens.
+"""Do two sets of pictures follow the same distribution? Permutation tests on their tokens.
 
 Three statistics: token marginals per position, pairs of neighbouring tokens, and the tokenizer's features (codebook vectors
-averaged over quarters of the picture, and their spread). Significance comes from swapping whole pictures between the sets,
-each with its partner of the same prompt, so tokens of a picture and pictures of different prompts may be as they like.
+averaged over quarters of the picture, and their spread). A permutation swaps whole pictures between the sets, each with its
+partner of the same prompt. So tokens of a picture may depend on each other, and prompts may differ.
 
 Shape suffixes: I pictures, N tokens of the grid, V vocabulary, C codebook width.
 """
@@ -18,7 +18,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TestResult:
-    """`statistic` of the two sets, its mean over permutations, and the share of permutations, itself one, that reach it."""
+    """The `statistic` of the two sets, its mean over permutations, and the share of permutations that reach it, the sets as
+    they are counted among them."""
 
     __test__ = False  # no test case, whatever its name
 
@@ -42,7 +43,7 @@ def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
     """int64 `[I, pairs]`: the cell (kind, class, class) of every horizontal and vertical pair of neighbours.
 
     Args:
-        classes_V: int64 `[V]`, a coarse class of each token, so that the table is not all zeros and ones.
+        classes_V: int64 `[V]`, a coarse class of each token: nearly all pairs of single tokens occur once or never.
     """
     grid = classes_V[tokens_IN].view(len(tokens_IN), -1, columns)
     kinds = int(classes_V.max()) + 1
@@ -52,7 +53,7 @@ def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
 
 
 def code_classes(codes_VC: Tensor, bits: int = 5) -> Tensor:
-    """int64 `[V]`: tokens by the signs of their codes along the directions in which the codebook is widest."""
+    """int64 `[V]`: a class for each token, by the signs of its code along the codebook's first principal directions."""
     centred = codes_VC - codes_VC.mean(0)
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
     signs = (centred @ directions[:bits].t() > 0).long()
@@ -110,7 +111,7 @@ def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -
     return permutation_test(statistic, len(first), permutations, seed)
 
 
-def compare_laws(
+def two_sample_tests(
     first_IN: Tensor, second_IN: Tensor, codes_VC: Tensor, columns: int, permutations: int = 200
 ) -> dict[str, TestResult]:
     """All three tests. Picture i of both sets must be of the same prompt, and drawn with different seeds.

@@ -64,24 +64,23 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def slot_of(self, T: int) -> Tensor:
-        """Flat slots `[R, T, H]` of the T tokens that a pass feeds behind each row's pointer."""
+    def span(self, T: int) -> Span:
+        """What a pass reads and writes that feeds T tokens behind each row's pointer.
+
+        On a CPU it reads the slots that a row has in use, and where all rows hold equally many tokens it writes to one range of
+        slots. Elsewhere it reads all and writes to scattered slots: shapes stay the same for every pass, and the host does not
+        wait for a length.
+        """
+        if not eager_on_cpu(self.length):
+            return Span(self, self._flat_slots(T), self.slots)
+        lengths = self.length.tolist()
+        reach = min(self.prefix + max(lengths) + T, self.slots)
+        alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # gradients take no such views
+        return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T), reach)
+
+    def _flat_slots(self, T: int) -> Tensor:
         ahead = self._image_slot[:T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
-
-    def reach(self, T: int) -> int:
-        """How many slots a pass over T tokens has to look at: on a CPU those that a row has in use. Elsewhere all: shapes stay
-        the same for every pass, and the host does not wait for a length."""
-        if not eager_on_cpu(self.length):
-            return self.slots
-        return min(self.prefix + int(self.length.max()) + T, self.slots)
-
-    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one pass at `slots`; returns all keys and values of the layer, `[R, H, S, K]`."""
-        k, v = self.k[layer], self.v[layer]
-        k.flatten(0, 2).index_put_((slots,), k_RTHK)
-        v.flatten(0, 2).index_put_((slots,), v_RTHK)
-        return k, v
 
     def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None) -> Tensor:
         """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
@@ -131,3 +130,29 @@ class KVCache:
             flat = store.flatten(1, 3)
             flat.index_copy_(1, target, flat.index_select(1, source))
         self.length += count_R
+
+
+class Span:
+    """The part of a cache that one pass reads and writes.
+
+    Args:
+        slots: where it writes: one range of slots in every row, or flat slots `[R, T, H]` of rows, heads and slots.
+        reach: how many slots S it reads.
+    """
+
+    def __init__(self, cache: KVCache, slots: slice | Tensor, reach: int):
+        self.cache, self.slots, self.reach = cache, slots, reach
+        if isinstance(slots, slice):  # views of all layers at once: for each of its own, a view would be one more operation
+            self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
+            self._new = [store[:, :, :, slots].transpose(2, 3).unbind() for store in (cache.k, cache.v)]
+
+    def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write one layer's pass; returns the layer's keys and values `[R, H, S, K]`."""
+        if isinstance(self.slots, slice):
+            for new, given in zip(self._new, (k_RTHK, v_RTHK), strict=True):
+                new[layer].copy_(given)
+            return self._held[0][layer], self._held[1][layer]
+        k, v = self.cache.k[layer], self.cache.v[layer]
+        k.flatten(0, 2).index_put_((self.slots,), k_RTHK)
+        v.flatten(0, 2).index_put_((self.slots,), v_RTHK)
+        return k[:, :, : self.reach], v[:, :, : self.reach]

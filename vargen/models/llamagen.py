@@ -14,15 +14,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import float32_on_cpu
-from vargen.kernels.few_queries import attention
-from vargen.kernels.few_rows import linear
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.few_queries import folded
+from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
+from vargen.models.llamagen_blocks import (
+    CaptionEmbedder,
+    LabelEmbedder,
+    Linear,
+    RMSNorm,
+    TransformerBlock,
+    rotary_table,
+    rotation,
+)
+from vargen.modes import ordinary_tensors
 
 ensure_torchvision()
 
@@ -41,8 +50,6 @@ SIZES: dict[str, dict[str, int]] = {
 # No weight tells the grid, and memory for angles and cache grows with its area: a wrong number could ask for 640 GB.
 MAX_GRID = 256
 
-Rotary = Tensor | tuple[Tensor, Tensor]
-
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
@@ -52,153 +59,11 @@ class LlamaGenOutput(BaseOutput):
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
 
 
-def rotary_table(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """`[grid*grid, head_dim/2, 2]` float32 (cos, sin): half the pairs turn with the row, half with the column."""
-    half = head_dim // 2
-    frequency = base ** (-torch.arange(0, half, 2).float() / half)
-    angle = torch.arange(grid).float()[:, None] * frequency  # [grid, half/2]
-    rows = angle[:, None, :].expand(grid, grid, -1)
-    columns = angle[None, :, :].expand(grid, grid, -1)
-    angles = torch.cat([rows, columns], dim=-1).flatten(0, 1)
-    return torch.stack([angles.cos(), angles.sin()], dim=-1)
-
-
-def rotation(table_TK2: Tensor) -> Rotary:
-    """What `rotate` multiplies with, made once per pass: complex numbers `[..., T, 1, K/2]`, for one operation a layer.
-
-    Neither the compiler nor, without copies, gradients take them; there, factors `[..., T, 1, K]` of a vector and of its
-    swapped pairs.
-    """
-    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return torch.view_as_complex(table_TK2.float())[..., None, :]
-    cos, sin = table_TK2.unbind(-1)
-    return cos.repeat_interleave(2, dim=-1)[..., None, :], torch.stack([-sin, sin], dim=-1).flatten(-2)[..., None, :]
-
-
-def rotate(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`."""
-    x = x_BTHK.float()
-    if isinstance(rotary, Tensor):
-        return (x.view(torch.complex64) * rotary).view(torch.float32).type_as(x_BTHK)
-    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
-    return torch.addcmul(x * rotary[0], swapped, rotary[1]).type_as(x_BTHK)
-
-
-class Linear(nn.Linear):
-    """A linear layer without bias, quick for few rows."""
-
-    def __init__(self, in_features: int, out_features: int):
-        super().__init__(in_features, out_features, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
-
-
-class RMSNorm(nn.Module):
-    """Statistics in float32, cast to the input's dtype, then times the weight (the official order)."""
-
-    def __init__(self, dim: int, eps: float):
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(dim))
-
-    def forward(self, x: Tensor) -> Tensor:
-        # Written out: torch composes F.rms_norm of more operations on a CPU, and a decoding pass has only a few rows. By the
-        # vector's length it takes four operations, 17 microseconds; by the mean square seven, 41.
-        if float32_on_cpu(x):
-            width = x.shape[-1]
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            length = torch.hypot(length, torch.scalar_tensor(math.sqrt(width * self.eps)))
-            return torch.addcdiv(torch.scalar_tensor(0.0), x, length, value=math.sqrt(width)).mul_(self.weight)
-        high = x.float()
-        return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
-
-
-class Attention(nn.Module):
-    def __init__(self, dim: int, n_head: int, n_kv_head: int):
-        super().__init__()
-        self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, dim // n_head
-        self.wqkv = Linear(dim, (n_head + 2 * n_kv_head) * self.head_dim)
-        self.wo = Linear(dim, dim)
-
-    def project(self, x_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[B, T, H, K]` and keys, and values."""
-        qkv = self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))
-        qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
-        q, k = rotate(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
-        return q, k, v
-
-    def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
-        weight, first = self.wqkv.weight, self.n_head + self.n_kv_head
-        if (weight.device, weight.dtype) == (x_BTD.device, x_BTD.dtype):
-            return F.linear(x_BTD, weight[first * self.head_dim :]).unflatten(-1, (-1, self.head_dim))
-        # Offloaded, or stored in another dtype: weights come only with their module's `forward`.
-        return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
-
-    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
-        return self.wo(attention(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
-
-
-class FeedForward(nn.Module):
-    """SwiGLU: w2(silu(w1 x) * w3 x)."""
-
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.w1 = Linear(dim, hidden)
-        self.w3 = Linear(dim, hidden)
-        self.w2 = Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class TransformerBlock(nn.Module):
-    def __init__(self, dim: int, n_head: int, n_kv_head: int, hidden: int, eps: float, dropout: float):
-        super().__init__()
-        self.attention = Attention(dim, n_head, n_kv_head)
-        self.feed_forward = FeedForward(dim, hidden)
-        self.attention_norm = RMSNorm(dim, eps)
-        self.ffn_norm = RMSNorm(dim, eps)
-        self.dropout = nn.Dropout(dropout)
-
-    def finish(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
-        """The residual sums behind attention."""
-        h = x_BTD + self.dropout(attended_BTD)
-        return h + self.dropout(self.feed_forward(self.ffn_norm(h)))
-
-
-class LabelEmbedder(nn.Module):
-    """One row per class, and a last one for the null class."""
-
-    def __init__(self, num_classes: int, dim: int):
-        super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, dim)
-
-    def forward(self, class_labels: Tensor) -> Tensor:
-        return self.embedding_table(class_labels)[:, None]
-
-
-class CaptionProjection(nn.Module):
-    def __init__(self, caption_dim: int, dim: int):
-        super().__init__()
-        self.fc1 = Linear(caption_dim, dim)
-        self.fc2 = Linear(dim, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class CaptionEmbedder(nn.Module):
-    """Caption features through a two-layer projection; the null caption is a stored buffer, not a parameter."""
-
-    def __init__(self, caption_dim: int, dim: int, cls_token_num: int):
-        super().__init__()
-        self.cap_proj = CaptionProjection(caption_dim, dim)
-        self.register_buffer("uncond_embedding", torch.randn(cls_token_num, caption_dim) / caption_dim**0.5)
-
-    def forward(self, caption_embeds: Tensor) -> Tensor:
-        return self.cap_proj(caption_embeds.to(self.cap_proj.fc1.weight.dtype))
+def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
+    """Classifier-free guidance `[B/2, T, D]` on features: the output product is linear, so it may follow, on half the rows."""
+    high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
+    conditional, unconditional = high.chunk(2)
+    return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
 
 
 class LlamaGenTransformer(ModelMixin, ConfigMixin):
@@ -273,6 +138,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
+        if self.device.type != "cpu":
+            transpose_weights(self, False)  # which is for CPUs
         if self.rotary.dtype != table.dtype:  # a change of dtype is for weights: rounded angles would stay so on the way back
             self.rotary = table.to(self.rotary.device)
         return self
@@ -305,17 +172,18 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
         """
         config = self.config
-        return KVCache(
-            config.n_layer,
-            rows,
-            config.n_kv_head or config.n_head,
-            config.dim // config.n_head,
-            prefix=1 if compress_prefix else self.prefix_rows,
-            tokens=self.tokens,
-            scratch=scratch,
-            dtype=self.dtype,
-            device=device or self.device,
-        )
+        with ordinary_tensors():  # which passes of any mode may write to
+            return KVCache(
+                config.n_layer,
+                rows,
+                config.n_kv_head or config.n_head,
+                config.dim // config.n_head,
+                prefix=1 if compress_prefix else self.prefix_rows,
+                tokens=self.tokens,
+                scratch=scratch,
+                dtype=self.dtype,
+                device=device or self.device,
+            )
 
     def forward(
         self,
@@ -324,6 +192,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         cache: KVCache | None = None,
         positions: Tensor | None = None,
         ancestors: Tensor | None = None,
+        guidance: float | Tensor | None = None,
         return_dict: bool = True,
     ) -> LlamaGenOutput | tuple[Tensor, Tensor]:
         """One pass, in one of three forms.
@@ -337,6 +206,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             positions: int64 `[T]` or `[B, T]`, grid cell of each fed token; default: consecutive from the pointer. Cells past
                 the grid are clamped (their logits are meaningless).
             ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each may see; default: a chain.
+            guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`: the second half of the rows are
+                unconditional, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: logits of all rows.
 
         Raises:
             ValueError: if the combination of arguments is none of the three.
@@ -350,7 +221,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
         features = self.norm(x)
-        logits = self.output(features).float()
+        logits = self.output(features if guidance is None else guided(features, guidance)).float()
         return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
 
     def _embed(self, condition: Condition) -> Tensor:
@@ -381,6 +252,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
         """Conditioning scores are all zero, so each row attends to a running mean of values: no score matrix is needed,
         and to later tokens n visible rows are one slot of value mean(v), key zero and score log(n)."""
+        if eager_on_cpu(cache.k):
+            transpose_weights(self)
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
@@ -410,14 +283,12 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         if positions is None:
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
         rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
-        slots, reach = cache.slot_of(T), cache.reach(T)
-        bias = cache.bias(T, ancestors, self.dtype, reach)
-        if float32_on_cpu(bias):
-            bias = bias.expand(-1, self.config.n_head, -1, -1).contiguous()  # once, not in every layer
+        span = cache.span(T)
+        bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach), self.config.n_head, cache.k.shape[2])
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
             attention = layer.attention
             q, k, v = attention.project(layer.attention_norm(x), rotary)
-            keys, values = (held[:, :, :reach] for held in cache.write(i, k, v, slots))
+            keys, values = span.write(i, k, v)
             x = layer.finish(x, attention.attend(q, keys, values, bias))
         return x

@@ -16,7 +16,7 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.training.emoji import STYLES
-from vargen.training.generator import check_tokens
+from vargen.training.generator_data import check_tokens
 from vargen.training.run import TrainingRun
 
 DEFAULTS = {"guidance_scale": 2.0, "temperature": 0.6, "top_k": 500, "top_p": 1.0}

@@ -10,6 +10,7 @@ import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -241,102 +242,127 @@ def train_tokenizer(
 
     The last `recipe.decoder_steps` leave encoder and codebook as they are, and with them the tokens of every picture.
 
+    Returns:
+        The held-out figures of the final model: `psnr` (dB), `codebook_use` (share), `perplexity`.
+
     Raises:
         ValueError: if `folder` holds another run, or one that cannot be gone on with; see `TrainingRun.resume`.
-
-    Returns the held-out figures of the final model: `psnr` (dB), `codebook_use` (share), `perplexity`.
     """
-    torch.manual_seed(recipe.seed)
-    model = VQModel(**recipe.model).to(device)
-    trained = [p for name, p in model.named_parameters() if name != "quantize.embedding.weight"]
-    optimizer = torch.optim.AdamW(
-        trained, lr=recipe.schedule.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
-    )
-    codebook = Codebook(model, recipe.codebook_decay)
-    run = TrainingRun(
-        folder, {"kind": "tokenizer", "model": dict(recipe.model), "seed": recipe.seed}, recipe.schedule.steps
-    )
-    start = 0
-    if state := run.resume(device, ("model", "optimizer", "sums", "counts")):
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        codebook.sums.copy_(state["sums"])
-        codebook.counts.copy_(state["counts"])
-        start = state["step"]
-    batches = Batches(data, recipe)
-    held_out = data.images[data.indices("validation")]
-    sample = held_out[:: max(1, len(held_out) // 128)]
-    amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
-    recent: list[Tensor] = state.get("recent", []) if state else []  # latents that the codebook will be fitted to
-    for step in run.progress(start):
-        for group in optimizer.param_groups:
-            group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
-        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
-        pixels = to_pixels(batches(step), device)
-        quantised = step >= recipe.autoencoder_steps
-        settled = step >= recipe.schedule.steps - recipe.decoder_steps
-        with amp, torch.set_grad_enabled(not settled):
-            z_BERG = model.encode_latents(pixels)
-        z_BERG = z_BERG.float()
-        z_NE = z_BERG.detach().movedim(1, -1).flatten(0, 2)
-        if step == recipe.autoencoder_steps or (quantised and step == start and state is None):
-            codebook.fit(torch.cat([*recent, z_NE])[-65536:], generator)
-        if not quantised:
-            recent = [*recent[-40:], z_NE]
-            indices, codes, commitment = None, z_BERG, z_BERG.new_zeros(())
-        else:
-            recent = []
-            together = recipe.plain_weight > 0 and not settled
-            colours = plain_colours(pixels, model.downsampling) if together else torch.full_like(z_BERG[:, 0], -1).long()
-            indices = quantise_together(model, z_BERG, colours)
-            codes = model.quantize.lookup(indices).detach()
-            weight = torch.where(colours >= 0, recipe.plain_weight, 1.0)
-            commitment = ((z_BERG - codes).square().sum(1) * weight).mean()
-        with amp:
-            decoded = model.decode_latents(z_BERG + (codes - z_BERG).detach())  # straight-through gradient
-        reconstruction = reconstruction_loss(decoded.float(), pixels, recipe, model.downsampling)
-        loss = reconstruction + recipe.commitment_weight * commitment
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        revived = 0
-        if indices is not None and not settled:
-            codebook.update(z_NE, indices.flatten())
-            # Late changes of the codebook cannot be followed by the decoder any more: none while the rate decays.
-            if (step + 1) % recipe.revive_every == 0 and recipe.schedule.factor(step) >= 1:
-                revived = codebook.revive(z_NE, generator)
+    trainer = _Trainer(recipe, data, folder, device)
+    run, steps = trainer.run, recipe.schedule.steps
+    for step in run.progress(trainer.resumed()):
+        logged = trainer.step(step)
         done = step + 1
         if done % 10 == 0:
-            run.log(
-                done,
-                loss=loss.detach(),
-                reconstruction=reconstruction.detach(),
-                commitment=commitment.detach(),
-                revived=revived,
-            )
+            run.log(done, **logged)
         if done % recipe.evaluate_every == 0:
-            run.log(done, **evaluate_tokenizer(model, sample, device))
-        if done % recipe.checkpoint_every == 0 and done != recipe.schedule.steps:
-            run.checkpoint(
-                done,
-                model=model.state_dict(),
-                optimizer=optimizer.state_dict(),
-                sums=codebook.sums,
-                counts=codebook.counts,
-                recent=recent,
-            )
-    figures = evaluate_tokenizer(model, held_out, device)
-    run.log(recipe.schedule.steps, **figures)
-    run.checkpoint(
-        recipe.schedule.steps,
-        model=model.state_dict(),
-        optimizer=optimizer.state_dict(),
-        sums=codebook.sums,
-        counts=codebook.counts,
-    )
+            run.log(done, **evaluate_tokenizer(trainer.model, trainer.sample, device))
+        if done % recipe.checkpoint_every == 0 and done != steps:
+            trainer.save(done, recent=trainer.recent)
+    figures = evaluate_tokenizer(trainer.model, trainer.held_out, device)
+    run.log(steps, **figures)
+    trainer.save(steps)
     with whole_files(folder / "vqvae") as staged:
-        model.save_pretrained(staged)
+        trainer.model.save_pretrained(staged)
     run.plot(("loss", "reconstruction"), ("psnr",), ("codebook_use",))
     logger.info("tokenizer %s: %s (%s)", folder, figures, asdict(recipe.schedule))
     return figures
+
+
+class _Trainer:
+    """A tokenizer and all that its training changes.
+
+    Attributes:
+        recent: latents `[N, E]` of the last steps before there is a codebook, which will be fitted to them.
+    """
+
+    def __init__(self, recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device):
+        torch.manual_seed(recipe.seed)
+        self.recipe, self.device = recipe, device
+        self.model = VQModel(**recipe.model).to(device)
+        self.trained = [p for name, p in self.model.named_parameters() if name != "quantize.embedding.weight"]
+        self.optimizer = torch.optim.AdamW(
+            self.trained, lr=recipe.schedule.learning_rate, betas=(0.9, 0.95), weight_decay=recipe.weight_decay
+        )
+        self.codebook = Codebook(self.model, recipe.codebook_decay)
+        identity = {"kind": "tokenizer", "model": dict(recipe.model), "seed": recipe.seed}
+        self.run = TrainingRun(folder, identity, recipe.schedule.steps)
+        self.batches = Batches(data, recipe)
+        self.held_out = data.images[data.indices("validation")]
+        self.sample = self.held_out[:: max(1, len(self.held_out) // 128)]
+        self.amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+        self.recent: list[Tensor] = []
+
+    def resumed(self) -> int:
+        """Take up what the folder holds; returns the step to go on with."""
+        state = self.run.resume(self.device, ("model", "optimizer", "sums", "counts"))
+        if not state:
+            return 0
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.codebook.sums.copy_(state["sums"])
+        self.codebook.counts.copy_(state["counts"])
+        self.recent = state.get("recent", [])
+        return state["step"]
+
+    def save(self, step: int, **more: Any) -> None:
+        self.run.checkpoint(
+            step,
+            model=self.model.state_dict(),
+            optimizer=self.optimizer.state_dict(),
+            sums=self.codebook.sums,
+            counts=self.codebook.counts,
+            **more,
+        )
+
+    def step(self, step: int) -> dict[str, Any]:
+        """One step; returns what is logged of it."""
+        recipe, model = self.recipe, self.model
+        for group in self.optimizer.param_groups:
+            group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
+        generator = torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)
+        pixels = to_pixels(self.batches(step), self.device)
+        settled = step >= recipe.schedule.steps - recipe.decoder_steps
+        with self.amp, torch.set_grad_enabled(not settled):
+            z_BERG = model.encode_latents(pixels)
+        z_BERG = z_BERG.float()
+        z_NE = z_BERG.detach().movedim(1, -1).flatten(0, 2)
+        if step == recipe.autoencoder_steps:
+            self.codebook.fit(torch.cat([*self.recent, z_NE])[-65536:], generator)
+        if step < recipe.autoencoder_steps:
+            self.recent = [*self.recent[-40:], z_NE]
+            indices, codes, commitment = None, z_BERG, z_BERG.new_zeros(())
+        else:
+            self.recent = []
+            indices, codes, commitment = self.quantised(z_BERG, pixels, settled)
+        with self.amp:
+            decoded = model.decode_latents(z_BERG + (codes - z_BERG).detach())  # straight-through gradient
+        reconstruction = reconstruction_loss(decoded.float(), pixels, recipe, model.downsampling)
+        loss = reconstruction + recipe.commitment_weight * commitment
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.trained, 1.0)
+        self.optimizer.step()
+        revived = 0
+        if indices is not None and not settled:
+            self.codebook.update(z_NE, indices.flatten())
+            # Late changes of the codebook cannot be followed by the decoder any more: none while the rate decays.
+            if (step + 1) % recipe.revive_every == 0 and recipe.schedule.factor(step) >= 1:
+                revived = self.codebook.revive(z_NE, generator)
+        return {
+            "loss": loss.detach(),
+            "reconstruction": reconstruction.detach(),
+            "commitment": commitment.detach(),
+            "revived": revived,
+        }
+
+    def quantised(self, z_BERG: Tensor, pixels: Tensor, settled: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Indices `[B, R, G]`, their codes `[B, E, R, G]`, and how far the latents are from them; plain patches of a colour
+        share a code, until the codebook is settled."""
+        recipe, model = self.recipe, self.model
+        together = recipe.plain_weight > 0 and not settled
+        colours = plain_colours(pixels, model.downsampling) if together else torch.full_like(z_BERG[:, 0], -1).long()
+        indices = quantise_together(model, z_BERG, colours)
+        codes = model.quantize.lookup(indices).detach()
+        weight = torch.where(colours >= 0, recipe.plain_weight, 1.0)
+        return indices, codes, ((z_BERG - codes).square().sum(1) * weight).mean()

@@ -22,7 +22,7 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
 from vargen.training.emoji import EmojiDataset, is_held_out_cell, sample_caption
-from vargen.training.generator import shifted
+from vargen.training.generator_data import shifted
 from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
 from vargen.training.tokenizer import to_pixels
 from vargen.training.var_recipe import VARRecipe

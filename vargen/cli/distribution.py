@@ -1,4 +1,4 @@
-"""`vargen bench laws`: do accelerated pictures follow the law of sequential ones?"""
+"""`vargen bench distribution`: does a method draw from the same distribution as `ar`?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tqdm import tqdm
 from vargen.cli.bench import prepare
 from vargen.cli.compare import check_fits, chosen
 from vargen.cli.console import say, table
-from vargen.cli.generate import read_prompts
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import (
     Write,
@@ -24,10 +23,11 @@ from vargen.cli.outputs import (
     result_file,
     write_each,
 )
+from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
 
 
-def laws(
+def distribution(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line, drawn in turn.")],
     cache: Annotated[Path, typer.Option(metavar="DIR", help="Keeps the tokens; a run found there goes on.")],
     methods: Annotated[str, typer.Option(metavar="PRESET,...")] = "ar,sjd,scd,gumbel,gsd,speculative",
@@ -35,13 +35,13 @@ def laws(
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 50,
     permutations: Annotated[int, typer.Option(metavar="N", help="Of each test; the least p-value is 1 / (N + 1).")] = 200,
     strong: Annotated[
-        bool, typer.Option("--strong", help="Behind gsd also one with large groups, which the tests must tell.")
+        bool, typer.Option("--strong", help="Also draw a gsd with large groups, which the tests must find out.")
     ] = False,
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
     window: Annotated[str | None, typer.Option(metavar="N|adaptive", help="Of the Jacobi presets.")] = None,
     guidance_scale: Annotated[
-        float | None, typer.Option(metavar="X", help="1 halves the work, and the law is broader. Default: the model's.")
+        float | None, typer.Option(metavar="X", help="1 halves the work and broadens the distribution. Default: the model's.")
     ] = None,
     dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
@@ -49,7 +49,7 @@ def laws(
 ) -> None:
     """Two-sample tests of each method's pictures against sequential ones of the same prompts and other seeds.
 
-    Small p-values say that the laws differ. `ar` against itself shows what no difference looks like.
+    Small p-values say that the distributions differ. `ar` against itself shows what the tests say where there is no difference.
     """
     check_range(pictures, "pictures", 2)
     check_range(permutations, "permutations", 1)
@@ -62,7 +62,7 @@ def laws(
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.decoding import Accelerator, Grouped
-    from vargen.evaluation.laws import laws_report
+    from vargen.evaluation.distribution import distribution_report
     from vargen.pipelines import checks
     from vargen.pipelines.registry import open_pipeline
 
@@ -84,14 +84,16 @@ def laws(
                 say(not_written(f"cache {str(file)!r}", error) + "; the run goes on without keeping its tokens")
             lost.append(file)
 
-        report = laws_report(pipe, prompts, accelerators, pictures, batch, kept, permutations, settings, bar.update, not_kept)
-    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(_laws_table(report), flush=True))]
+        report = distribution_report(
+            pipe, prompts, accelerators, pictures, batch, kept, permutations, settings, bar.update, not_kept
+        )
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(_distribution_table(report), flush=True))]
     write_each([*writes, *json_writes(as_json, json_file, {"machine": machine, **report})])
     if lost:
         raise typer.Exit(1)
 
 
-def _laws_table(report: dict[str, Any]) -> str:
+def _distribution_table(report: dict[str, Any]) -> str:
     tests = list(next(iter(report["methods"].values()))["tests"])
     rows = [
         [

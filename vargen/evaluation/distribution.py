@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Accelerator
-from vargen.evaluation.two_sample import compare_laws
+from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines.base import VisualPipeline
@@ -81,37 +81,37 @@ def draw_many(
         if not_kept is None:
             raise
         not_kept(folder, error)
-        keep = False  # tokens that do not say how they were made
-    parts, passes, spent = [], [], []
+        keep = False  # without the label nobody could tell how the tokens were made
+    parts, passes, relaxation = [], [], []
     for start in range(0, pictures, batch):
         file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
         if file.is_file():
             saved = read_arrays(file, "tokens", "tokens_per_pass", "relaxation")
             parts.append(torch.from_numpy(saved["tokens"].astype(np.int64)))
             passes.append(float(saved["tokens_per_pass"]))
-            spent.append(float(saved["relaxation"]))
+            relaxation.append(float(saved["relaxation"]))
         else:
             numbers = range(start, min(start + batch, pictures))
             condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
             result = decoder.decode(condition, torch.arange(seed + start, seed + start + count), accelerator)
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)
-            spent.append(float(np.mean(result.stats.relaxation)))
+            relaxation.append(float(np.mean(result.stats.relaxation)))
             tokens = parts[-1].numpy().astype(np.int32)
             try:
                 if keep:
                     with whole_file(file) as temporary, temporary.open("wb") as stream:
-                        np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=spent[-1])
+                        np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=relaxation[-1])
             except OSError as error:
                 if not_kept is None:
                     raise
                 not_kept(file, error)
         if progress:
             progress(len(parts[-1]))
-    return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(spent))}
+    return torch.cat(parts), {"tokens_per_pass": float(np.mean(passes)), "relaxation_per_image": float(np.mean(relaxation))}
 
 
-def laws_report(
+def distribution_report(
     pipe: VisualPipeline,
     prompts: Sequence[str],
     methods: dict[str, Accelerator],
@@ -123,7 +123,10 @@ def laws_report(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
-    """Each method against `ar` with other seeds; `ar` itself, with a third set of seeds, shows how no difference looks."""
+    """Test pictures of each method against pictures of `ar` with other seeds.
+
+    `ar` itself, with a third set of seeds, shows what the tests say where there is no difference.
+    """
     ar = Accelerator(name="ar")
     used = {**pipe.default_sampling, **(settings or {})}
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
@@ -135,7 +138,7 @@ def laws_report(
         seed = number * 10**6
         place = folder / name
         tokens, statistics = draw_many(pipe, prompts, accelerator, pictures, batch, seed, place, *shared)
-        tests = compare_laws(baseline, tokens, codes, columns, permutations)
+        tests = two_sample_tests(baseline, tokens, codes, columns, permutations)
         results[name] = {
             "kind": accelerator.kind,
             **statistics,

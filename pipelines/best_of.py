@@ -1,0 +1,73 @@
+"""Several candidates of each picture, of which a scorer keeps the best."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Decoded
+from vargen.pipelines.checks import MAX_IMAGES, ImageSeeds
+from vargen.scoring.protocol import Scorer, as_scorer, checked_scores
+from vargen.values import shown, whole
+
+
+@dataclass(frozen=True)
+class BestOf:
+    """How many candidates of each picture to draw, and what chooses among them; see `pipe(num_candidates=, scorer=)`."""
+
+    count: int = 1
+    scorer: Scorer | None = None
+
+    @classmethod
+    def checked(cls, num_candidates: Any, scorer: Any) -> BestOf:
+        """Of a call's arguments.
+
+        Raises:
+            ValueError: for a count that is none, or several candidates without a scorer.
+            TypeError: for a scorer that is neither a `Scorer` nor a function.
+        """
+        count = whole(num_candidates, 1)
+        if count is None:
+            raise ValueError(f"num_candidates must be a whole number of at least 1, got {shown(num_candidates)}")
+        if scorer is None and count > 1:
+            raise ValueError(f"scorer must be given to choose among {count} candidates: a Scorer, or f(images, prompts) -> [N]")
+        return cls(count, None if scorer is None else as_scorer(scorer))
+
+    def check_images(self, images: int) -> None:
+        """Raise ValueError if a call of so many pictures would draw too many candidates."""
+        if images * self.count > MAX_IMAGES:
+            raise ValueError(
+                f"one call draws at most {MAX_IMAGES} images, got {images} x {self.count} candidates (num_candidates)"
+            )
+
+    def choose(
+        self, result: Decoded, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]
+    ) -> tuple[Decoded, Tensor]:
+        """The best candidate of each picture; all scores and seeds go into the statistics.
+
+        Args:
+            result: of all candidates, those of a picture together. pictures: float `[N, 3, Y, X]` in [0, 1], of the same.
+            texts: prompts of the pictures, without repetition.
+
+        Returns:
+            The result with its chosen rows alone, and their places int64 `[images]` among the candidates.
+
+        Raises:
+            NonFiniteScoreError: for a score that is no number.
+        """
+        assert self.scorer is not None
+        prompts = [text for text in texts for _ in range(self.count)]
+        scores = checked_scores(self.scorer, pictures.float().cpu(), prompts).view(-1, self.count)
+        best = scores.argmax(1) if self.scorer.higher_is_better else scores.argmin(1)
+        chosen = torch.arange(len(best)) * self.count + best
+        stats, rows = result.stats, chosen.to(result.tokens.device)
+        stats.scorer, stats.scores = self.scorer.name, scores.tolist()
+        asked = seeds.asked
+        stats.candidate_seeds = [asked[i : i + self.count] for i in range(0, len(asked), self.count)]
+        stats.seeds = [asked[i] for i in chosen.tolist()]
+        canvas = None if result.canvas is None else result.canvas[rows]
+        return Decoded(result.tokens[rows], result.length[rows], stats, result.finished, canvas), chosen

@@ -1,0 +1,163 @@
+"""From prompts or classes to what a transformer is conditioned on."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.compat import outside_autocast
+from vargen.models.condition import Condition
+from vargen.pipelines import checks
+from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
+from vargen.pipelines.prompt_names import PromptNames, Reading
+
+logger = logging.getLogger("vargen")
+
+
+class Conditioning:
+    """The part of a pipeline that reads prompts and classes.
+
+    Attributes:
+        prompt_names: what characters in a prompt stand for; None where every prompt is read as it was typed.
+    """
+
+    transformer: Any
+    text_encoder: Any
+    tokenizer: Any
+    prompt_names: PromptNames | None
+    config: Any
+    _execution_device: torch.device
+
+    @property
+    def by_class(self) -> bool:
+        """Whether it draws classes, not prompts."""
+        return self.transformer.config.condition == "class"
+
+    @property
+    def class_names(self) -> dict[int, str]:
+        """Comma-separated names by class number; empty where they are not known."""
+        return {int(number): names for number, names in (self.config.id2label or {}).items()}
+
+    @property
+    @abstractmethod
+    def caption_rows(self) -> int:
+        """Most rows of a caption that the transformer takes."""
+
+    def read_prompt(self, prompt: str) -> Reading:
+        """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
+        return Reading(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
+
+    @outside_autocast
+    def encode_prompt(
+        self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
+
+        Prompts are read by `read_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost; words
+        that the text encoder cannot read get a warning too.
+
+        Args:
+            prompt: one prompt or several.
+            clean: clean them first; see `clean_prompt` of a call.
+            max_sequence_length: P; default: what the transformer takes. A pipeline opened without one has to be told.
+
+        Raises:
+            ValueError, TypeError: for prompts that a call refuses, no text encoder, or no P.
+        """
+        prompts = checks.check_prompts(prompt)
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
+        if self.transformer is None and max_sequence_length is None:
+            raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
+        prompts = [self.read_prompt(text).text for text in prompts]
+        for hint in dict.fromkeys(unreadable_hint(self.tokenizer, text) for text in prompts):
+            if hint:
+                logger.warning("%s", hint)
+        if clean:
+            prompts = [clean_caption(text) for text in prompts]
+        rows = self.caption_rows if max_sequence_length is None else checks.check_rows(max_sequence_length)
+        warn_truncated(self.tokenizer, prompts, rows)
+        encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
+        mask = encoded.attention_mask.to(self._execution_device)
+        features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
+        features = features if isinstance(features, Tensor) else features[0]
+        return align_left_padded(features, mask.bool())
+
+    def condition(
+        self,
+        prompt: Any = None,
+        class_labels: Any = None,
+        prompt_embeds: Any = None,
+        prompt_mask: Any = None,
+        clean: bool = False,
+        name: str = "prompt",
+    ) -> tuple[Condition, int]:
+        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes.
+
+        Args:
+            name: of the argument, for messages.
+        """
+        if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
+            raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
+        if prompt_mask is not None and prompt_embeds is None:
+            raise ValueError(f"{name}_mask belongs to {name}_embeds, and none are given")
+        classes = self.transformer.config.num_classes
+        if self.by_class:
+            if name != "prompt" or prompt_embeds is not None:
+                raise ValueError(f"this model draws classes: it takes class_labels, no {name}{'_embeds' * (prompt is None)}")
+            if class_labels is None or prompt is not None:
+                raise ValueError(f"this model draws classes: give class_labels (0 to {classes - 1}), no prompt")
+            labels = checks.check_class_labels(class_labels, classes, self.class_names)
+            return Condition(class_labels=torch.tensor(labels, device=self._execution_device)), len(labels)
+        if class_labels is not None:
+            raise ValueError("this model draws from text: give a prompt, not class_labels")
+        if prompt_embeds is not None:
+            expected = (self.caption_rows, self.transformer.config.caption_dim)
+            if prompt is not None or prompt_embeds.dim() != 3 or tuple(prompt_embeds.shape[1:]) != expected:
+                raise ValueError(
+                    f"{name}_embeds must be [B, {expected[0]}, {expected[1]}] and come without {name}, "
+                    f"got {tuple(prompt_embeds.shape)}" + (f" and {name}={prompt!r:.40}" if prompt is not None else "")
+                )
+            embeds, mask = checks.check_embeds(prompt_embeds, prompt_mask, name)
+            embeds, mask = embeds.to(self._execution_device), mask.to(self._execution_device)
+            return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
+        if prompt is None:
+            raise ValueError("give a prompt, for example pipe('a red apple')")
+        embeds, mask = self.encode_prompt(prompt, clean)
+        return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
+
+    def scored_texts(self, prompt: Any, condition: Condition) -> list[str]:
+        """What a scorer reads, for each row of a call's condition: prompts as the model reads them, or names of classes.
+
+        Raises:
+            ValueError: where there is neither.
+        """
+        if condition.class_labels is not None:
+            names, labels = self.class_names, condition.class_labels.tolist()
+            if any(label not in names for label in labels):
+                raise ValueError("scorer needs words, and this model's classes have no names (id2label)")
+            return [names[label].split(",")[0] for label in labels]
+        if prompt is None:
+            raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
+        return [self.read_prompt(text).text for text in checks.check_prompts(prompt)]
+
+    def negative_condition(
+        self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int
+    ) -> Condition | None:
+        """What guidance leads away from, a row per picture, `images` of `count` prompts; None where nothing is given."""
+        if prompt is None and embeds is None and mask is None:
+            return None
+        negative, given = self.condition(prompt, None, embeds, mask, clean, "negative_prompt")
+        if given not in (1, count):
+            raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
+        return repeated(negative, images // given)
+
+
+def repeated(condition: Condition, count: int) -> Condition:
+    """Each row `count` times, in place: prompt 0's images first."""
+    parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
+    return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))

@@ -1,0 +1,78 @@
+"""What pipelines say of themselves and their models: methods, a folder's contents, and how tokens are drawn and priced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Decoded, Progress
+from vargen.models.condition import Condition
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset as a pipeline sees it.
+
+    Attributes:
+        name, kind, summary, source: of the preset; kind is `"exact"` or `"relaxed"`.
+        reason: why this pipeline cannot run it; None where it can.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    source: str
+    reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Description:
+    """What a model folder says without its weights.
+
+    Attributes:
+        folder: where it is. pipeline: name of the class that opens it.
+        condition: `"text"` or `"class"`. num_classes, id2label: classes, and their names by number (`"class"` only).
+        vocab: tokens V to draw from. tokens: N that a picture has.
+        has_draft: whether it has a smaller model to draft with.
+    """
+
+    folder: Path
+    pipeline: str
+    condition: str
+    vocab: int
+    tokens: int
+    num_classes: int
+    id2label: dict[int, str]
+    has_draft: bool
+
+
+class Decoder(Protocol):
+    """Draws tokens with one guidance and sampling, and says what its passes cost: what comparisons of methods need."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def decode(
+        self,
+        condition: Condition,
+        seeds: Tensor,
+        method: Any,
+        callback: Callable[[Progress], bool | None] | None = None,
+        profile: bool = False,
+    ) -> Decoded:
+        """Draw B pictures; see `vargen.decoding.decode`."""
+
+    def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
+        """As many CPU threads as passes of one token are worth, for as long as the block runs."""
+
+    def pass_costs(self, condition: Condition, batch: int, widths: list[int]) -> dict[int, float]:
+        """Seconds of a target pass by the tokens it feeds, measured anew."""
+
+    def drafting_cost(self, method: Any, condition: Condition, batch: int, width: int) -> float:
+        """Seconds that drafting for a pass of `width` fed tokens takes beside it."""

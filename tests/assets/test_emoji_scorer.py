@@ -1,0 +1,51 @@
+"""The packaged scorer: it tells what its card says, from the installed files alone."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import vargen.assets
+from vargen.scoring.packaged import PackagedScorer, packaged_scorers
+
+FOLDER = Path(vargen.assets.__file__).parent / "emoji-scorer"
+
+
+@pytest.fixture(scope="module")
+def scorer() -> PackagedScorer:
+    return PackagedScorer("emoji-scorer")
+
+
+def test_it_is_small_and_known_by_name() -> None:
+    assert packaged_scorers() == ["emoji-scorer"]
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 8 * 2**20
+
+
+def test_the_card_is_of_these_figures() -> None:
+    card, figures = (FOLDER / "README.md").read_text(), json.loads((FOLDER / "figures.json").read_text())
+    for name, share in figures["top_1_of_64"].items():
+        assert f"{100 * share:.0f} %" in card, name
+    for name, fall in figures["falls"].items():
+        assert f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" in card
+
+
+def test_shapes_of_a_colour_are_told(scorer: PackagedScorer) -> None:
+    """A drawn disc and heart, each nearer its own words than the other's."""
+    disc, stripes = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
+    from PIL import ImageDraw
+
+    ImageDraw.Draw(disc).ellipse((12, 12, 116, 116), fill=(221, 46, 68))
+    ImageDraw.Draw(stripes).rectangle((8, 24, 120, 64), fill=(0, 87, 183))
+    ImageDraw.Draw(stripes).rectangle((8, 64, 120, 104), fill=(255, 215, 0))
+    words = ["red circle", "flag: ukraine"]
+    scores = torch.stack([scorer.score([picture] * 2, words) for picture in (disc, stripes)])
+    assert scores[0, 0] > scores[0, 1] + 2 and scores[1, 1] > scores[1, 0] + 2
+
+
+def test_scores_do_not_depend_on_the_batch(scorer: PackagedScorer) -> None:
+    pictures = torch.rand(5, 3, 128, 128, generator=torch.Generator().manual_seed(0))
+    words = ["a cat", "a dog", "a red apple", "a house", "a tree"]
+    alone = torch.cat([scorer.score(pictures[i : i + 1], words[i : i + 1]) for i in range(5)])
+    assert torch.allclose(scorer.score(pictures, words), alone, atol=1e-4)

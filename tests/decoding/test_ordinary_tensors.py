@@ -1,0 +1,87 @@
+"""On a CPU images are drawn in torch's inference mode; nothing that comes out of it, or stays behind, is of it."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import class_pipeline
+from torch import Tensor, nn
+
+from vargen import LlamaGenPipeline
+from vargen.decoding import Tree, decode
+from vargen.models.condition import Condition
+
+CONDITION, SEEDS = Condition(torch.tensor([1, 4])), torch.tensor([3, 5])
+
+
+@pytest.fixture
+def pipe() -> LlamaGenPipeline:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def learn(tokens: Tensor) -> None:
+    """Fails for a tensor of inference mode, which gradients cannot keep."""
+    nn.Embedding(64, 3)(tokens).sum().backward()
+
+
+@pytest.mark.parametrize("accelerator", ["ar", "gumbel", "gsd"])
+def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerator: str) -> None:
+    seen: list[Tensor] = []
+
+    def callback(progress: Any) -> None:
+        assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
+        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.accepted))
+
+    drawn = decode(pipe.token_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
+    for tensor in (drawn.tokens, drawn.length, *seen):
+        assert not tensor.is_inference()
+        learn(tensor)
+        tensor.add_(0)
+    before = drawn.tokens.clone()
+    seen[0].zero_()  # the loop's own
+    assert torch.equal(drawn.tokens, before)
+
+
+def test_a_callback_may_write_tokens(pipe: LlamaGenPipeline) -> None:
+    """What it writes is what the model goes on from, and what comes out."""
+
+    def callback(progress: Any) -> None:
+        progress.tokens[:, 3] = 7
+
+    model = pipe.token_model(2.0)
+    plain, changed = decode(model, CONDITION, SEEDS), decode(model, CONDITION, SEEDS, callback=callback)
+    assert (changed.tokens[:, 3] == 7).all() and torch.equal(plain.tokens[:, :3], changed.tokens[:, :3])
+    assert not torch.equal(plain.tokens[:, 4:], changed.tokens[:, 4:])
+
+
+def test_a_model_that_drew_can_be_trained(pipe: LlamaGenPipeline) -> None:
+    tokens = decode(pipe.token_model(2.0), CONDITION, SEEDS, "gumbel").tokens
+    transformer = pipe.transformer.train()
+    assert not any(value.is_inference() for value in (*transformer.parameters(), *transformer.buffers()))
+    optimizer = torch.optim.AdamW(transformer.parameters(), 1e-3)
+    losses = []
+    for _ in range(3):
+        loss = nn.functional.cross_entropy(transformer(tokens, CONDITION).logits.flatten(0, 1), tokens.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[2] < losses[0]
+
+
+def test_trees_that_are_remembered_are_ordinary() -> None:
+    with torch.inference_mode():
+        tree = Tree.of((-1, 0, 0, 1, 1, 1, 2))  # by no other test
+        kept = (tree.parents, tree.depth, tree.ancestors, tree.words)
+    assert not any(part.is_inference() for part in kept)
+
+
+def test_a_drawing_leaves_the_mode_as_it_was(pipe: LlamaGenPipeline) -> None:
+    def callback(progress: Any) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        decode(pipe.token_model(1.0), CONDITION, SEEDS, callback=callback)
+    assert torch.is_grad_enabled() and not torch.is_inference_mode_enabled()

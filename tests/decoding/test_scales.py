@@ -1,0 +1,270 @@
+"""The next-scale loop: exact where it says so, by enumeration; the same picture for the same seed, alone or in a batch."""
+
+from collections.abc import Sequence
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.decoding import LEFT_OUT, PRESETS, Noise, Progress, Purpose, Sampling, Schedule, Stage, decode_scales, methods_of
+from vargen.decoding.acceptance.scales import joint, same_picture, token_wise
+from vargen.decoding.sampling import to_probs
+from vargen.evaluation import exactness
+from vargen.evaluation.scale_table import ScaleTable
+
+RULES = (token_wise, joint, same_picture)
+PRESETS_OF_SCALES = [preset.name for preset in methods_of("next-scale")]
+
+
+def tables(**changed) -> ScaleTable:
+    """A model of three scales, and one half as good that may draft for it."""
+    model = ScaleTable(**{"seed": 4, **changed})
+    model.draft_model = ScaleTable(**{**changed, "seed": 77})
+    return model
+
+
+def drawn(model: ScaleTable, schedule: str | Schedule = "plain", images: int = 64, **options):
+    zeros = torch.zeros(images, dtype=torch.int64)
+    return decode_scales(model, zeros, torch.arange(images) + 5, schedule, **options)
+
+
+def speculative(rule=joint, drafted: int = 2) -> Schedule:
+    return Schedule("mine", (Stage(drafted=drafted, rule=rule),))
+
+
+@pytest.mark.parametrize("case", exactness.SCALE_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("drafted", [1, 2])
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_drafting_keeps_the_distribution(rule, drafted: int, case: exactness.ScaleCase) -> None:
+    found = exactness.measure(speculative(rule, drafted), case.model(), case.sampling, 60_000)
+    assert found.exact, found
+
+
+def test_wrong_rules_are_told() -> None:
+    report = exactness.check(PRESETS["scale-spec"], 20_000)
+    assert report.exact and report.can_tell and len(report.controls) == 2
+    assert not exactness.check(PRESETS["code"], 20_000).exact
+
+
+@pytest.mark.parametrize("drafted", [1, 2])
+def test_the_same_picture_rule_draws_the_picture_of_plain(drafted: int) -> None:
+    model = tables()
+    assert torch.equal(drawn(model, speculative(same_picture, drafted)).tokens, drawn(model).tokens)
+
+
+@pytest.mark.parametrize("schedule", [*PRESETS_OF_SCALES, *(speculative(rule) for rule in RULES)], ids=str)
+def test_an_image_does_not_depend_on_its_batch(schedule: str | Schedule) -> None:
+    model, seeds, classes = tables(scale_tokens=(1, 1, 2, 2, 3)), torch.arange(24) + 3, torch.arange(24) % 2
+    whole = decode_scales(model, classes, seeds, schedule)
+    for i in range(24):
+        alone = decode_scales(model, classes[i : i + 1], seeds[i : i + 1], schedule)
+        assert torch.equal(alone.tokens[0], whole.tokens[i])
+        assert torch.equal(alone.canvas[0], whole.canvas[i])
+
+
+def test_a_good_draft_model_saves_passes() -> None:
+    model = tables(scale_tokens=(1, 1, 1, 2, 2))
+    model.draft_model = ScaleTable(seed=4, scale_tokens=(1, 1, 1, 2, 2))  # the same tables: every draft is kept
+    for rule in RULES:
+        for drafted, passes in ((1, 3), (2, 2), (4, 1), (9, 1)):
+            result = drawn(model, speculative(rule, drafted))
+            assert result.stats.passes == passes, (rule.__name__, drafted)
+            assert sum(result.stats.fed.values()) == passes
+            assert all(scale["kept"] == scale["drafted"] for scale in result.stats.by_scale)
+    assert drawn(model).stats.passes == 5 and drawn(model).stats.fed == {1: 3, 2: 2}
+
+
+@pytest.mark.parametrize("rule", [token_wise, joint], ids=["token_wise", "joint"])
+def test_a_scale_is_kept_as_often_as_theory_says(rule) -> None:
+    """Token by token with the product of 1 - TV; jointly with 1 - TV of the products, which is more."""
+    B, n, V = 40_000, 2, 3
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.randn(1, n, V, generator=generator).softmax(-1) for _ in range(2))
+    noise = Noise(torch.arange(B), torch.arange(n).expand(B, -1))
+    P, Q = p.expand(B, -1, -1), q.expand(B, -1, -1)
+    _, same = rule(P, Q, noise.draw(Q, Purpose.DRAFT), noise)
+    single = (1 - (p - q).abs().sum(-1) / 2).prod()
+    each = [(p[0, 0, a] * p[0, 1, b], q[0, 0, a] * q[0, 1, b]) for a, b in product(range(V), repeat=2)]
+    whole = 1 - sum(abs(a - b) for a, b in each) / 2
+    assert whole > single + 0.02
+    expected = whole if rule is joint else single
+    assert same.float().mean() == pytest.approx(float(expected), abs=4 * 0.5 / B**0.5)
+
+
+@pytest.mark.parametrize("handover", [1, 2, 3])
+def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
+    model = tables(scale_tokens=(1, 2, 2, 3))
+    small = model.draft_model
+    assert small is not None
+    result = drawn(model, Schedule("code", (Stage(until=handover), Stage(model="draft"))))
+    canvas, seeds, zeros, start = model.canvas(64), torch.arange(64) + 5, torch.zeros(64, dtype=torch.int64), 0
+    for scale, n in enumerate(model.scale_tokens):
+        logits = (model if scale < handover else small).logits(zeros, canvas[:, :start], scale)
+        position = torch.arange(start, start + n).expand(64, -1)
+        canvas, _ = model.add(canvas, Noise(seeds, position).draw(to_probs(logits, Sampling()), Purpose.TOKEN), scale)
+        start += n
+    assert torch.equal(result.tokens, canvas)
+    assert model.passes == [(k, k) for k in range(handover)], "the large model never sees the late scales"
+    assert small.passes == [(0, handover), *((k, k) for k in range(handover + 1, 4))], "the prefix is one pass"
+
+
+def test_several_hand_overs_feed_only_what_is_missing() -> None:
+    model = tables(scale_tokens=(1, 1, 2, 2))
+    drawn(model, Schedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage())))
+    assert model.passes == [(0, 0), (1, 3)] and model.draft_model.passes == [(0, 1), (2, 2)]
+
+
+def test_given_scales_stand_and_cost_no_pass() -> None:
+    model = tables()
+    given = [torch.tensor([[2]]).expand(64, -1).contiguous(), torch.tensor([[0, 1]]).expand(64, -1).contiguous()]
+    result = drawn(model, given=given)
+    assert torch.equal(result.tokens[:, :3], torch.cat(given, 1)) and model.passes == [(0, 2)]
+    assert result.stats.passes == 1 and result.stats.by_scale[0]["model"] == "given"
+    third = model.logits(torch.zeros(64, dtype=torch.int64), torch.cat(given, 1), 2)
+    expected = Noise(torch.arange(64) + 5, torch.arange(3, 5).expand(64, -1)).draw(third.softmax(-1), Purpose.TOKEN)
+    assert torch.equal(result.tokens[:, 3:], expected)
+    everything = [*given, torch.zeros(64, 2, dtype=torch.int64)]
+    assert drawn(model, given=everything).stats.passes == 0
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_kept_tokens_stand_and_the_rest_follows_them(rule) -> None:
+    """Drawing a part anew is drawing from the model whose other tokens are certain."""
+    model, certain = tables(), tables()
+    certain.tables[1][:, :, 0] = torch.tensor([-1e4, -1e4, 0.0])
+    certain.draft_model = None
+
+    def keep(canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.full((len(canvas), model.scale_tokens[scale]), 2)
+        stands = torch.zeros_like(tokens, dtype=torch.bool)
+        stands[:, 0] = scale == 1
+        return tokens, stands
+
+    N = 60_000
+    result = decode_scales(model, torch.zeros(N, dtype=torch.int64), torch.arange(N), speculative(rule), keep=keep)
+    assert (result.tokens[:, 1] == 2).all()
+    index = (result.tokens * 3 ** torch.arange(4, -1, -1)).sum(1)
+    truth = certain.joint(0, lambda logits: to_probs(logits, Sampling()))
+    error = (truth * (1 - truth) / N).sqrt().sum() * 0.4
+    assert (torch.bincount(index, minlength=243) / N - truth).abs().sum() / 2 < 1.5 * error
+
+
+def test_scales_may_be_left_out() -> None:
+    model = tables()
+    result = drawn(model, Schedule("coarse", (Stage(until=1), Stage(until=2, model="none"), Stage())))
+    assert (result.tokens[:, 1:3] == LEFT_OUT).all() and (result.canvas[:, 1:3] == model.vocab).all()
+    assert model.passes == [(0, 0), (1, 2)] and result.stats.passes == 2 and (result.length == 5).all()
+    ended = drawn(model, Schedule("stops early", (Stage(until=2), Stage(model="none"))))
+    assert ended.finished and torch.equal(ended.tokens[:, :3], drawn(model).tokens[:, :3])
+
+
+def test_a_callback_sees_every_pass_and_may_change_the_newest_scale() -> None:
+    model, seen = tables(), []
+
+    def change(progress: Progress) -> None:
+        seen.append((progress.step, int(progress.length[0]), int(progress.accepted[0])))
+        if progress.step == 1:
+            progress.tokens[:, 0] = 1
+
+    result = drawn(model, callback=change)
+    assert seen == [(1, 1, 1), (2, 3, 2), (3, 5, 2)]
+    given = [torch.ones(64, 1, dtype=torch.int64)]
+    assert torch.equal(result.tokens, drawn(model, given=given).tokens)
+    stopped = drawn(model, callback=lambda progress: progress.step < 2)
+    assert not stopped.finished and stopped.stats.stopped and (stopped.length == 3).all()
+
+
+def test_statistics_say_what_each_scale_took() -> None:
+    result = drawn(tables(), speculative(token_wise, 1))
+    stats, scales = result.stats, result.stats.by_scale
+    assert [scale["tokens"] for scale in scales] == [1, 2, 2] and stats.tokens == 64 * 5
+    assert scales[0]["drafted"] == 64 and 0 < scales[0]["kept"] < 64 and scales[2]["drafted"] == 0
+    assert sum(stats.draft_fed.values()) >= 2 and stats.to_dict()["draft_fed"] and stats.relaxation == [0.0] * 64
+    both = type(stats).joined([stats, stats])
+    assert both.by_scale[0]["drafted"] == 128 and both.by_scale[0]["tokens"] == 1
+
+
+def test_a_stage_changes_the_sampling_of_its_scales_alone() -> None:
+    greedy = Schedule("greedy at the end", (Stage(until=2), Stage(temperature=0)))
+    model = tables()
+    result = drawn(model, greedy)
+    assert torch.equal(result.tokens[:, :3], drawn(model).tokens[:, :3])
+    likeliest = model.logits(torch.zeros(64, dtype=torch.int64), result.tokens[:, :3], 2).argmax(-1)
+    assert torch.equal(result.tokens[:, 3:], likeliest)
+    assert Stage(top_k=2).sampling(Sampling(0.5, 9), 3) == Sampling(0.5, 2)
+    assert Stage(temperature=2.0).sampling(Sampling(0.5, 9), 9) == Sampling(1.0, None)
+    assert drawn(model, Schedule("one code", (Stage(top_k=1),))).tokens.unique(dim=0).shape[0] == 1
+
+
+def test_kinds_and_specs() -> None:
+    kinds = {name: PRESETS[name].kind for name in PRESETS_OF_SCALES}
+    assert kinds == {"plain": "exact", "code": "relaxed", "scale-spec": "exact", "economy": "relaxed"}
+    assert speculative(joint).spec() != speculative(token_wise).spec() != speculative(token_wise, 1).spec()
+    assert "vargen.decoding.acceptance.scales.joint" not in str(PRESETS["plain"].settings)
+    assert PRESETS["scale-spec"].settings == {"until 1": 4, "drafted 1": 3, "rule 1": "joint"}
+
+
+BAD: Sequence[tuple[Schedule, str]] = (
+    (Schedule("far", (Stage(until=4), Stage())), r"until of stage 1 of 'far' must be from 1 to 3.* got 4"),
+    (Schedule("back", (Stage(until=2), Stage(until=1), Stage())), r"until of stage 2 of 'back' must be from 3 to 3.* got 1"),
+    (Schedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
+    (Schedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
+    (Schedule("behind", (Stage(), Stage())), r"until of stage 2 of 'behind' must be .* got None"),
+)
+
+
+@pytest.mark.parametrize(("schedule", "message"), BAD, ids=lambda value: getattr(value, "name", ""))
+def test_schedules_that_do_not_fit_are_refused_before_any_pass(schedule: Schedule, message: str) -> None:
+    model = tables()
+    with pytest.raises(ValueError, match=message):
+        drawn(model, schedule)
+    assert not model.passes
+
+
+def test_what_a_model_lacks_is_said() -> None:
+    model = tables()
+    model.draft_model = None
+    with pytest.raises(ValueError, match="code needs a smaller model of the same image tokenizer"):
+        drawn(model, "code")
+    model.draft_model = ScaleTable(scale_tokens=(1, 2, 3))
+    with pytest.raises(ValueError, match="the draft model must be of the same image tokenizer: its scale_tokens"):
+        drawn(model, "scale-spec")
+    with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
+        drawn(model, "ar")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"model": "both"}, ValueError, "model must be one of target, draft, none"),
+        ({"until": 0}, ValueError, "until must be a whole number other than 0"),
+        ({"until": 1.5}, ValueError, "until must be a whole number"),
+        ({"drafted": -1}, ValueError, "drafted must be"),
+        ({"drafted": 2, "model": "draft"}, ValueError, "model must be 'target'"),
+        ({"rule": "joint"}, TypeError, "rule must be a ScaleRule"),
+        ({"guidance": -1}, ValueError, "guidance must be a finite factor"),
+        ({"temperature": float("nan")}, ValueError, "temperature must be a finite factor"),
+        ({"top_k": 0}, ValueError, "top_k must be"),
+    ],
+)
+def test_stages_are_checked(options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        Stage(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"given": [torch.zeros(64, 2, dtype=torch.int64)]}, ValueError, r"given\[0\] must be int64 \[64, 1\]"),
+        ({"given": [torch.full((64, 1), 3)]}, ValueError, r"given\[0\] must hold tokens from 0 to 2"),
+        ({"sampling": Sampling(top_k=4)}, ValueError, "top_k must be at most"),
+        ({"callback": 3}, TypeError, "callback must be a function"),
+        ({"schedule": Schedule}, TypeError, "must be a preset's name"),
+    ],
+)
+def test_calls_are_checked(options: dict, error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        drawn(tables(), **options)
+    with pytest.raises(TypeError, match="stages must be a sequence of Stage"):
+        Schedule(stages=(3,))

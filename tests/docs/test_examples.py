@@ -1,0 +1,42 @@
+"""examples/ run as their first lines say, on a tiny model."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+def example(
+    tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> object:
+    monkeypatch.chdir(tmp_path)
+
+    def run(name: str) -> None:
+        monkeypatch.setattr(sys, "argv", [name, "a green turtle", "--model", str(tiny_model), "--seed", "3"])
+        runpy.run_path(str(repo_root / "examples" / name), run_name="__main__")
+
+    return run
+
+
+def test_generate_draws_one_picture_twice(example, capsys: pytest.CaptureFixture[str]) -> None:
+    example("generate.py")
+    told = capsys.readouterr().out
+    assert "the same picture, pixel for pixel" in told and "ar.png: 36 passes, 1.00 tokens a pass" in told
+    assert Image.open("ar.png").tobytes() == Image.open("gumbel.png").tobytes()
+
+
+def test_compose_verifies_its_method_and_draws_with_it(example, capsys: pytest.CaptureFixture[str]) -> None:
+    example("compose.py")
+    told = capsys.readouterr().out
+    assert "mine is exact; told from it: refusal drawn from p" in told
+    assert Path("mine.png").is_file() and "mine: " in told
+
+
+def test_every_example_is_tested(repo_root: Path) -> None:
+    tests = Path(__file__).read_text()
+    assert all(f'example("{path.name}")' in tests for path in (repo_root / "examples").glob("*.py"))

@@ -1,0 +1,88 @@
+"""docs/extending.md is run as it stands: its files, its lines, its tests, its proofs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from markdown import blocks, commands
+from tiny_models import text_pipeline
+from typer.testing import CliRunner
+
+from vargen.cli.main import app
+from vargen.decoding import Draft, Grouped, Noise, Tree
+
+
+@pytest.fixture
+def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
+    """The guide's files in the current folder; those that are shown in parts are put together."""
+    files: dict[str, str] = defaultdict(str)
+    for block in blocks(repo_root / "docs/extending.md", "python"):
+        if block.file:
+            files[block.file] += block.code
+    for name, code in files.items():
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    yield files
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+def test_one_file_one_line_one_test(guide: dict[str, str]) -> None:
+    tests = [name for name in guide if name.startswith("test_")]
+    assert tests == ["test_typical.py", "test_lookup.py", "test_colourfulness.py"]
+    for name in tests:
+        module = importlib.import_module(name.removesuffix(".py"))
+        (test,) = [value for key, value in vars(module).items() if key.startswith("test_")]
+        test()
+
+
+def test_the_proofs_come_out_as_the_guide_says(guide: dict[str, str], repo_root: Path) -> None:
+    asked = [words for words in commands(repo_root / "docs/extending.md", "vargen") if words[0] == "verify"]
+    names = [name for words in asked for name in words[1:]]
+    assert names == ["methods:lookup", "methods:medusa_like", "dishonest:wrong"]
+    result = CliRunner().invoke(app, ["verify", *names, "--chains", "40000", "--json"])
+    assert result.exit_code == 1
+    lookup, medusa_like, wrong = json.loads(result.stdout)
+    assert (lookup["claims"], lookup["exact"], lookup["can_tell"]) == ("exact", True, True)
+    assert (medusa_like["claims"], medusa_like["exact"]) == ("relaxed", False)
+    assert (wrong["claims"], wrong["exact"]) == ("exact", False)
+    exec(compile(guide["proof.py"], "proof.py", "exec"), {})
+
+
+def test_the_methods_and_the_scorer_draw_pictures(guide: dict[str, str], repo_root: Path) -> None:
+    methods: Any = importlib.import_module("methods")
+    pipe = text_pipeline(grid_size=6)
+    pipe.set_progress_bar_config(disable=True)
+
+    def drawn(method: Any) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        return torch.as_tensor(pipe("a red apple", accelerator=method, generator=generator, output_type="latent").images)
+
+    assert torch.equal(drawn(methods.same_picture), drawn("ar"))
+    for method in (methods.medusa_like, methods.lookup):
+        assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
+    scope = {"pipe": pipe, **vars(importlib.import_module("colourfulness"))}
+    (call,) = [block for block in blocks(repo_root / "docs/extending.md", "python") if not block.file]
+    if call.runs:
+        exec(call.code, scope)
+        assert len(scope["result"].images) == 1
+
+
+def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> None:
+    """Where an image has no valid draft, no rule has granted anything."""
+    typical: Any = importlib.import_module("typical").typical
+    probs = torch.full((1, 3, 4), 0.25)
+    invalid = torch.zeros(1, 2, dtype=torch.bool)
+    draft = Draft(torch.tensor([[0, 1]]), Tree.of_chain(2), torch.full((1, 2, 4), 0.9), invalid)
+    noise = Noise(torch.arange(1), torch.arange(3)[None], step=1)
+    for rule in (typical, Grouped(size=2, delta=1.0)):
+        assert rule(probs, draft, noise, torch.zeros(1)).relaxation.tolist() == [0.0]

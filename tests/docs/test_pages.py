@@ -1,0 +1,168 @@
+"""The pages keep their promises: links lead somewhere, commands and options exist, code compiles, tables say what is so."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from markdown import anchors, blocks, commands, links, pages, prose
+
+import vargen.decoding
+from vargen.cli.main import app
+from vargen.decoding import PRESETS, Accelerator
+from vargen.decoding.acceptance import scales
+from vargen.training.recipe import PACKAGED
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
+README = ROOT / "README.md"
+
+
+@PAGES
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in links(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link!r} leads nowhere"
+        assert not anchor or anchor in anchors(target), f"{link!r}: no such heading"
+
+
+@PAGES
+def test_commands_and_their_options_exist(page: Path) -> None:
+    for words in commands(page, "vargen"):
+        command: Any = typer.main.get_command(app)
+        while words:  # a context reads options and arguments as a run would, and raises what is wrong
+            context = command.make_context(command.name, list(words))
+            if not hasattr(command, "resolve_command"):
+                break
+            _, command, words = command.resolve_command(context, words)
+
+
+@PAGES
+def test_commands_within_sentences_exist(page: Path) -> None:
+    """Of these the arguments may be made up; verbs and options are not."""
+    for text in re.findall(r"`vargen ([^`]+)`", prose(page)):
+        command: Any = typer.main.get_command(app)
+        words = text.split()
+        while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
+            _, command, words = command.resolve_command(command.make_context("vargen", list(words)), words)
+        known = {name for parameter in command.params for name in parameter.opts}
+        assert {word for word in words if word.startswith("-")} <= known, text
+
+
+@PAGES
+def test_targets_of_make_exist(page: Path) -> None:
+    found = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert found
+    known = set(found[1].split())
+    for words in commands(page, "make"):
+        assert all(word in known or "=" in word for word in words), words
+
+
+@PAGES
+def test_code_compiles_and_what_it_imports_exists(page: Path) -> None:
+    for block in blocks(page, "python"):
+        tree = ast.parse(block.code)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vargen":
+                module = importlib.import_module(str(node.module))
+                for name in node.names:
+                    assert hasattr(module, name.name), f"{node.module} has no {name.name}"
+
+
+# -- the README
+
+
+def test_the_readme_is_short() -> None:
+    """Words of prose, tables and code together; link targets do not count."""
+    text = re.sub(r"\]\([^)]*\)", "]", README.read_text())
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert len(words) <= 1000, len(words)
+    assert len(text.splitlines()) <= 150, "move something to docs/"
+
+
+def test_the_readme_shows_the_loop_as_it_stands() -> None:
+    source = (ROOT / "vargen/decoding/tokens.py").read_text()
+    shown = next(block.code for block in blocks(README, "python") if "while not run.finished" in block.code)
+    assert textwrap.indent(shown, "    ") in source
+
+
+def test_the_readme_names_every_preset_and_its_kind() -> None:
+    rows = dict(re.findall(r"^\| `([\w-]+)`[^|]*\|.*\| ([^|]*) \|$", prose(README).split("## Measured")[0], flags=re.MULTILINE))
+    assert set(rows) == set(PRESETS)
+    for name, said in rows.items():
+        assert ("relaxed" in said) == (PRESETS[name].kind == "relaxed"), name
+
+
+def test_the_readme_says_what_was_measured() -> None:
+    text = prose(README)
+    section = text.split("## Measured")[1].split("\n## ")[0]
+    (figures,) = [link for link in links(README) if link.endswith(".json")]
+    report = json.loads((ROOT / figures).read_text())
+    rows = re.findall(r"^\| `(\w+)` \| (.*) \|$", section, flags=re.MULTILINE)
+    assert [name for name, _ in rows] == [method["name"] for method in report["methods"]]
+    for (name, said), method in zip(rows, report["methods"], strict=True):
+        low, high = method["ratio_quartiles"]
+        true = [method["tokens_per_pass"], method["ratio"], low, high, method["allowed"]]
+        cells = [cell.strip() for cell in said.replace("–", "|").split("|")]
+        assert cells == [*(f"{value:.2f}" for value in true), f"{method['relaxation_per_image']:.1f}"], name
+        if name == "gumbel":
+            assert f"returned the tokens of `ar` in all {method['same_as_ar']} pictures" in " ".join(section.split())
+    one = report["cost_curve"]["1"]
+    curve = {width: seconds / one for width, seconds in report["cost_curve"].items()}
+    said = re.findall(r"a pass over (\d+) tokens cost\s+([\d.]+)?", section, flags=re.IGNORECASE)
+    assert said
+    for width, times in said:
+        assert not times or times == f"{curve[width]:.2f}"
+
+
+@pytest.mark.slow
+def test_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its blocks that draw, one after the other."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {}
+    for block in blocks(README, "python"):
+        if "while not run.finished" not in block.code:
+            exec(compile(block.code, block.page, "exec"), scope)
+    assert (tmp_path / "apple.png").is_file()
+    assert scope["result"].stats.accelerator == "mine" and scope["result"].stats.tokens_per_pass > 1
+
+
+# -- other pages
+
+
+def test_every_method_is_described_as_it_is() -> None:
+    page = ROOT / "docs/methods.md"
+    sections = re.split(r"^## `", page.read_text(), flags=re.MULTILINE)[1:]
+    described = {section.split("`")[0]: section for section in sections}
+    assert list(described) == list(PRESETS)
+    for name, section in described.items():
+        code = re.findall(r"```python\n(.*?)```", section, flags=re.DOTALL)[0]
+        composed = eval(code, {**vars(vargen.decoding), **vars(scales), "Accelerator": Accelerator})
+        assert composed.spec() == PRESETS[name].spec(), name
+        assert f"**{PRESETS[name].kind.capitalize()}" in section, name
+
+
+def test_every_recipe_is_listed() -> None:
+    text = (ROOT / "docs/training.md").read_text()
+    for recipe in PACKAGED.glob("*.toml"):
+        assert f"`{recipe.stem}`" in text, recipe.stem
+
+
+def test_usage_runs(tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a tiny model instead of the packaged one."""
+    monkeypatch.chdir(tmp_path)
+    scope: dict[str, Any] = {"torch": torch}
+    for block in blocks(ROOT / "docs/usage.md", "python"):
+        if block.runs:
+            exec(compile(block.code.replace('"emoji"', repr(str(tiny_model))), block.page, "exec"), scope)
+    assert len(scope["result"].images) == 2
+

@@ -1,0 +1,116 @@
+"""Best of N: candidates are ordinary pictures, the scorer chooses among them, and every score is told."""
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import class_pipeline, text_pipeline
+
+from vargen.pipelines import checks
+from vargen.scoring.protocol import NonFiniteScoreError
+
+
+@pytest.fixture(scope="module")
+def pipe() -> Any:
+    pipe = text_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+    return pipe
+
+
+def brightness(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+    return images.mean((1, 2, 3))
+
+
+def seeds(*numbers: int) -> list[torch.Generator]:
+    return [torch.Generator().manual_seed(number) for number in numbers]
+
+
+def test_the_best_candidate_is_returned_and_its_seed_draws_it_again(pipe: Any) -> None:
+    result = pipe(["a", "b"], num_candidates=5, scorer=brightness, generator=seeds(3, 4), output_type="pt")
+    stats = result.stats
+    assert result.images.shape[0] == 2 and stats.scorer == "brightness" and [len(each) for each in stats.scores] == [5, 5]
+    assert stats.images == 10 and [each[0] for each in stats.candidate_seeds] == [3, 4]
+    for row, prompt in enumerate("ab"):
+        best = max(range(5), key=lambda k: stats.scores[row][k])
+        assert stats.seeds[row] == stats.candidate_seeds[row][best]
+        again = pipe(prompt, generator=seeds(stats.seeds[row])[0], output_type="pt").images
+        assert torch.equal(again[0], result.images[row])
+        assert float(again.mean()) == pytest.approx(stats.scores[row][best], abs=1e-6)
+
+
+def test_every_candidate_is_the_picture_of_its_seed(pipe: Any) -> None:
+    stats = pipe("a", num_candidates=4, scorer=brightness, generator=seeds(9)[0]).stats
+    drawn = pipe("a", num_images_per_prompt=4, generator=seeds(*stats.candidate_seeds[0]), output_type="pt").images
+    assert brightness(drawn, []).tolist() == pytest.approx(stats.scores[0], abs=1e-6)
+    assert len(set(stats.candidate_seeds[0])) == 4
+
+
+def test_the_first_candidate_is_the_picture_without_candidates(pipe: Any) -> None:
+    def first(images: torch.Tensor, prompts: list[str]) -> list[float]:
+        return [-float(i % 3) for i in range(len(images))]
+
+    plain = pipe(["a", "b"], num_images_per_prompt=2, generator=seeds(1, 2, 3, 4), output_type="latent")
+    best = pipe(
+        ["a", "b"], num_images_per_prompt=2, num_candidates=3, scorer=first, generator=seeds(1, 2, 3, 4), output_type="latent"
+    )
+    assert torch.equal(plain.images, best.images) and best.stats.seeds == [1, 2, 3, 4]
+
+
+def test_a_scorer_alone_scores_and_a_low_score_may_be_the_better(pipe: Any) -> None:
+    class Dark:
+        name, higher_is_better = "dark", False
+
+        def score(self, images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+            assert prompts == ["a"] * len(images)
+            return images.mean((1, 2, 3))
+
+    alone = pipe("a", scorer=Dark(), generator=seeds(1)[0]).stats
+    assert alone.scores == [alone.scores[0]] and len(alone.scores[0]) == 1 and alone.seeds == [1]
+    chosen = pipe("a", scorer=Dark(), num_candidates=6, generator=seeds(1)[0]).stats
+    assert chosen.seeds[0] == chosen.candidate_seeds[0][chosen.scores[0].index(min(chosen.scores[0]))]
+
+
+def test_classes_are_scored_by_name() -> None:
+    read = []
+
+    def reader(images: torch.Tensor, prompts: list[str]) -> torch.Tensor:
+        read.extend(prompts)
+        return torch.zeros(len(images))
+
+    pipe = class_pipeline()
+    named = type(pipe)(**pipe.components, id2label={1: "tench, Tinca tinca"})
+    for each in (pipe, named):
+        each.set_progress_bar_config(disable=True)
+    named(class_labels=1, scorer=reader, num_candidates=2)
+    assert read == ["tench", "tench"]
+    with pytest.raises(ValueError, match="scorer needs words, and this model's classes have no names"):
+        pipe(class_labels=1, scorer=reader)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"num_candidates": 0}, ValueError, "num_candidates must be a whole number of at least 1, got 0"),
+        ({"num_candidates": 2.5}, ValueError, "num_candidates must be"),
+        ({"num_candidates": 4}, ValueError, "scorer must be given to choose among 4 candidates"),
+        ({"num_candidates": 4, "scorer": 3}, TypeError, "scorer must be a scorer or a function"),
+        ({"num_candidates": 1025, "scorer": brightness}, ValueError, "at most 1024 images, got 1 x 1025 candidates"),
+        ({"num_candidates": 2, "scorer": lambda images, prompts: [1.0]}, ValueError, "must give 2 numbers"),
+        ({"scorer": lambda images, prompts: [float("nan")]}, NonFiniteScoreError, "gave nan for picture 0"),
+    ],
+)
+def test_bad_requests_are_told(pipe: Any, options: dict[str, Any], error: type, message: str) -> None:
+    with pytest.raises(error, match=message):
+        pipe("a", **options)
+
+
+def test_a_scorer_needs_words(pipe: Any) -> None:
+    embeds, mask = pipe.encode_prompt("a")
+    with pytest.raises(ValueError, match="scorer needs words: give a prompt, not prompt_embeds"):
+        pipe(prompt_embeds=embeds, prompt_mask=mask, scorer=brightness)
+
+
+def test_candidate_seeds_do_not_depend_on_their_number() -> None:
+    few, many = (checks.image_seeds(seeds(7, 8), 2).candidates(count) for count in (2, 5))
+    assert few.asked[:2] == many.asked[:2] and few.asked[2:] == many.asked[5:7]
+    assert few.noise[:2].tolist() == many.noise[:2].tolist()

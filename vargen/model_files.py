@@ -1,0 +1,66 @@
+"""Which files of a folder are its model's, and which belong to weights that others replace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+_WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
+_INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
+_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers name theirs
+# What they write beside weights: of networks, and of tokenizers.
+_PART_FILE = re.compile(
+    r"(generation_)?config\.json|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
+    r"|(vocab|merges)\.txt|(spiece|sentencepiece\.bpe|tokenizer)\.model|chat_template\.(jinja|json)"
+)
+
+
+def weights_of(file: Path) -> tuple[str, ...] | None:
+    """Stem and variant that a weight file, shard or index belongs to; None for other files."""
+    match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
+    return match and (match["stem"], match["variant"] or "")
+
+
+def replaced_weights(written: Path, folder: Path) -> list[Path]:
+    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
+
+    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
+    """
+    stale: list[Path] = []
+    for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
+        names = {file.name for file in (written / part).iterdir()}
+        kinds = {weights_of(Path(name)) for name in names} - {None}
+        there = (folder / part).iterdir() if (folder / part).is_dir() else ()
+        stale += [file for file in there if file.name not in names and weights_of(file) in kinds]
+    return stale
+
+
+def model_files(folder: Path, new: Path) -> list[str]:
+    """Names of the files in `folder` that its model consists of, as this library writes models.
+
+    These are `model_index.json` and, in the folders of the parts that it names, configurations, weights of any variant and
+    tokenizers' files; so in folders that parts in `new` are to have. Everything else is the user's.
+    """
+    try:
+        index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        index = {}
+    named = index if isinstance(index, dict) else {}
+    parts = {name for name, value in named.items() if isinstance(value, list) and Path(name).name == name != ".."}
+    parts |= {path.name for path in new.iterdir() if path.is_dir()}
+    found = ["model_index.json"] if os.path.lexists(folder / "model_index.json") else []
+    for part in parts:
+        if (folder / part).is_symlink():
+            found.append(part)  # the link goes, and nothing is written where it led
+        elif (folder / part).is_dir():
+            found += [f"{part}/{file.name}" for file in (folder / part).iterdir() if _is_model_file(file)]
+    return found
+
+
+def _is_model_file(file: Path) -> bool:
+    if file.is_dir() and not file.is_symlink():
+        return False
+    weights = weights_of(file)
+    return weights[0] in _WEIGHT_STEMS if weights else _PART_FILE.fullmatch(file.name) is not None

@@ -1,0 +1,176 @@
+"""What LlamaGen's transformer is made of: rotary positions, norm, attention, feed-forward, and what embeds a condition.
+
+A pass of one token is some hundred products and many small operations around them, which on a CPU take as long as the products:
+every operation here counts.
+
+Shape suffixes: B rows (images; twice as many under guidance), T tokens of one pass, S cache slots, D width, H heads, K head
+width.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.kernels.dispatch import float32_on_cpu
+from vargen.kernels.few_queries import attention
+from vargen.modes import ordinary_tensors
+
+Rotary = Tensor | tuple[Tensor, Tensor]
+
+
+def rotary_table(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+    """`[grid*grid, head_dim/2, 2]` float32 (cos, sin): half the pairs turn with the row, half with the column."""
+    half = head_dim // 2
+    frequency = base ** (-torch.arange(0, half, 2).float() / half)
+    angle = torch.arange(grid).float()[:, None] * frequency  # [grid, half/2]
+    rows = angle[:, None, :].expand(grid, grid, -1)
+    columns = angle[None, :, :].expand(grid, grid, -1)
+    angles = torch.cat([rows, columns], dim=-1).flatten(0, 1)
+    return torch.stack([angles.cos(), angles.sin()], dim=-1)
+
+
+def rotation(table_TK2: Tensor) -> Rotary:
+    """What `rotate` multiplies with, made once per pass: complex numbers `[..., T, 1, K/2]`, for one operation a layer.
+
+    Neither the compiler nor, without copies, gradients take them; there, factors `[..., T, 1, K]` of a vector and of its
+    swapped pairs.
+    """
+    if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return torch.view_as_complex(table_TK2.float())[..., None, :]
+    cos, sin = table_TK2.unbind(-1)
+    return cos.repeat_interleave(2, dim=-1)[..., None, :], torch.stack([-sin, sin], dim=-1).flatten(-2)[..., None, :]
+
+
+def rotate(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. By complex numbers, float32 in place."""
+    x = x_BTHK.float()
+    if isinstance(rotary, Tensor):
+        return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
+    swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return torch.addcmul(x * rotary[0], swapped, rotary[1]).type_as(x_BTHK)
+
+
+class Linear(nn.Linear):
+    """A linear layer without bias."""
+
+    def __init__(self, in_features: int, out_features: int):
+        super().__init__(in_features, out_features, bias=False)
+
+
+@lru_cache
+@ordinary_tensors()
+def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
+    """Float32 `[]`, so that no pass has to convert them: x / sqrt(|x|^2 / D + eps) is x root / sqrt(|x|^2 + offset^2)."""
+    return torch.tensor(width**0.5, device="cpu"), torch.tensor((width * eps) ** 0.5, device="cpu")
+
+
+class RMSNorm(nn.Module):
+    """Statistics in float32, cast to the input's dtype, then times the weight (the official order)."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if float32_on_cpu(x):  # where torch composes F.rms_norm of more operations
+            root, offset = _norm_constants(x.shape[-1], self.eps)
+            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x * torch.div(root, torch.hypot(length, offset))).mul_(self.weight)
+        high = x.float()
+        return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self, dim: int, n_head: int, n_kv_head: int):
+        super().__init__()
+        self.n_head, self.n_kv_head, self.head_dim = n_head, n_kv_head, dim // n_head
+        self.wqkv = Linear(dim, (n_head + 2 * n_kv_head) * self.head_dim)
+        self.wo = Linear(dim, dim)
+
+    def project(self, x_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
+        """Rotated queries `[B, T, H, K]` and keys, and values."""
+        qkv = self.wqkv(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim)
+        qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
+        q, k = rotate(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
+        return q, k, v
+
+    def values(self, x_BTD: Tensor) -> Tensor:
+        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
+        weight, first = self.wqkv.weight, self.n_head + self.n_kv_head
+        if (weight.device, weight.dtype) == (x_BTD.device, x_BTD.dtype):
+            return F.linear(x_BTD, weight[first * self.head_dim :]).unflatten(-1, (-1, self.head_dim))
+        # Offloaded, or stored in another dtype: weights come only with their module's `forward`.
+        return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
+
+    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
+        return self.wo(attention(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: w2(silu(w1 x) * w3 x)."""
+
+    def __init__(self, dim: int, hidden: int):
+        super().__init__()
+        self.w1 = Linear(dim, hidden)
+        self.w3 = Linear(dim, hidden)
+        self.w2 = Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class TransformerBlock(nn.Module):
+    def __init__(self, dim: int, n_head: int, n_kv_head: int, hidden: int, eps: float, dropout: float):
+        super().__init__()
+        self.attention = Attention(dim, n_head, n_kv_head)
+        self.feed_forward = FeedForward(dim, hidden)
+        self.attention_norm = RMSNorm(dim, eps)
+        self.ffn_norm = RMSNorm(dim, eps)
+        self.dropout = nn.Dropout(dropout)
+
+    def finish(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
+        """The residual sums behind attention."""
+        h = x_BTD + self._kept(attended_BTD)
+        return h + self._kept(self.feed_forward(self.ffn_norm(h)))
+
+    def _kept(self, x: Tensor) -> Tensor:
+        """What dropout leaves; outside of training it is not even called."""
+        return self.dropout(x) if self.training else x
+
+
+class LabelEmbedder(nn.Module):
+    """One row per class, and a last one for the null class."""
+
+    def __init__(self, num_classes: int, dim: int):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, dim)
+
+    def forward(self, class_labels: Tensor) -> Tensor:
+        return self.embedding_table(class_labels)[:, None]
+
+
+class CaptionProjection(nn.Module):
+    def __init__(self, caption_dim: int, dim: int):
+        super().__init__()
+        self.fc1 = Linear(caption_dim, dim)
+        self.fc2 = Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
+
+
+class CaptionEmbedder(nn.Module):
+    """Caption features through a two-layer projection; the null caption is a stored buffer, not a parameter."""
+
+    def __init__(self, caption_dim: int, dim: int, cls_token_num: int):
+        super().__init__()
+        self.cap_proj = CaptionProjection(caption_dim, dim)
+        self.register_buffer("uncond_embedding", torch.randn(cls_token_num, caption_dim) / caption_dim**0.5)
+
+    def forward(self, caption_embeds: Tensor) -> Tensor:
+        return self.cap_proj(caption_embeds.to(self.cap_proj.fc1.weight.dtype))
