@@ -89,6 +89,18 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
         assert done.exit_code == 0 and "Frechet" in done.stdout, done.stderr
         row = done.stdout.splitlines()[1].split()
         assert row[0] == "theirs" and " 0.00 " in done.stdout
+    alone = ("--scorers", "none", "--extractor", "eval_parts:net")
+    measured = run("score", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
+    distances = json.loads(measured.stdout)["methods"][0]["distances"]
+    assert distances["frechet"] == pytest.approx(0, abs=1e-6) and distances["precision"] == 1.0
+    with np.load("s.npz") as samples:
+        np.save("bare.npy", samples["arr_0"])
+    bare = run("score", "bare.npy", *alone, "--save-reference", "r2.npz")
+    assert bare.exit_code == 0, bare.stderr
+    with np.load("r.npz") as one, np.load("r2.npz") as two:
+        assert np.allclose(one["sigma"], two["sigma"]) and np.allclose(one["vargen_features"], two["vargen_features"])
+    refused = run("score", "bare.npy", *MEASURE)
+    assert refused.exit_code == 2 and "--scorers none" in refused.stderr
     Path("theirs/3.png").write_bytes(b"cut")
     failed = run(*words)
     assert failed.exit_code == 2 and "theirs/3.png cannot be read" in failed.stderr and "--keep-going" in failed.stderr

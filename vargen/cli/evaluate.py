@@ -109,7 +109,9 @@ def draw(
 
 
 def score(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run of vargen, or any folder of pictures.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="A run of vargen, a folder of pictures, or samples: .npz, .npy.")
+    ],
     scorers: _Scorers = None,
     extractor: _Extractor = None,
     reference: _Reference = None,
@@ -253,7 +255,7 @@ def _score_folder(
     reference_features: int | None,
     engine: Engine,
 ) -> None:
-    from vargen.evaluation.evaluate import evaluate_folder, export_samples, statistics_of
+    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_samples, statistics_of
     from vargen.evaluation.features import Extractor
     from vargen.evaluation.pictures import folder_pictures
 
@@ -262,12 +264,19 @@ def _score_folder(
         "save_reference": result_file(save_reference, ".npz", "save_reference"),
     }
     check_apart({name: [file] for name, file in outputs.items()} | {"json": [json_file]}, {"reference": [reference]})
-    pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts))
-    if not instruments.scorers and instruments.extractor is None and samples is None:
-        raise ValueError("nothing to do: give --scorers, --extractor or --samples")
-    statistics = find_reference(reference, instruments, None)
-    with bar("measuring") as show:
-        found = evaluate_folder(path.name, pictures, instruments, statistics, None, engine, show)
+    idle = not instruments.scorers and instruments.extractor is None and samples is None
+    if path.is_file():
+        if prompts is not None or samples is not None:
+            raise ValueError(f"--prompts and --samples are for a folder of pictures, and {str(path)!r} is a file")
+        pictures = []
+        found = evaluate_samples(path, instruments, find_reference(reference, instruments, None))
+    else:
+        pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts))
+        if idle:
+            raise ValueError("nothing to do: give --scorers, --extractor or --samples")
+        statistics = find_reference(reference, instruments, None)
+        with bar("measuring") as show:
+            found = evaluate_folder(path.name, pictures, instruments, statistics, None, engine, show)
     writes = _told(found, as_json, json_file)
     if (file := outputs["save_reference"]) is not None:
         extractor = instruments.opened().get("extractor")

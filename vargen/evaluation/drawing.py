@@ -85,7 +85,7 @@ class Drawing:
         for method in self.methods:
             accelerator = method_of(method, kind.family)
             kind.check_method(opened, accelerator)
-            if isinstance(accelerator.drafter, Speculative) and not opened.has_draft:
+            if isinstance(getattr(accelerator, "drafter", None), Speculative) and not opened.has_draft:
                 raise ValueError(f"method {method} needs a draft_transformer, and model {self.model} has none")
             specs[method] = {**accelerator.spec(), "kind": accelerator.kind}
         if not specs or len(specs) < len(self.methods):

@@ -16,7 +16,7 @@ from PIL import Image
 
 from vargen.compat import installed_version
 from vargen.evaluation.drawing import Engine, locally
-from vargen.evaluation.features import Extractor, as_batch, picture_array
+from vargen.evaluation.features import Extractor, Features, as_batch, picture_array
 from vargen.evaluation.journal import Record
 from vargen.evaluation.measuring import CHUNK, Instruments, Measured, measure
 from vargen.evaluation.pictures import Picture, folder_pictures, read_picture
@@ -99,7 +99,7 @@ def _of_samples(path: Path, extractor: Extractor, resize: int | None, kept: Path
         if file.is_file():
             with contextlib.suppress(ValueError):  # damaged: made anew
                 return Statistics.read(file)
-    made = _extracted_samples(path, extractor, resize)
+    made = statistics_of(_measured_samples(path, extractor, resize), extractor)
     if file is not None:
         try:
             made.write(file)
@@ -108,17 +108,19 @@ def _of_samples(path: Path, extractor: Extractor, resize: int | None, kept: Path
     return made
 
 
-def _extracted_samples(path: Path, extractor: Extractor, resize: int | None) -> Statistics:
+def _measured_samples(path: Path, extractor: Extractor, resize: int | None) -> Measured:
     shape, pictures = read_samples(path)
-    parts: list[torch.Tensor] = []
+    parts: list[Features] = []
     batch: list[np.ndarray] = []
     for number, array in enumerate(pictures, 1):
         batch.append(picture_array(Image.fromarray(array), resize))
         if len(batch) == CHUNK or number == shape[0]:
-            parts.append(extractor(as_batch(batch)).pooled)
+            parts.append(extractor(as_batch(batch)))
             batch = []
-    size = (resize, resize) if resize else (shape[1], shape[2])
-    return Statistics.of(torch.cat(parts), extractor.identity, size)
+    columns = {"items": torch.arange(shape[0]), "features": torch.cat([part.pooled for part in parts])}
+    if logits := [part.logits for part in parts if part.logits is not None]:
+        columns["logits"] = torch.cat(logits)
+    return Measured({"extractor": columns}, [], (resize, resize) if resize else (shape[1], shape[2]))
 
 
 def statistics_of(measured: Measured, extractor: Extractor, keep: bool = True) -> Statistics:
@@ -203,6 +205,20 @@ def evaluate_folder(
     measured = measure({name: pictures}, replace(instruments, drift=False), kept, engine, progress)
     rows = _rows(measured, instruments, reference, None)
     return Evaluation(rows, None, {"folder": name, **_about(instruments, reference)}, measured)
+
+
+def evaluate_samples(path: Path, instruments: Instruments, reference: Statistics | None = None) -> Evaluation:
+    """Measure a batch of samples by an extractor; scorers read prompts, which it has not.
+
+    Raises:
+        ValueError: for scorers, without an extractor, or for a file that is no batch of samples.
+    """
+    extractor = instruments.opened().get("extractor")
+    if instruments.scorers or not isinstance(extractor, Extractor):
+        raise ValueError("a batch of samples is measured by an --extractor alone: give one, and --scorers none")
+    measured = {path.name: _measured_samples(path, extractor, instruments.resize)}
+    rows = _rows(measured, instruments, reference, None)
+    return Evaluation(rows, None, {"samples": path.name, **_about(instruments, reference)}, measured)
 
 
 def _rows(

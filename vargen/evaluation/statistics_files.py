@@ -168,7 +168,7 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
 
 
 def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time.
+    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time; `.npz`, or a bare `.npy`.
 
     Raises:
         FileNotFoundError: if it is missing. ValueError: if it is damaged or holds no `arr_0` of uint8 pictures.
@@ -176,6 +176,8 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     file = expanded(path, "samples")
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
+    if file.suffix == ".npy":
+        return _bare_samples(file)
     try:
         with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
             shape, dtype = _header(opened)
@@ -184,6 +186,16 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8:
         raise ValueError(f"{file} must hold arr_0 of uint8 [N, Y, X, 3], got {dtype} {list(shape)}")
     return shape, _pictures(file, shape)
+
+
+def _bare_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+    try:
+        held = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{file} is damaged, or holds pickled data, which is not opened") from error
+    if held.ndim != 4 or held.shape[3] != 3 or held.dtype != np.uint8:
+        raise ValueError(f"{file} must hold uint8 [N, Y, X, 3], got {held.dtype} {list(held.shape)}")
+    return held.shape, (np.array(picture) for picture in held)
 
 
 def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
