@@ -88,7 +88,7 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
         done = run(*words, "--reference", reference)
         assert done.exit_code == 0 and "Frechet" in done.stdout, done.stderr
         row = done.stdout.splitlines()[1].split()
-        assert row[0] == "theirs" and " 0.00 " in done.stdout
+        assert row[0] == "theirs" and " 0.0000" in done.stdout
     alone = ("--scorers", "none", "--extractor", "eval_parts:net")
     measured = run("score", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
     distances = json.loads(measured.stdout)["methods"][0]["distances"]
