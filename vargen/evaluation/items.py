@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding import Accelerator, resolve_accelerator
+from vargen.decoding import Accelerator, Schedule, resolve_accelerator
 from vargen.decoding.naming import nearest
 from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
 from vargen.scoring.registry import read_spec
@@ -78,15 +78,17 @@ def prompt_subjects(prompts: Any) -> list[Subject]:
     return list(check_prompts(prompts, "prompts"))
 
 
-def method_of(spec: str, family: str) -> Accelerator:
+def method_of(spec: str, family: str) -> Accelerator | Schedule:
     """A preset of the family, with other settings of its drafter and rule where `spec` gives some: `gsd:budget=5,window=24`.
+
+    Methods of stages have no such settings; theirs are in how the stages are put together.
 
     Raises:
         ValueError: for an unknown preset or setting, or a value that the part refuses.
     """
     name, options = read_spec(spec)
     accelerator = resolve_accelerator(name, family)
-    parts: dict[str, Any] = {part: getattr(accelerator, part) for part in ("drafter", "acceptance")}
+    parts: dict[str, Any] = {part: getattr(accelerator, part, None) for part in ("drafter", "acceptance")}
     allowed = {part: _settable(value) for part, value in parts.items()}
     for key, text in options.items():
         owner = next((part for part in parts if key in allowed[part]), None)
