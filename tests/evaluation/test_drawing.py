@@ -136,6 +136,17 @@ def test_a_truncated_line_is_cut_off_and_its_picture_drawn_again(model: Path, wh
     assert draw(drawing(model, tmp_path / "run")) == 1 and images(tmp_path / "run") == whole
 
 
+def test_a_batch_of_which_a_part_is_missing_is_drawn_beside_the_same_others(model: Path, tmp_path: Path) -> None:
+    """Rounding depends on what else is in a batch, on some machines: the batches of a resumed run are those of a whole one."""
+    run = drawing(model, tmp_path / "run", methods=("ar",))
+    whole_units = [unit.items for unit in run.units(())]
+    assert whole_units == [(0, 1, 2), (3, 4, 5), (6,)]
+    (partial,) = run.units([("ar", item) for item in (0, 1, 2, 3, 5, 6)])
+    assert partial.items == (3, 4, 5) and partial.missing == (4,)
+    parts = [[unit.items for unit in run.units((), shard, 2)] for shard in (1, 2)]
+    assert sorted(parts[0] + parts[1]) == whole_units and not set(parts[0]) & set(parts[1])
+
+
 def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[str, bytes], tmp_path: Path) -> None:
     draw(drawing(model, tmp_path / "run"))
     first, second, third = (tmp_path / "run" / name for name in list(whole)[:3])
@@ -274,6 +285,9 @@ def test_method_settings_reach_the_parts() -> None:
     made = method_of("gsd:budget=3,window=4,coupling=independent", "next-token")
     assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
     assert method_of("gsd:budget=none", "next-token").acceptance.budget is None
+    assert method_of("code", "next-scale").name == "code"
+    with pytest.raises(ValueError, match="method code has no setting 'until'; it has none"):
+        method_of("code:until=3", "next-scale")
     assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 
 
@@ -298,7 +312,7 @@ def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:
         draw(replace(wanted, model=str(tmp_path / "alone"), output=str(tmp_path / "other")))
 
 
-# -- the journal -----------------------------------------------------------------------------------------------------------------
+# -- the journal --------------------------------------------------------------------------------------------------------
 
 
 def test_a_journal_has_one_writer(tmp_path: Path) -> None:

@@ -142,6 +142,8 @@ def test_statistics_survive_their_file(tmp_path: Path) -> None:
     assert (held.count, held.extractor, held.size) == (50, "net-1", (32, 32)) and torch.equal(held.features, features)
     made.write(tmp_path / "b.npz", compact=True)
     assert torch.allclose(Statistics.read(tmp_path / "b.npz").covariance, made.covariance, rtol=1e-6)
+    few = made.with_features(7)
+    assert few.features is not None and len(few.features) == 7 and few.count == 50 and made.with_features(0).features is None
     with np.load(tmp_path / "a.npz") as plain:  # what a published evaluator reads
         assert plain["mu"].shape == (4,) and plain["sigma"].shape == (4, 4)
 

@@ -25,7 +25,8 @@ from vargen.evaluation.evaluate import (
     statistics_of,
     write_all,
 )
-from vargen.evaluation.measuring import Instruments, UnreadablePictureError, folder_pictures, measure
+from vargen.evaluation.measuring import Instruments, measure
+from vargen.evaluation.pictures import UnreadablePictureError, folder_pictures
 from vargen.evaluation.quality import distances_of, mean_interval
 from vargen.evaluation.run_folder import RunFolder
 from vargen.evaluation.statistics_files import Statistics, read_samples
@@ -138,7 +139,7 @@ def test_unreadable_pictures_are_named_or_passed_over(damage: str, tmp_path: Pat
         evaluate_folder("p", pictures, PARTS)
     found = evaluate_folder("p", pictures, replace(PARTS, keep_going=True))
     assert found.rows[0].pictures == 5 and found.rows[0].scores["brightness"]["pictures"] == 5
-    assert found.rows[0].notes == ["files that could not be read and are left out: 1"] and "0002.png" in caplog.text
+    assert "files that could not be read and are left out: 1" in found.rows[0].notes and "0002.png" in caplog.text
 
 
 def test_pictures_of_other_sizes_are_refused_or_resized(tmp_path: Path) -> None:
@@ -197,7 +198,27 @@ def test_samples_go_out_and_come_back_as_a_reference(tmp_path: Path) -> None:
     assert read_samples(tmp_path / "s.npz")[0] == (9, 12, 12, 3)
     from_samples = open_reference(tmp_path / "s.npz", PARTS)
     from_folder = open_reference(tmp_path / "p", replace(PARTS, resize=12))
+    kept = open_reference(tmp_path / "s.npz", PARTS, tmp_path / "kept")
+    (file,) = (tmp_path / "kept/reference").iterdir()
+    Statistics.of(torch.zeros(5, 4), kept.extractor).write(file)
+    assert open_reference(tmp_path / "s.npz", PARTS, tmp_path / "kept").count == 5, "extracted again"
     assert torch.allclose(from_samples.mean, from_folder.mean, atol=1e-6) and from_samples.size == (12, 12)
+
+
+def test_a_published_reference_has_statistics_of_all_and_samples_of_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ADM's files: mu and sigma of the training set; arr_0, ten thousand pictures, for precision and recall."""
+    pictures = np.random.default_rng(0).integers(0, 256, (9, 16, 16, 3), dtype=np.uint8)
+    np.savez(tmp_path / "adm.npz", mu=np.full(4, 7.0), sigma=np.eye(4), arr_0=pictures)
+    extractor: Any = PARTS.opened()["extractor"]
+    monkeypatch.setattr(extractor, "identity", "inception-of-four")
+    monkeypatch.setattr("vargen.evaluation.statistics_files.DIMENSIONS", 4)
+    found = open_reference(tmp_path / "adm.npz", PARTS)
+    assert found.mean.tolist() == [7.0] * 4 and found.count is None
+    assert found.features is not None and torch.allclose(
+        found.features, extractor(torch.from_numpy(pictures).permute(0, 3, 1, 2)).pooled
+    )
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------------
@@ -255,7 +276,7 @@ def test_a_run_in_progress_is_reported_as_far_as_it_is(run: RunFolder, tmp_path:
     next((part.path / "images/gumbel").rglob("*.png")).write_bytes(b"")
     rows = {row.name: row for row in evaluate_run(part, replace(PARTS, scorers=())).rows}
     assert "sjd" not in rows and rows["gumbel"].pictures == 11
-    assert rows["gumbel"].notes == ["11 of 12 pictures are drawn"]
+    assert "11 of 12 pictures are drawn" in rows["gumbel"].notes
     (part.path / "run.json").unlink()
     with pytest.raises(ValueError, match="not a run"):
         evaluate_run(part, PARTS)

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from tqdm import tqdm
 
-from vargen.cli.console import quiet_libraries, say, table
+from vargen.cli.console import say, table
+from vargen.cli.evaluation_options import (
+    EngineName,
+    bar,
+    find_reference,
+    make_drawing,
+    make_instruments,
+    pick_engine,
+    read_sampling,
+    read_shard,
+)
 from vargen.cli.options import Device, Dtype, check_range, pick_device
-from vargen.cli.outputs import Write, check_apart, check_writable, json_writes, result_file, write_each
+from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
 from vargen.cli.subjects import read_prompts
 from vargen.files import expanded
-from vargen.values import shown
 
 if TYPE_CHECKING:
     from vargen.evaluation.drawing import Drawing, Engine
@@ -25,11 +29,6 @@ if TYPE_CHECKING:
     from vargen.evaluation.measuring import Instruments
     from vargen.evaluation.run_folder import RunFolder
     from vargen.evaluation.statistics_files import Statistics
-
-
-class EngineName(StrEnum):
-    local = "local"
-    ray = "ray"
 
 
 _Model = Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")]
@@ -101,16 +100,18 @@ def draw(
 
     Picture k has the seed --seed + k, whatever the batch, the shard or the engine.
     """
-    sampling = _sampling(guidance_scale, temperature, top_k, top_p)
-    part = _shard(shard)
+    sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
+    part = read_shard(shard)
     place = pick_device(device)
-    drawing = _drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
-    drawn = _draw(drawing, part, _engine(engine, actors, place, threads))
+    drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
+    drawn = _draw(drawing, part, pick_engine(engine, actors, place, threads))
     say(f"{drawn} pictures drawn; score them with: vargen score {output}")
 
 
 def score(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run of vargen, or any folder of pictures.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="A run of vargen, a folder of pictures, or samples: .npz, .npy.")
+    ],
     scorers: _Scorers = None,
     extractor: _Extractor = None,
     reference: _Reference = None,
@@ -126,6 +127,10 @@ def score(
     save_reference: Annotated[
         Path | None, typer.Option(metavar="FILE.npz", help="Also write the folder's statistics, to be a --reference.")
     ] = None,
+    reference_features: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Keep features of N pictures in it, rounded: a small file. Default: of all, exactly."),
+    ] = None,
     engine: _EngineName = EngineName.local,
     actors: _Actors = None,
     device: _DeviceName = Device.auto,
@@ -136,20 +141,23 @@ def score(
 
     place = pick_device(device)
     path = expanded(folder, "folder")
+    check_range(reference_features, "reference_features", 0)
     json_file = result_file(as_json, ".json", "json")
     run = RunFolder(path) if (path / RUN_FILE).is_file() else None
     model = "" if run is None else str(run.settings()["model"])
-    instruments = _instruments(scorers, extractor, resize, keep_going, str(place), threads, model)
-    chosen = _engine(engine, actors, place, threads)
+    instruments = make_instruments(scorers, extractor, resize, keep_going, str(place), threads, model)
+    chosen = pick_engine(engine, actors, place, threads)
     if run is not None:
         if prompts is not None or samples is not None or save_reference is not None:
             given = "--prompts" if prompts is not None else "--samples" if samples is not None else "--save-reference"
             raise ValueError(
                 f"{given} is for a folder of pictures, and {str(folder)!r} is a run; name one of its images/ folders"
             )
-        _score_run(run, instruments, _reference(reference, instruments, run.path / "measured"), chosen, as_json, json_file)
+        _score_run(run, instruments, find_reference(reference, instruments, run.path / "measured"), chosen, as_json, json_file)
         return
-    _score_folder(path, instruments, reference, prompts, as_json, json_file, samples, save_reference, chosen)
+    _score_folder(
+        path, instruments, reference, prompts, as_json, json_file, samples, save_reference, reference_features, chosen
+    )
 
 
 def evaluate(
@@ -181,20 +189,20 @@ def evaluate(
 
     Writes metrics.json, metrics.csv, report.md, plot.png and sheets/ into DIR. Stopped in any way, the same command goes on.
     """
-    sampling = _sampling(guidance_scale, temperature, top_k, top_p)
-    part = _shard(shard)
+    sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
+    part = read_shard(shard)
     json_file = result_file(as_json, ".json", "json")
     place = pick_device(device)
-    drawing = _drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
-    instruments = _instruments(scorers, extractor, resize, False, str(place), threads, model)
-    chosen = _engine(engine, actors, place, threads)
+    drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
+    drawing.check()
+    instruments = make_instruments(scorers, extractor, resize, False, str(place), threads, model)
+    chosen = pick_engine(engine, actors, place, threads)
 
     from vargen.evaluation.run_folder import RunFolder
 
     run = RunFolder(Path(drawing.output))
-    drawing.check()
     # Before hours of drawing: weights that are missing, statistics of another extractor.
-    statistics = _reference(reference, instruments, run.path / "measured")
+    statistics = find_reference(reference, instruments, run.path / "measured")
     _draw(drawing, part, chosen)
     if part[1] > 1:
         missing = len(drawing.units(run.drawn()))
@@ -204,142 +212,10 @@ def evaluate(
     _score_run(run, instruments, statistics, chosen, as_json, json_file)
 
 
-# -- what the verbs share --------------------------------------------------------------------------------------------------
-
-
-def _sampling(*values: float | None) -> dict[str, Any]:
-    names = ("guidance_scale", "temperature", "top_k", "top_p")
-    return {name: value for name, value in zip(names, values, strict=True) if value is not None}
-
-
-def _shard(text: str) -> tuple[int, int]:
-    """Raises ValueError unless `text` is I/N with I from 1 to N."""
-    own, slash, of = text.partition("/")
-    if not slash or not own.isdecimal() or not of.isdecimal() or not 1 <= int(own) <= int(of) <= 100_000:
-        raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {shown(text)}")
-    return int(own), int(of)
-
-
-def _drawing(
-    output: Path,
-    model: str,
-    methods: list[str] | None,
-    num: int | None,
-    prompts: Path | None,
-    classes: str | None,
-    batch: int,
-    seed: int,
-    sampling: dict[str, Any],
-    dtype: Dtype,
-    device: str,
-    threads: int | None,
-) -> Drawing:
-    """All that decides the pictures, checked without reading a weight."""
-    quiet_libraries()
-    check_range(num, "num", 1)
-    check_range(threads, "threads", 1)
-    folder = expanded(output, "output")
-    check_writable(folder, "output")
-
-    import vargen.assets
-    from vargen.evaluation.drawing import Drawing
-    from vargen.evaluation.items import class_subjects, prompt_subjects
-    from vargen.pipelines.registry import describe, pipeline_class
-    from vargen.scoring.registry import split_specs
-
-    opened = describe(model)
-    if prompts is not None and classes is not None:
-        raise ValueError("give --prompts or --classes, not both")
-    if opened.condition == "class":
-        if prompts is not None:
-            raise ValueError("this model draws classes: give --classes instead of --prompts")
-        subjects = class_subjects(classes or "each", opened.num_classes, opened.id2label, seed, num or 0)
-    else:
-        if classes is not None:
-            raise ValueError("this model draws from text: give --prompts instead of --classes")
-        file = prompts or Path(vargen.assets.__file__).parent / "prompts.txt"
-        subjects = prompt_subjects(read_prompts(file))
-    kind = pipeline_class(opened.pipeline)
-    return Drawing(
-        model=model,
-        output=str(folder),
-        methods=tuple(split_specs(methods or [kind.baseline])),
-        subjects=tuple(subjects),
-        num=num or len(subjects),
-        seed=seed,
-        batch=batch,
-        sampling=sampling,
-        dtype=None if dtype is Dtype.auto else dtype.value,
-        device=device,
-        threads=threads,
-    )
-
-
-def _instruments(
-    scorers: list[str] | None,
-    extractor: str | None,
-    resize: int | None,
-    keep_going: bool,
-    device: str,
-    threads: int | None,
-    model: str,
-) -> Instruments:
-    """What measures, each opened once, so that missing weights are told before anything else."""
-    quiet_libraries()
-    check_range(resize, "resize", 16)
-
-    from vargen.evaluation.evaluate import default_scorer
-    from vargen.evaluation.measuring import Instruments
-    from vargen.scoring.registry import split_specs
-
-    packaged = default_scorer(model) if model else None
-    chosen = ([packaged] if packaged else []) if scorers is None else [s for s in split_specs(scorers) if s != "none"]
-    network = packaged if extractor is None else None if extractor == "none" else extractor
-    made = Instruments(tuple(chosen), network, False, resize, keep_going, device, threads)
-    made.opened()
-    return made
-
-
-def _reference(path: Path | None, instruments: Instruments, kept: Path | None) -> Statistics | None:
-    from vargen.evaluation.evaluate import default_reference, open_reference
-
-    if path is None:
-        found = default_reference(instruments.extractor)
-        return None if found is None else open_reference(found, instruments)
-    return open_reference(expanded(path, "reference"), instruments, kept)
-
-
-def _engine(name: EngineName, actors: int | None, device: Any, threads: int | None) -> Engine:
-    check_range(actors, "actors", 1)
-    if name is EngineName.local:
-        if actors is not None:
-            raise ValueError("actors are of --engine ray; the local engine is one process, of which --shard makes several")
-        from vargen.evaluation.drawing import locally
-
-        return locally
-    from vargen.evaluation.ray_engine import ray_engine
-
-    return ray_engine(actors, device.type, threads)
-
-
-@contextmanager
-def _bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress with the time that is left; pictures of earlier runs count as done, not as fast."""
-    with tqdm(desc=what, unit="picture", disable=None, leave=False, file=sys.stderr, dynamic_ncols=True) as bar:
-
-        def show(done: int, total: int) -> None:
-            if bar.total != total:
-                bar.reset(total)
-                bar.initial = bar.n = done
-            bar.update(done - bar.n)
-
-        yield show
-
-
 def _draw(drawing: Drawing, part: tuple[int, int], engine: Engine) -> int:
     from vargen.evaluation.drawing import draw as run
 
-    with _bar("drawing") as show:
+    with bar("drawing") as show:
         return run(drawing, *part, engine=engine, progress=show)
 
 
@@ -353,8 +229,11 @@ def _score_run(
 ) -> None:
     from vargen.evaluation.evaluate import evaluate_run, write_all
 
-    with _bar("measuring") as show:
+    with bar("measuring") as show:
         found = evaluate_run(run, instruments, reference, engine, show)
+
+    if not instruments.scorers and instruments.extractor is None:
+        say("speed and drift alone were measured: give --scorers and --extractor for quality, of the same pictures")
 
     def report() -> None:
         for name in write_all(run, found):
@@ -373,30 +252,40 @@ def _score_folder(
     json_file: Path | None,
     samples: Path | None,
     save_reference: Path | None,
+    reference_features: int | None,
     engine: Engine,
 ) -> None:
-    from vargen.evaluation.evaluate import evaluate_folder, export_samples, statistics_of
+    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_samples, statistics_of
     from vargen.evaluation.features import Extractor
-    from vargen.evaluation.measuring import folder_pictures
+    from vargen.evaluation.pictures import folder_pictures
 
     outputs = {
         "samples": result_file(samples, ".npz", "samples"),
         "save_reference": result_file(save_reference, ".npz", "save_reference"),
     }
     check_apart({name: [file] for name, file in outputs.items()} | {"json": [json_file]}, {"reference": [reference]})
-    pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts))
-    if not instruments.scorers and instruments.extractor is None and samples is None:
-        raise ValueError("nothing to do: give --scorers, --extractor or --samples")
-    statistics = _reference(reference, instruments, None)
-    with _bar("measuring") as show:
-        found = evaluate_folder(path.name, pictures, instruments, statistics, None, engine, show)
+    idle = not instruments.scorers and instruments.extractor is None and samples is None
+    if path.is_file():
+        if prompts is not None or samples is not None:
+            raise ValueError(f"--prompts and --samples are for a folder of pictures, and {str(path)!r} is a file")
+        pictures = []
+        found = evaluate_samples(path, instruments, find_reference(reference, instruments, None))
+    else:
+        pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts))
+        if idle:
+            raise ValueError("nothing to do: give --scorers, --extractor or --samples")
+        statistics = find_reference(reference, instruments, None)
+        with bar("measuring") as show:
+            found = evaluate_folder(path.name, pictures, instruments, statistics, None, engine, show)
     writes = _told(found, as_json, json_file)
     if (file := outputs["save_reference"]) is not None:
         extractor = instruments.opened().get("extractor")
         if not isinstance(extractor, Extractor):
             raise ValueError("--save-reference needs --extractor")
         held = statistics_of(found.measured[path.name], extractor)
-        writes.append((f"save_reference {str(file)!r}", lambda: held.write(file)))
+        compact = reference_features is not None
+        small = held if reference_features is None else held.with_features(reference_features)
+        writes.append((f"save_reference {str(file)!r}", lambda: small.write(file, compact)))
     if (batch := outputs["samples"]) is not None:
         writes.append((f"samples {str(batch)!r}", lambda: export_samples(batch, pictures, instruments.resize)))
     write_each(writes)

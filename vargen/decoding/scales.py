@@ -4,8 +4,8 @@ The tokens of a scale depend on the scales before it alone. So rejecting a draft
 scale at which it is rejected is finished in the same pass. Keys and values of a scale
 depend on what it was fed, the sum of the scales before: they stay valid when its own tokens are redrawn.
 
-The batch advances with its slowest image. Those ahead of it are fed the same tokens again, to no effect: every draw is a function
-of the image's seed and the token's place.
+The batch advances with its slowest image. Those ahead of it are fed the same tokens again, to no effect: every draw is a
+function of the image's seed and the token's place.
 
 Shape suffixes: B images, S scales, L tokens of all scales, n tokens of one, V vocabulary.
 """

@@ -22,7 +22,7 @@ from vargen.decoding import DecodeStats, Speculative
 from vargen.device import fix_threads
 from vargen.evaluation.items import Items, Subject, method_of
 from vargen.evaluation.journal import Journal, Record
-from vargen.evaluation.run_folder import RunFolder, folder_digest
+from vargen.evaluation.run_folder import RunFolder, cannot_write, folder_digest
 from vargen.files import whole_file
 from vargen.pipelines.checks import check_batch, check_sampling
 from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
@@ -195,12 +195,6 @@ def per_picture(stats: DecodeStats, row: int) -> dict[str, Any]:
         "batch": stats.images,
         "threads": stats.threads,
     }
-
-
-def cannot_write(what: str, error: OSError) -> OSError:
-    """What to tell about a full disk, or another reason."""
-    reason = error.strerror or str(error)
-    return OSError(f"{what} was not written ({reason}). Nothing is lost: make room and give the same command, which goes on")
 
 
 Engine = Callable[[Callable[[Any], Any], Any, list[Any]], Iterator[Any]]

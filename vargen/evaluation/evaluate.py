@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -10,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 
 from vargen.compat import installed_version
 from vargen.evaluation.drawing import Engine, locally
-from vargen.evaluation.features import Extractor, as_batch, picture_array
+from vargen.evaluation.features import Extractor, Features, as_batch, picture_array
 from vargen.evaluation.journal import Record
-from vargen.evaluation.measuring import CHUNK, Instruments, Measured, Picture, folder_pictures, measure, read_picture
+from vargen.evaluation.measuring import CHUNK, Instruments, Measured, measure
+from vargen.evaluation.pictures import Picture, folder_pictures, read_picture
 from vargen.evaluation.quality import Quality, quality_of, speed_of
 from vargen.evaluation.report import write_report
 from vargen.evaluation.report_figures import plot_quality, write_sheets
-from vargen.evaluation.run_folder import RunFolder, file_slug
+from vargen.evaluation.run_folder import RunFolder, cannot_write, file_digest, file_slug
 from vargen.evaluation.statistics_files import Statistics, holds_samples, read_samples, write_samples
 from vargen.scoring.packaged import packaged_scorers, scorer_folder
 
@@ -60,7 +64,9 @@ def open_reference(path: Path, instruments: Instruments, kept: Path | None = Non
     """Statistics to measure distances to.
 
     Args:
-        path: `.npz` of statistics or of samples, in ADM's layout, or a folder of pictures.
+        path: `.npz` of statistics or of samples, in ADM's layout, or a folder of pictures. Of a file that holds both, as
+            published ones do, the statistics give the Frechet distance, and the samples all others, as ADM's suite has it.
+        kept: folder where features are kept and found again.
 
     Raises:
         ValueError: for statistics of another extractor, or a file that is neither. FileNotFoundError: if it is missing.
@@ -75,26 +81,46 @@ def open_reference(path: Path, instruments: Instruments, kept: Path | None = Non
         raise ValueError(f"reference must be a folder of pictures or a .npz file, got {str(path)!r}")
     if not path.is_file():
         raise FileNotFoundError(f"reference {str(path)!r} does not exist")
-    if holds_samples(path):
-        return _of_samples(path, extractor, instruments.resize)
+    if holds_samples(path, alone=True):
+        return _of_samples(path, extractor, instruments.resize, kept)
     statistics = Statistics.read(path)
     statistics.check_extractor(extractor.identity, extractor.name, f"reference {str(path)!r}")
+    if statistics.features is None and holds_samples(path):
+        statistics.features = _of_samples(path, extractor, instruments.resize, kept).features
     return statistics
 
 
-def _of_samples(path: Path, extractor: Extractor, resize: int | None) -> Statistics:
-    from PIL import Image
+def _of_samples(path: Path, extractor: Extractor, resize: int | None, kept: Path | None) -> Statistics:
+    """Of a batch of samples; made once for a folder of `kept` features, for they are many."""
+    file = None
+    if kept is not None:
+        key = hashlib.sha256(f"{file_digest(path)} {extractor.identity} {resize}".encode()).hexdigest()[:16]
+        file = kept / "reference" / f"{path.stem}-{key}.npz"
+        if file.is_file():
+            with contextlib.suppress(ValueError):  # damaged: made anew
+                return Statistics.read(file)
+    made = statistics_of(_measured_samples(path, extractor, resize), extractor)
+    if file is not None:
+        try:
+            made.write(file)
+        except OSError as error:
+            raise cannot_write(str(file), error) from error
+    return made
 
+
+def _measured_samples(path: Path, extractor: Extractor, resize: int | None) -> Measured:
     shape, pictures = read_samples(path)
-    parts: list[torch.Tensor] = []
+    parts: list[Features] = []
     batch: list[np.ndarray] = []
     for number, array in enumerate(pictures, 1):
         batch.append(picture_array(Image.fromarray(array), resize))
         if len(batch) == CHUNK or number == shape[0]:
-            parts.append(extractor(as_batch(batch)).pooled)
+            parts.append(extractor(as_batch(batch)))
             batch = []
-    size = (resize, resize) if resize else (shape[1], shape[2])
-    return Statistics.of(torch.cat(parts), extractor.identity, size)
+    columns = {"items": torch.arange(shape[0]), "features": torch.cat([part.pooled for part in parts])}
+    if logits := [part.logits for part in parts if part.logits is not None]:
+        columns["logits"] = torch.cat(logits)
+    return Measured({"extractor": columns}, [], (resize, resize) if resize else (shape[1], shape[2]))
 
 
 def statistics_of(measured: Measured, extractor: Extractor, keep: bool = True) -> Statistics:
@@ -179,6 +205,20 @@ def evaluate_folder(
     measured = measure({name: pictures}, replace(instruments, drift=False), kept, engine, progress)
     rows = _rows(measured, instruments, reference, None)
     return Evaluation(rows, None, {"folder": name, **_about(instruments, reference)}, measured)
+
+
+def evaluate_samples(path: Path, instruments: Instruments, reference: Statistics | None = None) -> Evaluation:
+    """Measure a batch of samples by an extractor; scorers read prompts, which it has not.
+
+    Raises:
+        ValueError: for scorers, without an extractor, or for a file that is no batch of samples.
+    """
+    extractor = instruments.opened().get("extractor")
+    if instruments.scorers or not isinstance(extractor, Extractor):
+        raise ValueError("a batch of samples is measured by an --extractor alone: give one, and --scorers none")
+    measured = {path.name: _measured_samples(path, extractor, instruments.resize)}
+    rows = _rows(measured, instruments, reference, None)
+    return Evaluation(rows, None, {"samples": path.name, **_about(instruments, reference)}, measured)
 
 
 def _rows(

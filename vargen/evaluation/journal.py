@@ -30,7 +30,7 @@ class Journal:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         try:
             self._claim()
             self._mend()
@@ -53,12 +53,16 @@ class Journal:
     def _mend(self) -> None:
         size = os.fstat(self._file).st_size
         whole = size
-        while whole and os.pread(self._file, 1, whole - 1) != b"\n":
+        while whole and self._byte(whole - 1) != b"\n":
             whole -= 1
         if whole < size:
             logger.warning("%s ended within a line, of which %d bytes are cut off", self.path, size - whole)
             os.ftruncate(self._file, whole)
             os.fsync(self._file)
+
+    def _byte(self, place: int) -> bytes:
+        os.lseek(self._file, place, os.SEEK_SET)
+        return os.read(self._file, 1)
 
     def append(self, *records: Record) -> None:
         """Write the records, a line each, all of them or none, and wait until the disk has them.

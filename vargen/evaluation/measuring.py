@@ -17,9 +17,10 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.device import fix_threads
-from vargen.evaluation.drawing import Engine, cannot_write, locally
+from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
-from vargen.evaluation.run_folder import file_digest, file_slug
+from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
+from vargen.evaluation.run_folder import cannot_write, file_slug
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays
 from vargen.scoring import Scorer, checked_scores, open_scorer
@@ -30,22 +31,6 @@ logger = logging.getLogger("vargen")
 CHUNK = 64  # pictures; fixed, so that a chunk's numbers are equal to the last bit whoever measures it
 DRIFT = "drift"
 _LEAST_SSIM = 11  # pixels of a side
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A file to measure.
-
-    Attributes:
-        item: its number in its group. text: what its prompt says; None where it has none. sha256: of the file.
-        against: file of the unaccelerated picture of the same item.
-    """
-
-    item: int
-    file: str
-    text: str | None
-    sha256: str
-    against: str | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +84,6 @@ class Chunk:
     pictures: tuple[Picture, ...]
     instruments: tuple[str, ...]
     size: tuple[int, int] | None  # (Y, X) that all must have; None where any will do
-
-
-class UnreadablePictureError(ValueError):
-    """A file that is no picture, or a damaged one."""
 
 
 class Measurer:
@@ -171,22 +152,6 @@ class Measurer:
             if min(image.shape[:2]) >= _LEAST_SSIM:
                 found[2, row] = float(ssim(own, other))
         return {"same": found[0], "psnr": found[1], "ssim": found[2]}
-
-
-def read_picture(file: Path) -> Image.Image:
-    """RGB, wholly read.
-
-    Raises:
-        UnreadablePictureError: naming the file.
-    """
-    try:
-        with Image.open(file) as opened:
-            return opened.convert("RGB")
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged, cut off, or no picture"
-        raise UnreadablePictureError(f"{file} cannot be read ({reason}); --keep-going passes over such files") from error
 
 
 @dataclass
@@ -319,36 +284,3 @@ def _first_size(pictures: Sequence[Picture], instruments: Instruments) -> tuple[
             continue
         return (image.height, image.width)
     return None
-
-
-# -- what is measured ----------------------------------------------------------------------------------------------------
-
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
-
-
-def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
-    """The pictures in a folder and those below it, by name; prompts are given in that order, or read from our PNG files.
-
-    Raises:
-        ValueError: for a folder without pictures, or another number of prompts. FileNotFoundError: if it is missing.
-    """
-    if not folder.is_dir():
-        raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
-    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
-    if not files:
-        raise ValueError(f"folder {str(folder)!r} holds no pictures ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
-    if prompts is not None and len(prompts) != len(files):
-        raise ValueError(f"prompts must be one for each of {len(files)} pictures in {str(folder)!r}, got {len(prompts)}")
-    texts = [_own_prompt(file) for file in files] if prompts is None else prompts
-    return [Picture(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
-
-
-def _own_prompt(file: Path) -> str | None:
-    """What our pictures say in their text chunk `vargen`."""
-    try:
-        with Image.open(file) as opened:
-            held = json.loads(opened.info.get("vargen", "{}"))
-    except Exception:  # unreadable: said when it is measured
-        return None
-    text = held.get("text", held.get("prompt")) if isinstance(held, dict) else None
-    return text if isinstance(text, str) else None

@@ -93,7 +93,7 @@ def distances_of(
     if logits is not None and len(logits) >= 10:
         found["inception_score"], found["inception_score_deviation"] = inception_score(logits)
     if reference is None:
-        return found, notes
+        return found, ["no distances to real pictures: no reference is given"]
     if len(features) > 1:
         try:
             found["frechet"] = frechet_distance(Statistics.of(features, keep=False), reference)

@@ -20,6 +20,12 @@ def _number(value: float | None, digits: int = 2) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
+def _digits(value: float | None) -> int:
+    """Decimals that show three significant digits or more: distances of small networks are small."""
+    size = abs(value or 0.0)
+    return 2 if size >= 10 else 3 if size >= 1 else 4
+
+
 def _with_interval(value: float | None, half: float | None, digits: int) -> str:
     return _number(value, digits) if value is None or half is None else f"{value:.{digits}f} ± {half:.{digits}f}"
 
@@ -51,7 +57,7 @@ def columns(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, Ce
         ("ratio", lambda row: _number(row.speed.get("ratio"))),
         ("tokens/pass", lambda row: _number(row.speed.get("tokens_per_pass"))),
         ("relaxation", lambda row: _number(row.speed.get("relaxation"))),
-        ("Frechet", lambda r: _with_interval(r.distances.get("frechet"), r.distances.get("frechet_half_interval"), 2)),
+        ("Frechet", lambda row: _frechet(row)),
         ("KID x 1000", lambda row: _kid(row)),
         ("precision", lambda row: _number(row.distances.get("precision"), 3)),
         ("recall", lambda row: _number(row.distances.get("recall"), 3)),
@@ -64,14 +70,22 @@ def columns(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, Ce
         (f"same as {baseline}", lambda row: "-" if "same" not in row.drift else f"{100 * row.drift['same']:.1f} %"),
         ("PSNR", lambda row: _number(row.drift.get("psnr"), 1)),
         ("SSIM", lambda row: _number(row.drift.get("ssim"), 3)),
-        (f"Frechet to {baseline}", lambda row: _number(row.drift.get("frechet"), 2)),
+        (f"Frechet to {baseline}", lambda row: _number(row.drift.get("frechet"), _digits(row.drift.get("frechet")))),
     ]
     return [(head, cell) for head, cell in found if head == "method" or any(cell(row) != "-" for row in rows)]
 
 
+def _frechet(row: Quality) -> str:
+    value = row.distances.get("frechet")
+    return _with_interval(value, row.distances.get("frechet_half_interval"), _digits(value))
+
+
 def _kid(row: Quality) -> str:
     found = row.distances
-    return "-" if "kid" not in found else f"{1000 * found['kid']:.2f} (sd {1000 * found['kid_deviation']:.2f})"
+    if "kid" not in found:
+        return "-"
+    value, deviation = 1000 * found["kid"], 1000 * found["kid_deviation"]
+    return f"{value:.{_digits(value)}f} (sd {deviation:.{_digits(value)}f})"
 
 
 def table_rows(rows: Sequence[Quality], baseline: str | None) -> tuple[list[str], list[list[str]]]:

@@ -8,19 +8,20 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from vargen.compat import check_matplotlib
-from vargen.evaluation.measuring import Picture, UnreadablePictureError, read_picture
+from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
 from vargen.evaluation.quality import Quality
 from vargen.evaluation.sheet import contact_sheet
 from vargen.files import whole_file
 
 _SHEET, _COLUMNS = 64, 8  # pictures of a sheet, and of a row of the grid
 _CELL = 128
-_COLOURS = {"exact": "#1f6fb4", "relaxed": "#c8501e", "": "#555555"}
 _MARKERS = {"exact": "o", "relaxed": "s", "": "o"}
 
 
 def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> bool:
     """Write a PNG with tokens per pass, which no machine changes, against each measure of quality; better is up.
+
+    Scores are differences to the baseline's of the same prompts and seeds where there is one: their intervals are narrower.
 
     Returns whether there was anything to show.
 
@@ -28,70 +29,75 @@ def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> b
         ImportError: without matplotlib.
     """
     check_matplotlib("a plot needs")
+    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
-    panels = _panels(rows)
+    panels = _panels(rows, baseline)
     if not panels:
         return False
-    figure = Figure(figsize=(5.2 * len(panels), 4.4), layout="constrained")
+    names = [row.name for row in rows]
+    colours = {name: colormaps["tab10"](number % 10) for number, name in enumerate(names)}
+    figure = Figure(figsize=(5.0 * len(panels) + 1.8, 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (title, points, down) in zip(axes, panels, strict=True):
-        for row, x, y, half in points:
-            style = {"color": _COLOURS[row.kind], "marker": _MARKERS[row.kind]}
+        places = _apart([x for _, x, _, _ in points])
+        for (row, _, y, half), x in zip(points, places, strict=True):
+            style = {"color": colours[row.name], "marker": _MARKERS[row.kind], "markersize": 7}
             axis.errorbar([x], [y], yerr=None if half is None else [[half], [half]], capsize=3, linestyle="", **style)
-        _label(axis, [(row.name, x, y) for row, x, y, _ in points])
-        base = [(y, half) for row, _, y, half in points if row.name == baseline]
-        if base:
-            axis.axhline(base[0][0], color="grey", linestyle="--", linewidth=1, zorder=0)
-            if base[0][1] is not None:
-                axis.axhspan(base[0][0] - base[0][1], base[0][0] + base[0][1], color="grey", alpha=0.12, linewidth=0, zorder=0)
-        axis.set(xlabel="tokens per pass", ylabel=title + (" (lower is better)" if down else ""))
-        axis.margins(x=0.18, y=0.18)
+        level = next(((y, half) for row, _, y, half in points if row.name == baseline), None)
+        if level is not None:
+            axis.axhline(level[0], color="grey", linestyle="--", linewidth=1, zorder=0)
+        axis.set(xlabel="tokens per pass", ylabel=title + (", lower is better" if down else ""))
+        axis.margins(x=0.1, y=0.15)
         if down:
             axis.invert_yaxis()
-    kinds = [kind for kind in ("exact", "relaxed") if any(row.kind == kind for row in rows)]
-    for kind in kinds:
-        axes[0].plot([], [], linestyle="", color=_COLOURS[kind], marker=_MARKERS[kind], label=kind)
-    if kinds:
-        axes[0].legend(fontsize=8, loc="best")
+    for row in rows:
+        label = f"{row.name} ({row.kind})" if row.kind else row.name
+        axes[-1].plot([], [], linestyle="", color=colours[row.name], marker=_MARKERS[row.kind], label=label)
+    figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return True
 
 
+def _apart(values: Sequence[float]) -> list[float]:
+    """The values, those that would lie on each other moved aside by a fiftieth of their range."""
+    step = (max(values) - min(values)) / 50
+    placed: list[float] = []
+    for value in values:
+        while step and any(abs(value - other) < 0.9 * step for other in placed):
+            value += step
+        placed.append(value)
+    return placed
+
+
 Point = tuple[Quality, float, float, float | None]
 
 
-def _panels(rows: Sequence[Quality]) -> list[tuple[str, list[Point], bool]]:
+def _panels(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, list[Point], bool]]:
     """Title, points with half intervals, and whether down is better; of what at least two methods have."""
     drawn = [row for row in rows if row.speed.get("tokens_per_pass") is not None]
     found: list[tuple[str, list[Point], bool]] = []
-    distances = [
+    distances: list[Point] = [
         (row, row.speed["tokens_per_pass"], row.distances["frechet"], row.distances.get("frechet_half_interval"))
         for row in drawn
         if row.distances.get("frechet") is not None
     ]
-    if len(distances) > 1:
-        found.append(("Frechet distance", distances, True))
+    kernel: list[Point] = [
+        (row, row.speed["tokens_per_pass"], row.distances["kid"], None) for row in drawn if "kid" in row.distances
+    ]
+    found.append(("Frechet distance", distances, True) if len(distances) > 1 else ("KID", kernel, True))
     for title in dict.fromkeys(title for row in drawn for title in row.scores):
-        points = [
-            (row, row.speed["tokens_per_pass"], row.scores[title]["mean"], row.scores[title]["half_interval"])
-            for row in drawn
-            if title in row.scores
-        ]
-        if len(points) > 1:
-            found.append((title, points, False))
-    return found
-
-
-def _label(axis: object, points: Sequence[tuple[str, float, float]]) -> None:
-    """Names beside the points, above and below in turn, so that neighbours do not cover each other."""
-    for rank, (name, x, y) in enumerate(sorted(points, key=lambda point: point[1])):
-        above = rank % 2 == 0
-        axis.annotate(  # type: ignore[attr-defined]
-            name, (x, y), textcoords="offset points", xytext=(6, 9 if above else -9), fontsize=8,
-            va="bottom" if above else "top",
-        )  # fmt: skip
+        points: list[Point] = []
+        for row in drawn:
+            score = row.scores.get(title, {})
+            if baseline is not None:
+                none = {"mean": 0.0, "half_interval": None}
+                score = none if row.name == baseline else score.get("to_baseline", {})
+            if score:
+                points.append((row, row.speed["tokens_per_pass"], score["mean"], score["half_interval"]))
+        found.append((title if baseline is None else f"{title}, difference to {baseline}", points, False))
+    return [panel for panel in found if len(panel[1]) > 1]
 
 
 def write_sheets(folder: Path, groups: Mapping[str, Sequence[Picture]], slugs: Mapping[str, str]) -> list[str]:

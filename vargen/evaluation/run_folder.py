@@ -64,6 +64,7 @@ class RunFolder:
 
         Raises:
             ValueError: if it holds a run of other settings, naming them, or other files; then it is left as it is.
+            OSError: if it cannot be written.
         """
         asked = json.loads(json.dumps(asked))
         held: dict[str, Any] = {}
@@ -87,8 +88,11 @@ class RunFolder:
         merged = {**held, **asked, "methods": {**held.get("methods", {}), **asked["methods"]}}
         merged["num"] = max(asked["num"], held.get("num", 0))
         if merged != held:
-            with whole_file(self.path / RUN_FILE) as temporary:
-                temporary.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+            try:
+                with whole_file(self.path / RUN_FILE) as temporary:
+                    temporary.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
+            except OSError as error:
+                raise cannot_write(RUN_FILE, error) from error
         return merged
 
     def records(self) -> dict[tuple[str, int], Record]:
@@ -111,6 +115,12 @@ class RunFolder:
             return file_digest(file) == record.get("sha256")
         except OSError:
             return False
+
+
+def cannot_write(what: str, error: OSError) -> OSError:
+    """What to tell about a full disk, or another reason."""
+    reason = error.strerror or str(error)
+    return OSError(f"{what} was not written ({reason}). Nothing is lost: make room and give the same command, which goes on")
 
 
 def file_digest(file: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -58,6 +58,13 @@ class Statistics:
         centred = exact - mean
         covariance = centred.T @ centred / (len(exact) - 1)
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
+
+    def with_features(self, most: int, seed: int = 0) -> Statistics:
+        """The same, keeping the features of at most so many pictures, chosen at random; of 0, none."""
+        if self.features is None or len(self.features) <= most:
+            return self
+        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:most]
+        return replace(self, features=self.features[chosen.sort().values] if most else None)
 
     def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
         """Raise ValueError unless these may be compared with features of the extractor `identity`."""
@@ -161,7 +168,7 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
 
 
 def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time.
+    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time; `.npz`, or a bare `.npy`.
 
     Raises:
         FileNotFoundError: if it is missing. ValueError: if it is damaged or holds no `arr_0` of uint8 pictures.
@@ -169,6 +176,8 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     file = expanded(path, "samples")
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
+    if file.suffix == ".npy":
+        return _bare_samples(file)
     try:
         with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
             shape, dtype = _header(opened)
@@ -177,6 +186,16 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8:
         raise ValueError(f"{file} must hold arr_0 of uint8 [N, Y, X, 3], got {dtype} {list(shape)}")
     return shape, _pictures(file, shape)
+
+
+def _bare_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+    try:
+        held = np.load(file, mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise ValueError(f"{file} is damaged, or holds pickled data, which is not opened") from error
+    if held.ndim != 4 or held.shape[3] != 3 or held.dtype != np.uint8:
+        raise ValueError(f"{file} must hold uint8 [N, Y, X, 3], got {held.dtype} {list(held.shape)}")
+    return held.shape, (np.array(picture) for picture in held)
 
 
 def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -199,11 +218,11 @@ def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
             yield np.frombuffer(data, np.uint8).reshape(shape[1:])
 
 
-def holds_samples(path: Path) -> bool:
-    """Whether an `.npz` is a batch of samples rather than statistics: references of ADM are both, and count as statistics."""
+def holds_samples(path: Path, alone: bool = False) -> bool:
+    """Whether an `.npz` holds a batch of samples; `alone`: and no statistics beside it, as published references do."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()
     except (zipfile.BadZipFile, OSError) as error:
         raise ValueError(f"{path} is damaged or not a .npz file ({error})") from error
-    return _SAMPLES in names and "mu.npy" not in names
+    return _SAMPLES in names and not (alone and "mu.npy" in names)

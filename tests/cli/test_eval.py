@@ -1,0 +1,182 @@
+"""`vargen eval`, `draw` and `score` as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from vargen.scoring.protocol import Images, pixels
+
+
+def level(images: Images, prompts: Sequence[str]) -> torch.Tensor:
+    return pixels(images).mean((1, 2, 3))
+
+
+def nan(images: Images, prompts: Sequence[str]) -> list[float]:
+    return [float("nan")] * len(prompts)
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "eval_parts", sys.modules[__name__])
+
+
+MEASURE = ("--scorers", "eval_parts:level", "--extractor", "eval_parts:net")
+
+
+def prompts_file(text: str = "a red apple\n# no prompt\na dog\na cat\n") -> str:
+    Path("prompts.txt").write_text(text)
+    return "prompts.txt"
+
+
+def test_one_command_draws_scores_and_reports(run: Any, text_model: Path) -> None:
+    words = ("eval", "--model", text_model, "-o", "out", "--prompts", prompts_file(), "--num", 6, "--batch", 4, "--threads", 1)
+    words += ("--methods", "ar,gumbel,gsd:budget=3,window=4", *MEASURE)
+    done = run(*words)
+    assert done.exit_code == 0, done.stderr
+    assert "same as ar" in done.stdout and "gsd:budget=3,window=4" in done.stdout and "100.0 %" in done.stdout
+    for name in ("metrics.json", "metrics.csv", "report.md", "plot.png", "sheets/methods.png"):
+        assert Path("out", name).is_file() and str(Path("out", name)) in done.stdout
+    again = run(*words, "--json", "-")
+    document = json.loads(again.stdout)
+    assert again.exit_code == 0 and [method["pictures"] for method in document["methods"]] == [6, 6, 6]
+    assert document["methods"][1]["drift"]["same"] == 1.0
+    assert len(Path("out/manifest/shard-1-of-1.jsonl").read_text().splitlines()) == 18, "nothing was drawn twice"
+
+
+def test_shards_draw_apart_and_are_scored_together(run: Any, class_model: Path) -> None:
+    words = ("--model", class_model, "-o", "out", "--num", 9, "--batch", 2, "--threads", 1, "--methods", "ar,sjd")
+    first = run("eval", *words, "--shard", "1/2", *MEASURE)
+    assert first.exit_code == 0 and "vargen score out" in first.stderr and not Path("out/report.md").exists()
+    second = run("draw", *words, "--shard", "2/2")
+    assert second.exit_code == 0 and "vargen score out" in second.stderr
+    scored = run("score", "out", *MEASURE)
+    assert scored.exit_code == 0 and Path("out/report.md").is_file(), scored.stderr
+    whole = run("draw", *words[:2], "-o", "whole", *words[4:])
+    assert whole.exit_code == 0
+    for file in Path("whole/images").rglob("*.png"):
+        assert file.read_bytes() == Path("out", *file.parts[1:]).read_bytes()
+
+
+def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
+    Path("theirs").mkdir()
+    for i in range(8):
+        Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(f"theirs/{i}.png")
+    words = ("score", "theirs", "--prompts", prompts_file("a\n" * 8), *MEASURE)
+    made = run(*words, "--save-reference", "r.npz", "--samples", "s.npz", "--json", "out.json")
+    assert made.exit_code == 0 and "level" in made.stdout, made.stderr
+    assert json.loads(Path("out.json").read_text())["methods"][0]["scores"]["level"]["pictures"] == 8
+    with np.load("s.npz") as samples:
+        assert samples["arr_0"].shape == (8, 16, 16, 3)
+    small = run(*words, "--save-reference", "small.npz", "--reference-features", 5)
+    assert small.exit_code == 0, small.stderr
+    with np.load("small.npz") as kept:
+        assert kept["vargen_features"].shape == (5, 3) and kept["sigma"].dtype == np.float32 and kept["vargen_count"] == 8
+    for reference in ("r.npz", "s.npz", "theirs"):
+        done = run(*words, "--reference", reference)
+        assert done.exit_code == 0 and "Frechet" in done.stdout, done.stderr
+        row = done.stdout.splitlines()[1].split()
+        assert row[0] == "theirs" and " 0.0000" in done.stdout
+    alone = ("--scorers", "none", "--extractor", "eval_parts:net")
+    measured = run("score", "s.npz", *alone, "--reference", "r.npz", "--json", "-")
+    distances = json.loads(measured.stdout)["methods"][0]["distances"]
+    assert distances["frechet"] == pytest.approx(0, abs=1e-6) and distances["precision"] == 1.0
+    with np.load("s.npz") as samples:
+        np.save("bare.npy", samples["arr_0"])
+    bare = run("score", "bare.npy", *alone, "--save-reference", "r2.npz")
+    assert bare.exit_code == 0, bare.stderr
+    with np.load("r.npz") as one, np.load("r2.npz") as two:
+        assert np.allclose(one["sigma"], two["sigma"]) and np.allclose(one["vargen_features"], two["vargen_features"])
+    refused = run("score", "bare.npy", *MEASURE)
+    assert refused.exit_code == 2 and "--scorers none" in refused.stderr
+    Path("theirs/3.png").write_bytes(b"cut")
+    failed = run(*words)
+    assert failed.exit_code == 2 and "theirs/3.png cannot be read" in failed.stderr and "--keep-going" in failed.stderr
+    kept = run(*words, "--keep-going")
+    assert kept.exit_code == 0 and "theirs/3.png" in kept.stderr and "left out: 1" in kept.stdout
+
+
+def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Path) -> None:
+    words = ("eval", "--model", text_model, "-o", "out", "--prompts", prompts_file(), "--threads", 1)
+    np.savez("foreign.npz", mu=np.zeros(3), sigma=np.eye(3))
+    foreign = run(*words, *MEASURE, "--reference", "foreign.npz")
+    assert foreign.exit_code == 2 and "does not say which extractor" in foreign.stderr and not Path("out").exists()
+    missing = run(*words, "--scorers", "image-reward:weights=no.pt")
+    assert missing.exit_code == 2 and "fetch ImageReward.pt" in missing.stderr and not Path("out").exists()
+    nans = run(*words, "--scorers", "eval_parts:nan", "--extractor", "none")
+    assert nans.exit_code == 2 and "nan gave nan" in nans.stderr and not Path("out/report.md").exists()
+    assert run(*words, *MEASURE).exit_code == 0
+
+
+def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Callable[[int], Any], class_model: Path) -> None:
+    words = ("draw", "--model", class_model, "-o", "out", "--num", 4, "--batch", 2, "--threads", 1)
+    assert run(*words[:5], "--num", 2, *words[7:]).exit_code == 0
+    full = full_disk(200)(*words)
+    assert full.exit_code == 1 and "make room and give the same command" in full.stderr
+    assert run(*words).exit_code == 0 and len(list(Path("out/images").rglob("*.png"))) == 4
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--shard", "0/2"), "shard must be I/N"),
+        (("--shard", "3/2"), "shard must be I/N"),
+        (("--num", "0"), "num must be"),
+        (("--batch", "0"), "batch must be"),
+        (("--methods", "arr"), "unknown accelerator"),
+        (("--methods", "gsd:bugdet=2"), "did you mean 'budget'"),
+        (("--classes", "3"), "--prompts instead of --classes"),
+        (("--prompts", "gone.txt"), "does not exist"),
+        (("--scorers", "clip:modell=x"), "no option 'modell'"),
+        (("--extractor", "inception"), "fetch weights-inception"),
+        (("--reference", "gone.npz", "--extractor", "eval_parts:net"), "does not exist"),
+        (("--reference", "gone.npz", "--extractor", "none"), "give --extractor"),
+        (("--resize", "3"), "resize must be"),
+        (("--actors", "2"), "--engine ray"),
+        (("--temperature", "-1"), "temperature"),
+        (("--model", "emojy"), "did you mean 'emoji'"),
+        (("--json", "x.txt"), "ending in .json"),
+    ],
+)
+def test_wrong_options_are_told_before_anything_is_made(words: tuple[str, ...], told: str, run: Any, text_model: Path) -> None:
+    model = () if "--model" in words else ("--model", text_model)
+    done = run("eval", *model, "-o", "out", *words)
+    assert done.exit_code == 2 and told in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("gone",), "does not exist"),
+        (("empty",), "holds no pictures"),
+        (("pictures",), "nothing to do"),
+        (("pictures", "--scorers", "eval_parts:level"), "give --prompts"),
+        (("pictures", "--samples", "s.npy"), "ending in .npz"),
+        (("pictures", "--scorers", "none", "--extractor", "none", "--save-reference", "r.npz"), "nothing to do"),
+    ],
+)
+def test_wrong_folders_are_told(words: tuple[str, ...], told: str, run: Any) -> None:
+    Path("empty").mkdir()
+    Path("pictures").mkdir()
+    Image.new("RGB", (16, 16)).save("pictures/a.png")
+    done = run("score", *words)
+    assert done.exit_code == 2 and told in done.stderr, done.stderr
+
+
+def test_without_ray_the_engine_says_how_to_get_it(run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vargen.evaluation.ray_engine.installed_version", lambda name: None)
+    done = run("draw", "--model", class_model, "-o", "out", "--engine", "ray")
+    assert done.exit_code != 0 and "ray[data]" in done.stderr and not Path("out").exists()

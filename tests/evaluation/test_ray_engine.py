@@ -1,0 +1,155 @@
+"""Two actors draw and measure what one process does, bit for bit; losing an actor or the driver loses nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import class_pipeline
+
+from vargen.evaluation.drawing import Drawing, draw, locally
+from vargen.evaluation.journal import read_journal
+from vargen.evaluation.measuring import Instruments, measure
+from vargen.evaluation.pictures import Picture, UnreadablePictureError, folder_pictures
+from vargen.evaluation.ray_engine import ray_engine
+
+pytestmark = pytest.mark.slow
+METHODS = ("ar", "gsd:budget=3,window=4")
+
+PARTS = """
+import os, time, torch
+from vargen.evaluation.drawing import Drawer
+
+class SlowDrawer(Drawer):
+    "Says which process it is in; takes long enough to be killed while it works."
+    def __call__(self, unit):
+        with open(os.environ["ACTORS"], "a") as file:
+            file.write(f"{os.getpid()}\\n")
+        time.sleep(0.4)
+        return super().__call__(unit)
+
+def level(images, prompts):
+    from vargen.scoring.protocol import pixels
+    return pixels(images).mean((1, 2, 3))
+
+def net():
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten())
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "tiny-class"
+    class_pipeline().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Ray's files in a folder of their own; yields one whose module `ray_parts` Ray's processes import."""
+    pytest.importorskip("ray", reason="ray, an extra, is not installed")
+    parts = tmp_path_factory.mktemp("parts")
+    (parts / "ray_parts.py").write_text(PARTS)
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as own:
+        patch.setenv("ACTORS", str(parts / "actors.txt"))
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(parts), os.environ.get("PYTHONPATH", "")]))
+        patch.setenv("RAY_TMPDIR", own)  # short: names of sockets have at most 107 bytes
+        patch.syspath_prepend(str(parts))
+        yield parts
+    sys.modules.pop("ray_parts", None)
+
+
+def drawing(model: Path, output: Path, num: int = 14) -> Drawing:
+    return Drawing(str(model), str(output), METHODS, tuple(range(10)), num=num, batch=2, threads=1)
+
+
+def images(output: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(output)): file.read_bytes() for file in sorted(output.glob("images/**/*.png"))}
+
+
+def lines(output: Path) -> list[tuple[str, int]]:
+    return [(r["method"], r["item"]) for file in output.glob("manifest/*.jsonl") for r in read_journal(file)]
+
+
+def test_two_actors_draw_and_measure_what_one_process_does(model: Path, cluster: Path, tmp_path: Path) -> None:
+    assert (
+        draw(drawing(model, tmp_path / "one")) == draw(drawing(model, tmp_path / "two"), engine=ray_engine(2, "cpu", 1)) == 28
+    )
+    assert images(tmp_path / "one") == images(tmp_path / "two")
+    assert len(lines(tmp_path / "two")) == len(set(lines(tmp_path / "two"))) == 28
+    pictures = folder_pictures(tmp_path / "one/images", ["a"] * 28) * 6
+    pictures = [Picture(i, p.file, p.text, p.sha256) for i, p in enumerate(pictures)]
+    parts = Instruments(("ray_parts:level",), "ray_parts:net", threads=1)
+    here, there = (measure({"g": pictures}, parts, None, engine)["g"] for engine in (locally, ray_engine(2, "cpu", 1)))
+    assert here.arrays.keys() == there.arrays.keys() == {"ray_parts:level", "extractor"}
+    for name, columns in here.arrays.items():
+        assert all(torch.equal(there.arrays[name][key], value) for key, value in columns.items())
+    Path(pictures[70].file).write_bytes(b"")
+    with pytest.raises(UnreadablePictureError, match=Path(pictures[70].file).name):  # as here, in its own words
+        measure({"g": pictures}, parts, None, ray_engine(2, "cpu", 1))
+
+
+def test_a_killed_actor_is_replaced_and_nothing_is_lost_or_twice(model: Path, cluster: Path, tmp_path: Path) -> None:
+    import ray_parts  # type: ignore[import-not-found]
+
+    record = cluster / "actors.txt"
+    record.unlink(missing_ok=True)
+    killed: list[int] = []
+
+    def kill_one() -> None:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            pids = record.read_text().split() if record.exists() else []
+            if len(pids) >= 5:
+                killed.append(int(pids[-1]))
+                os.kill(killed[0], signal.SIGKILL)
+                return
+            time.sleep(0.02)
+
+    killer = threading.Thread(target=kill_one)
+    killer.start()
+    engine = ray_engine(2, "cpu", 1)
+    assert (
+        draw(
+            drawing(model, tmp_path / "killed"), engine=lambda _, argument, units: engine(ray_parts.SlowDrawer, argument, units)
+        )
+        == 28
+    )
+    killer.join()
+    assert killed and len(set(record.read_text().split())) >= 3, "no actor was killed and replaced"
+    draw(drawing(model, tmp_path / "whole"))
+    assert images(tmp_path / "killed") == images(tmp_path / "whole")
+    assert len(lines(tmp_path / "killed")) == len(set(lines(tmp_path / "killed"))) == 28
+
+
+def test_a_killed_driver_goes_on(model: Path, cluster: Path, tmp_path: Path) -> None:
+    psutil = pytest.importorskip("psutil")
+    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "draw", "--model", str(model), "--num", "60"]
+    words += ["--batch", "2", "--threads", "1", "--methods", "ar,sjd", "--engine", "ray", "--actors", "2", "-o"]
+    process = subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 200
+    while process.poll() is None and len(lines(tmp_path / "killed")) < 8 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    cluster_of_it = psutil.Process(process.pid).children(recursive=True)  # which a killed driver does not end
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    _, alive = psutil.wait_procs(cluster_of_it, timeout=10)
+    for left in alive:
+        left.kill()
+    before = lines(tmp_path / "killed")
+    assert 8 <= len(before) < 120, "the kill came too late or too early to show anything"
+    subprocess.run([*words, str(tmp_path / "killed")], check=True, capture_output=True)
+    draw(Drawing(str(model), str(tmp_path / "whole"), ("ar", "sjd"), tuple(range(10)), num=60, batch=2, threads=1))
+    assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 120
+    after = lines(tmp_path / "killed")
+    assert after[: len(before)] == before and len(after) == len(set(after)) == 120

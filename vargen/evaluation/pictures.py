@@ -1,0 +1,78 @@
+"""Picture files to measure, whoever made them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from PIL import Image
+
+from vargen.evaluation.run_folder import file_digest
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A file to measure.
+
+    Attributes:
+        item: its number in its group. text: what its prompt says; None where it has none. sha256: of the file.
+        against: file of the unaccelerated picture of the same item.
+    """
+
+    item: int
+    file: str
+    text: str | None
+    sha256: str
+    against: str | None = None
+
+
+class UnreadablePictureError(ValueError):
+    """A file that is no picture, or a damaged one."""
+
+
+def read_picture(file: Path) -> Image.Image:
+    """RGB, wholly read.
+
+    Raises:
+        UnreadablePictureError: naming the file.
+    """
+    try:
+        with Image.open(file) as opened:
+            return opened.convert("RGB")
+    except MemoryError:
+        raise
+    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged, cut off, or no picture"
+        raise UnreadablePictureError(f"{file} cannot be read ({reason}); --keep-going passes over such files") from error
+
+
+def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
+    """The pictures in a folder and those below it, by name; prompts are given in that order, or read from our PNG files.
+
+    Raises:
+        ValueError: for a folder without pictures, or another number of prompts. FileNotFoundError: if it is missing.
+    """
+    if not folder.is_dir():
+        raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES and file.is_file())
+    if not files:
+        raise ValueError(f"folder {str(folder)!r} holds no pictures ({', '.join(suffix[1:] for suffix in SUFFIXES)})")
+    if prompts is not None and len(prompts) != len(files):
+        raise ValueError(f"prompts must be one for each of {len(files)} pictures in {str(folder)!r}, got {len(prompts)}")
+    texts = [_own_prompt(file) for file in files] if prompts is None else prompts
+    return [Picture(i, str(file), text, file_digest(file)) for i, (file, text) in enumerate(zip(files, texts, strict=True))]
+
+
+def _own_prompt(file: Path) -> str | None:
+    """What our pictures say in their text chunk `vargen`."""
+    try:
+        with Image.open(file) as opened:
+            held = json.loads(opened.info.get("vargen", "{}"))
+    except Exception:  # unreadable: said when it is measured
+        return None
+    text = held.get("text", held.get("prompt")) if isinstance(held, dict) else None
+    return text if isinstance(text, str) else None
