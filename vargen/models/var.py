@@ -13,7 +13,6 @@ of one pass, D width, H heads, K head width, E code width, V vocabulary.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 
 from vargen.models.multi_scale_vq import SCALES_256, SCALES_512
+from vargen.models.var_blocks import Block, HeadNorm, Modulation, ScaleCache, modulated, two_layers
 
 # The official scale tables: side of every scale, by the side of the picture in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -41,9 +41,6 @@ SCALES: dict[int, tuple[int, ...]] = {
     512: SCALES_512,
     1024: (1, 2, 3, 4, 5, 7, 9, 12, 16, 21, 27, 36, 48, 64),
 }
-_NORM_EPS = 1e-6
-_SHORTEST = 1e-12  # query or key that is made a unit vector
-_MOST_SHARPNESS = math.log(100)  # of the logarithm that a head multiplies its unit queries with
 
 
 def is_rebuilt(name: str) -> bool:
@@ -57,189 +54,6 @@ class VAROutput(BaseOutput):
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """What adaptive layer norms do to a row; a function of its label or caption alone, so computed once per picture.
-
-    Attributes:
-        blocks: `[depth, 6, R, 1, D]`: gains of attention and feed-forward, scales (one added), shifts.
-        head: `[2, R, 1, D]`: scale (one added) and shift of the final norm.
-    """
-
-    blocks: Tensor
-    head: Tensor
-
-    def rows(self, chosen: slice) -> Modulation:
-        """Of some of the rows; a view."""
-        return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
-
-    def join(self, other: Modulation) -> Modulation:
-        """Of these rows, followed by others."""
-        return Modulation(torch.cat([self.blocks, other.blocks], dim=2), torch.cat([self.head, other.head], dim=1))
-
-
-class ScaleCache:
-    """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and how many scales they hold.
-
-    A scale's keys and values depend on its *input*, which earlier scales determine, not on the tokens drawn at it. So going
-    back to a scale is moving `scale`.
-
-    Attributes:
-        scale: scales held. modulation: of these rows, set by the first pass. prefix_mask: bool `[R, P]`, valid caption rows.
-    """
-
-    def __init__(
-        self,
-        depth: int,
-        rows: int,
-        heads: int,
-        head_dim: int,
-        *,
-        prefix: int,
-        tokens: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ):
-        shape = (depth, rows, heads, prefix + tokens, head_dim)
-        self.rows, self.prefix, self.tokens = rows, prefix, tokens
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
-        self.scale = 0
-        self.modulation: Modulation | None = None
-        self.prefix_mask: Tensor | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return self.k.nbytes + self.v.nbytes
-
-    def part(self, chosen: slice) -> ScaleCache:
-        """Some of the rows as a cache that shares this one's memory, and from now on holds scales of its own."""
-        part = copy.copy(self)
-        part.k, part.v = self.k[:, chosen], self.v[:, chosen]
-        part.rows = part.k.shape[1]
-        if self.modulation is not None:
-            part.modulation = self.modulation.rows(chosen)
-        if self.prefix_mask is not None:
-            part.prefix_mask = self.prefix_mask[chosen]
-        return part
-
-    def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a pass from slot `start` on; returns the layer's keys and values up to its end."""
-        end = start + k_RHTK.shape[2]
-        self.k[layer, :, :, start:end] = k_RHTK
-        self.v[layer, :, :, start:end] = v_RHTK
-        return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
-
-    def truncate(self, scale: int) -> None:
-        """Forget all scales from `scale` on.
-
-        Raises:
-            ValueError: if the cache does not hold that many.
-        """
-        if not 0 < scale <= self.scale:
-            raise ValueError(f"scale must be from 1 to the {self.scale} scales that the cache holds, got {scale}")
-        self.scale = scale
-
-
-class Attention(nn.Module):
-    """Fused projections; the keys have no bias. With `l2_norm`, unit queries and keys, and a learned sharpness per head."""
-
-    zero_k_bias: Tensor
-
-    def __init__(self, dim: int, n_head: int, l2_norm: bool):
-        super().__init__()
-        self.n_head, self.head_dim, self.l2_norm = n_head, dim // n_head, l2_norm
-        if l2_norm:
-            self.scale_mul_1H11 = nn.Parameter(torch.full((1, n_head, 1, 1), math.log(4.0)))
-        self.mat_qkv = nn.Linear(dim, 3 * dim, bias=False)
-        self.q_bias, self.v_bias = nn.Parameter(torch.zeros(dim)), nn.Parameter(torch.zeros(dim))
-        self.register_buffer("zero_k_bias", torch.zeros(dim), persistent=False)
-        self.proj = nn.Linear(dim, dim)
-
-    def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, already scaled, keys and values `[R, H, T, K]`."""
-        bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
-        fused = F.linear(x_RTD, self.mat_qkv.weight, bias).unflatten(-1, (3, self.n_head, self.head_dim))
-        q, k, v = fused.permute(2, 0, 3, 1, 4)
-        if self.l2_norm:
-            both = fused[:, :, :2].float()
-            both = both / both.norm(dim=-1, keepdim=True).clamp_min(_SHORTEST)
-            q, k = both.permute(2, 0, 3, 1, 4)
-            q = q * self.scale_mul_1H11.clamp_max(_MOST_SHARPNESS).exp()
-        else:
-            q = q * (0.25 / math.sqrt(self.head_dim))
-        return q.type_as(v), k.type_as(v), v
-
-    def forward(self, x_RTD: Tensor, visible: Tensor | None, cache: ScaleCache | None, place: tuple[int, int]) -> Tensor:
-        q, k, v = self.project(x_RTD)
-        if cache is not None:
-            k, v = cache.write(*place, k, v)
-        visible = None if visible is None else visible.type_as(q)
-        if q.device.type == "cpu" and torch.is_grad_enabled():
-            # The gradient of torch's fused attention takes 40 % of a training step there, that of these products 8 %.
-            scores = q @ k.mT
-            if visible is not None:
-                scores = scores + visible
-            out = scores.softmax(-1).type_as(v) @ v
-        else:
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=1.0)
-        return self.proj(out.transpose(1, 2).flatten(2))
-
-
-class FeedForward(nn.Module):
-    def __init__(self, dim: int, hidden: int):
-        super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
-
-
-class Block(nn.Module):
-    """Attention and feed-forward behind adaptive norms: weights of its own for them, or an offset to shared ones."""
-
-    def __init__(self, dim: int, n_head: int, hidden: int, l2_norm: bool, shared: bool):
-        super().__init__()
-        self.attn = Attention(dim, n_head, l2_norm)
-        self.ffn = FeedForward(dim, hidden)
-        if shared:
-            self.ada_gss = nn.Parameter(torch.zeros(1, 1, 6, dim))
-        else:
-            self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
-
-    def forward(
-        self,
-        x: Tensor,
-        modulation: Tensor,
-        visible: Tensor | None,
-        cache: ScaleCache | None = None,
-        place: tuple[int, int] = (0, 0),
-    ) -> Tensor:
-        """
-        Args:
-            x: `[R, T, D]`. modulation: `[6, R, 1, D]`. visible: added to scores, `[T, S]` or `[R, 1, T, S]`, None for nothing.
-            place: layer and first slot in the `cache`.
-        """
-        gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
-        attended = self.attn(modulated(x, scale1, shift1), visible, cache, place)
-        x = torch.addcmul(x, gain1, attended.type_as(x))
-        return torch.addcmul(x, gain2, self.ffn(modulated(x, scale2, shift2)).type_as(x))
-
-
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Layer norm without weights of its own, times `scale` (one is already added), plus `shift`."""
-    return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
-
-
-class HeadNorm(nn.Module):
-    """Holds the final norm's modulation."""
-
-    def __init__(self, dim: int):
-        super().__init__()
-        self.ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(dim, 2 * dim))
 
 
 class VARTransformer(ModelMixin, ConfigMixin):
@@ -297,8 +111,8 @@ class VARTransformer(ModelMixin, ConfigMixin):
         if condition == "class":
             self.class_emb = nn.Embedding(num_classes + 1, width)
         else:
-            self.caption_proj = _two_layers(caption_dim, width)
-            self.caption_cond = _two_layers(caption_dim, width)
+            self.caption_proj = two_layers(caption_dim, width)
+            self.caption_cond = two_layers(caption_dim, width)
             self.null_cond = nn.Parameter(torch.zeros(1, width))
         self.word_embed = nn.Linear(code_dim, width)
         self.pos_start = nn.Parameter(torch.zeros(1, sides[0] ** 2, width))
@@ -510,10 +324,6 @@ class VARTransformer(ModelMixin, ConfigMixin):
     def _bias(self, visible: Tensor) -> Tensor:
         """Once for all blocks: given what may be seen, attention would make this of it in each."""
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
-
-
-def _two_layers(width_in: int, width: int) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(width_in, width), nn.GELU(approximate="tanh"), nn.Linear(width, width))
 
 
 def official_config(depth: int, pixels: int = 256) -> dict[str, Any]:
