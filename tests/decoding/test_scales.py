@@ -210,7 +210,7 @@ BAD: Sequence[tuple[Schedule, str]] = (
     (Schedule("back", (Stage(until=2), Stage(until=1), Stage())), r"until of stage 2 of 'back' must be from 3 to 3.* got 1"),
     (Schedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
     (Schedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
-    (Schedule("behind", (Stage(), Stage())), r"until of stage 2 of 'behind' must be .* got None"),
+    (Schedule("behind", (Stage(), Stage())), r"stage 2 of 'behind' has no scale left: the stages before it draw all 3 of them"),
 )
 
 

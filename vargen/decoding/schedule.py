@@ -138,6 +138,10 @@ class Schedule:
         for number, stage in enumerate(self.stages, 1):
             end = scales if stage.until is None else stage.until + scales * (stage.until < 0)
             if not len(found) < end <= scales:
+                if len(found) == scales:
+                    raise ValueError(
+                        f"stage {number} of {self.name!r} has no scale left: the stages before it draw all {scales} of them"
+                    )
                 allowed = f"{len(found) + 1} to {scales}, or from {len(found) + 1 - scales} to -1 counted from the end"
                 raise ValueError(
                     f"until of stage {number} of {self.name!r} must be from {allowed}, for a model of {scales} scales, got "

@@ -1,7 +1,7 @@
 """The parts of a next-scale transformer: blocks behind adaptive norms, what modulates them, and their keys and values.
 
-Shape suffixes: R rows (images; twice as many under guidance), P caption rows, L image tokens of all scales, T tokens of one pass,
-D width, H heads, K head width.
+Shape suffixes: R rows (images; twice as many under guidance), P caption rows, L image tokens of all scales, T tokens of one
+pass, D width, H heads, K head width.
 """
 
 from __future__ import annotations
