@@ -19,6 +19,7 @@ import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
 from vargen.decoding.acceptance import scales
+from vargen.options import options_table
 from vargen.training.recipe import PACKAGED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,6 +150,10 @@ def test_every_method_is_described_as_it_is() -> None:
         composed = eval(code, {**vars(vargen.decoding), **vars(scales), "Accelerator": Accelerator})
         assert composed.spec() == PRESETS[name].spec(), name
         assert f"**{PRESETS[name].kind.capitalize()}" in section, name
+
+
+def test_the_options_of_sampling_are_those_of_the_code() -> None:
+    assert options_table() in (ROOT / "docs/usage.md").read_text()
 
 
 def test_every_recipe_is_listed() -> None:
