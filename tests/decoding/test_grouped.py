@@ -9,11 +9,11 @@ from vargen.evaluation.table_model import TableModel
 
 
 def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple[torch.Tensor, Draft, Noise]:
-    """Random target laws and drafts from other random laws, some of them filtered to a few tokens."""
+    """Random target probabilities and drafts from others, some of them filtered to a few tokens."""
     generator = torch.Generator().manual_seed(seed)
-    laws = torch.rand(2, images, drafts + 1, vocab, generator=generator) ** 4
-    laws[:, ::3] *= laws[:, ::3] > laws[:, ::3].median(-1, keepdim=True).values
-    probs, drafted = laws / laws.sum(-1, keepdim=True)
+    weights = torch.rand(2, images, drafts + 1, vocab, generator=generator) ** 4
+    weights[:, ::3] *= weights[:, ::3] > weights[:, ::3].median(-1, keepdim=True).values
+    probs, drafted = weights / weights.sum(-1, keepdim=True)
     drafted = drafted[:, 1:]
     seeds, position = torch.arange(images), torch.arange(drafts + 1).expand(images, -1)
     tokens = race(drafted, seeds + 999, position[:, 1:])

@@ -1,4 +1,4 @@
-"""Jacobi windows: recorded laws are the laws drawn from, rows stand alone, and bad windows are refused."""
+"""Jacobi windows: recorded probabilities are those drawn from, rows stand alone, and bad windows are refused."""
 
 import itertools
 import math

@@ -126,7 +126,7 @@ def test_non_finite_logits_stop_with_position_and_pass(value):
 
 
 def test_non_finite_logits_past_the_grid_do_not_matter():
-    """A pass near the end feeds drafts whose laws nobody reads."""
+    """A pass near the end feeds drafts whose probabilities nobody reads."""
     model = TableModel(vocab=3, tokens=10)
 
     class Overrun(TableModel):

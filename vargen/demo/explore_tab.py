@@ -55,7 +55,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     first = KNOBS["budget"]
     gr.Markdown(
         "`gsd` judges a draft by the mass of a group of tokens around it. More relaxation accepts more tokens in a pass, and "
-        "moves the pictures away from the model's own law. The first picture is exact.",
+        "moves the pictures away from the model's own distribution. The first picture is exact.",
         elem_classes="vg-hint",
     )
     knob = gr.Radio(

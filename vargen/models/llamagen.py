@@ -197,7 +197,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
     ) -> LlamaGenOutput | tuple[Tensor, Tensor]:
         """One pass, in one of three forms.
 
-        Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is the law of token i given those before it.
+        Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is for token i given those before it.
         Prefill (`condition`, `cache`): stores the condition; logits `[B, 1, V]` of token 0.
         Step (`tokens [B, T]`, `cache`): feeds T tokens behind each row's pointer; logits `[B, T, V]` of the token after each.
         The pointer does not move: call `cache.advance` or `cache.keep` with what is to stay.

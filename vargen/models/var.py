@@ -129,7 +129,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Blocks begin as the identity, the head as a uniform law, modulation as an ordinary layer norm's."""
+        """Blocks begin as the identity, the head as a uniform distribution, modulation as an ordinary layer norm's."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)

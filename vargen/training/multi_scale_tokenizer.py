@@ -110,8 +110,8 @@ def evaluate_multi_scale(
         error += quantised.errors(f).cpu() * (len(f) / len(images))
     model.train()
     variance = torch.cat(latents).var((0, 2, 3), unbiased=False).mean().item()
-    law = used / used.sum(1, keepdim=True)
-    entropy = -(law * law.clamp_min(1e-12).log()).sum(1)
+    probs = used / used.sum(1, keepdim=True)
+    entropy = -(probs * probs.clamp_min(1e-12).log()).sum(1)
     figures = {"psnr": torch.cat(psnr[-1]).mean().item()}
     for k in range(S):
         figures[f"psnr_{k}"] = torch.cat(psnr[k]).mean().item()

@@ -221,8 +221,8 @@ def evaluate_tokenizer(
     model.train()
 
     def entropy(counts: Tensor) -> float:
-        law = counts / counts.sum().clamp_min(1)
-        return -(law * law.clamp_min(1e-12).log()).sum().item()
+        probs = counts / counts.sum().clamp_min(1)
+        return -(probs * probs.clamp_min(1e-12).log()).sum().item()
 
     pairs, counts = torch.cat(plain).unique(return_counts=True)
     colours = torch.zeros(len(pairs), device=device)

@@ -2,7 +2,7 @@
 
 The large one learns by self-corrected teacher forcing (`self_correction`), a scale counting with its side; more pictures a
 step are learned at their first scales alone, which decide what a picture is of and cost a quarter. The small one (CoDe, Chen et
-al. 2024, arXiv:2411.17787) first imitates its teacher's laws at all scales, then at the last ones only, on histories that the
+al. 2024, arXiv:2411.17787) first imitates its teacher's probs at all scales, then at the last ones only, on histories that the
 teacher has drawn.
 """
 
@@ -111,7 +111,7 @@ class Losses:
         return head_loss(self.model.head, features.float(), targets, self.weights[: targets.shape[1]], self.dtype)
 
     def of_all_scales(self, batch: Batch, draw: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """The teacher's laws at every scale."""
+        """The teacher's probs at every scale."""
         inputs, _ = self.correct(batch.latents, draw)
         logits, teacher = self._both(inputs, batch, None)
         loss = distillation(logits, teacher, self.weights) / (self.weights.sum() * len(batch.texts))
@@ -119,7 +119,7 @@ class Losses:
         return loss, {"divergence": divergence}
 
     def of_late_scales(self, batch: Batch, draw: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
-        """The teacher's laws at the last scales: half on its own histories, half on self-corrected ones with their codes."""
+        """The teacher's probs at the last scales: half on its own histories, half on self-corrected ones with their codes."""
         assert self.teacher is not None
         scales = min(self.recipe.late_scales, len(self.model.scales) - 1)
         half = len(batch.texts) // 2

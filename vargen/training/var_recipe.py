@@ -29,7 +29,7 @@ class VARRecipe:
     weight_decay: float = 0.2
     all_scales: float = 0.4  # with a teacher: the first part of training is on all scales
     late_scales: int = 2  # with a teacher: the rest is on this many of the last ones, half of it on histories that it has drawn
-    cross_entropy: float = 0.3  # weight of the pictures' own codes beside the teacher's laws in the second part
+    cross_entropy: float = 0.3  # weight of the pictures' own codes beside the teacher's probs in the second part
     compile: bool = False
     evaluate_every: int = 500
     checkpoint_every: int = 200
