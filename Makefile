@@ -94,7 +94,7 @@ $(REFERENCE)/.demo: pyproject.toml constraints.txt | $(REFERENCE)/.torch
 	@touch $(REFERENCE)/.core $@
 
 $(REFERENCE)/.all: pyproject.toml constraints.txt | $(REFERENCE)/.torch
-	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[all]"
+	$(REFERENCE)/bin/python -m pip install -c constraints.txt -e ".[all,ray]"
 	@touch $(REFERENCE)/.core $(REFERENCE)/.demo $@
 
 # Everything but the official ImageReward, which does not import with today's transformers.

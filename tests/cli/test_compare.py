@@ -234,7 +234,7 @@ def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: P
     words = ("compare", "--model", scale_model, "--prompt-file", prompts, "--threads", 1)
     result = run(*words, "--json", "out.json", "-o", "out.png")
     assert result.exit_code == 0, result.output
-    assert "scale-spec is left out: until of stage 2" in result.stderr
+    assert "scale-spec is left out: stage 2 of 'scale-spec' has no scale left" in result.stderr
     document = json.loads(Path("out.json").read_text())
     assert [method["name"] for method in document["methods"]] == ["plain", "code", "economy"]
     assert document["baseline"] == "plain" and Path("out.png").exists()

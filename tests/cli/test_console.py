@@ -33,7 +33,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(generate, "_subjects", fail)
+    monkeypatch.setattr(generate, "subjects_of", fail)
 
 
 @pytest.mark.parametrize(

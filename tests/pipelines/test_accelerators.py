@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vargen import Accelerator, LlamaGenPipeline
-from vargen.decoding import DEFAULT, PRESETS, Grouped, Jacobi, cost
+from vargen.decoding import DEFAULT, PRESETS, Grouped, Jacobi, cost, methods_of
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
 
@@ -52,7 +52,7 @@ def test_pictures_are_drawn_by_the_default(emoji):
     assert emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT
 
 
-@pytest.mark.parametrize("name", [name for name in PRESETS if name not in ("ar", DEFAULT)])
+@pytest.mark.parametrize("name", [preset.name for preset in methods_of("next-token") if preset.name not in ("ar", DEFAULT)])
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if name == "speculative" and emoji.draft_transformer is None:
         pytest.skip("the packaged model has no draft_transformer")
