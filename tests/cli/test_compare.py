@@ -239,6 +239,6 @@ def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: P
     assert [method["name"] for method in document["methods"]] == ["plain", "code", "economy"]
     assert document["baseline"] == "plain" and Path("out.png").exists()
     refused = run(*words, "--methods", "scale-spec")
-    assert refused.exit_code == 2 and "until of stage 2" in refused.stderr
+    assert refused.exit_code == 2 and "has no scale left" in refused.stderr
     foreign = run(*words, "--methods", "gumbel")
     assert foreign.exit_code == 2 and "is for next-token models" in foreign.stderr
