@@ -274,14 +274,13 @@ def test_logits_that_are_no_numbers_make_no_picture() -> None:
 
 def test_model_offload_draws_the_same() -> None:
     """Where whole networks are moved in for their passes: here between a CPU and itself, which runs all hooks."""
+    accelerate = pytest.importorskip("accelerate")
     pipe = class_var_pipeline()
     pipe.set_progress_bar_config(disable=True)
     options: dict[str, Any] = {"class_labels": 3, "output_type": "np", "image": a_picture(), "mask": half()}
     expected = pipe(generator=seeded(0)[0], **options).images
-    from accelerate import cpu_offload_with_hook
-
     for part in (pipe.transformer, pipe.vqvae):
-        cpu_offload_with_hook(part, execution_device="cpu")
+        accelerate.cpu_offload_with_hook(part, execution_device="cpu")
     assert np.array_equal(pipe(generator=seeded(0)[0], **options).images, expected)
 
 
