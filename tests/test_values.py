@@ -133,5 +133,10 @@ def test_an_option_is_said_once_and_read_everywhere(option: Option) -> None:
     for wrong in ("much", True, float("nan"), [1]):
         with pytest.raises(ValueError, match=rf"^{option.name} must be {re.escape(option.allowed)}, got "):
             option.check(wrong)
+    if option.above:
+        with pytest.raises(ValueError, match=rf"^{option.name} must be .*got {option.least}"):
+            option.check(option.least)
+    else:
+        assert option.check(option.least) == option.least
     assert option.check(option.neutral) == option.neutral
     assert f"| `{option.name}` | {option.allowed} |" in options_table()
