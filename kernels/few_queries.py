@@ -3,6 +3,8 @@
 The flash kernel that torch has for CPUs is made for many queries. Torch 2.13 on two Zen 3 cores, microseconds per layer with
 its copies, 128 slots in use: for 2 rows of 7 heads of width 32 and 1, 4 and 16 queries it takes 74, 110 and 118, written out
 43, 85 and 102; for 1 row of 12 heads of width 64 it takes 108, 181 and 178, written out 88, 148 and 156.
+On a Xeon with AVX-512 it is the other way round: for 2 rows of 7 heads, 135 slots and 1, 4, 8 and 16 queries 23, 35, 49 and 86
+against 26, 39, 54 and 87.
 
 Shape suffixes: B rows, T queries, H query heads, G key heads, S slots, K head width.
 """
@@ -18,6 +20,11 @@ from vargen.kernels.dispatch import float32_on_cpu
 MOST_QUERIES = 64
 
 
+def written_out_pays() -> bool:
+    """Whether attention of few queries is quicker written out: not where torch's own kernel has AVX-512 (see above)."""
+    return not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+
+
 def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
     """The additive bias of a pass `[B, 1, T, S]`, made ready once for the attention of all its layers.
 
@@ -25,7 +32,7 @@ def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
     Else as it is, for torch's own.
     """
     B, _, T, S = bias.shape
-    if not float32_on_cpu(bias) or T > MOST_QUERIES:
+    if not float32_on_cpu(bias) or T > MOST_QUERIES or not written_out_pays():
         return bias
     return bias.expand(B, heads, T, S).reshape(B * groups, -1, S)
 

@@ -113,3 +113,26 @@ def test_guidance_before_the_output_product_is_guidance_behind_it(dtype: torch.d
             expected = unconditional + scale * (conditional - unconditional)
             assert out.logits.shape == (2, 3, _VOCAB) and out.features.shape == (4, 3, 48) and out.logits.dtype == torch.float32
             assert (out.logits - expected).abs().max() < 5 * _CLOSE[dtype] * expected.square().mean().sqrt()
+
+
+def test_weights_that_change_between_pictures_are_seen() -> None:
+    """Nothing made for the passes of one cache outlives it: `.data` is changed unseen by torch's own counters."""
+    model = _model("class", torch.float32)
+    condition = Condition(class_labels=torch.tensor([1, 2]))
+
+    def drawn() -> Tensor:
+        with torch.no_grad():
+            cache = model.new_cache(2, scratch=4)
+            model(condition=condition, cache=cache)
+            return model(torch.tensor([[1, 2], [3, 4]]), cache=cache).logits
+
+    before = drawn()
+    for layer in model.layers:
+        layer.attention_norm.weight.data.mul_(1.5)
+        layer.ffn_norm.weight.data.neg_()
+    after = drawn()
+    assert (after - before).abs().max() > 0.01
+    fresh = LlamaGenTransformer.from_config(model.config).eval()
+    fresh.load_state_dict(model.state_dict())
+    model = fresh
+    assert torch.allclose(drawn(), after, atol=1e-5)

@@ -28,6 +28,7 @@ class KVCache:
     Attributes:
         length: `[R]` int64, image tokens held per row. The next token fed goes to position `length`.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
+        norm_scales: by layer, what its two norms take on a CPU; see `RMSNorm.scaled_weight`. Empty until the prefill.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class KVCache:
         self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, device=device)
+        self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []
         first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
         self._first_slot = first + prefix  # of the image, per row and head in their flattened slots
         self._image_slot = torch.arange(tokens + scratch, device=device)

@@ -254,6 +254,9 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         and to later tokens n visible rows are one slot of value mean(v), key zero and score log(n)."""
         if eager_on_cpu(cache.k):
             transpose_weights(self)
+            cache.norm_scales = [
+                (layer.attention_norm.scaled_weight(), layer.ffn_norm.scaled_weight()) for layer in self.layers
+            ]
         x = self._embed(condition)
         B, P, _ = x.shape
         mask = condition.caption_mask
@@ -287,8 +290,8 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach), self.config.n_head, cache.k.shape[2])
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
-            attention = layer.attention
-            q, k, v = attention.project(layer.attention_norm(x), rotary)
+            attention, scales = layer.attention, cache.norm_scales[i] if cache.norm_scales else (None, None)
+            q, k, v = attention.project(layer.attention_norm(x, scales[0]), rotary)
             keys, values = span.write(i, k, v)
-            x = layer.finish(x, attention.attend(q, keys, values, bias))
+            x = layer.finish(x, attention.attend(q, keys, values, bias), scales[1])
         return x

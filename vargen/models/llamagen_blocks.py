@@ -76,11 +76,20 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def scaled_weight(self) -> Tensor | None:
+        """The weight times sqrt(D), for the passes of one cache, which is made anew when weights may have changed; None where
+        the general form is taken."""
+        if not float32_on_cpu(self.weight):
+            return None
+        return self.weight * _norm_constants(len(self.weight), self.eps)[0]
+
+    def forward(self, x: Tensor, scaled_weight: Tensor | None = None) -> Tensor:
         if float32_on_cpu(x):  # where torch composes F.rms_norm of more operations
             root, offset = _norm_constants(x.shape[-1], self.eps)
-            length = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            return (x * torch.div(root, torch.hypot(length, offset))).mul_(self.weight)
+            length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
+            if scaled_weight is not None:
+                return torch.div(x, length).mul_(scaled_weight)
+            return (x * torch.div(root, length)).mul_(self.weight)
         high = x.float()
         return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
 
@@ -133,10 +142,10 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = RMSNorm(dim, eps)
         self.dropout = nn.Dropout(dropout)
 
-    def finish(self, x_BTD: Tensor, attended_BTD: Tensor) -> Tensor:
-        """The residual sums behind attention."""
+    def finish(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
+        """The residual sums behind attention; `ffn_scale`: see `RMSNorm.scaled_weight`."""
         h = x_BTD + self._kept(attended_BTD)
-        return h + self._kept(self.feed_forward(self.ffn_norm(h)))
+        return h + self._kept(self.feed_forward(self.ffn_norm(h, ffn_scale)))
 
     def _kept(self, x: Tensor) -> Tensor:
         """What dropout leaves; outside of training it is not even called."""
