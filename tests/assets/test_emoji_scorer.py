@@ -23,6 +23,12 @@ def test_it_is_small_and_known_by_name() -> None:
     assert sum(file.stat().st_size for file in FOLDER.iterdir()) <= 8 * 2**20
 
 
+def test_no_file_names_a_folder_of_the_machine_that_made_it() -> None:
+    for file in FOLDER.parent.rglob("*.json"):
+        if file.parent.name != "tokenizer":
+            assert "_name_or_path" not in file.read_text("utf-8"), file
+
+
 def test_the_card_is_of_these_figures() -> None:
     card, figures = (FOLDER / "README.md").read_text(), json.loads((FOLDER / "figures.json").read_text())
     for name, share in figures["top_1_of_64"].items():

@@ -14,9 +14,11 @@ from tiny_models import tiny_vq
 
 import vargen.assets
 from vargen.models.image_text import ImageTextModel
+from vargen.scoring.packaged import PackagedScorer
 from vargen.training import scorer
 from vargen.training.emoji import EmojiDataset, is_held_out_cell, split_of
 from vargen.training.emoji_captions import STYLES
+from vargen.training.package_scorer import package_scorer
 from vargen.training.recipe import Schedule, ScorerRecipe
 from vargen.training.scorer_captions import CaptionTable, colours_of, full_captions, recoloured_caption, without_style
 
@@ -69,6 +71,26 @@ def test_it_learns_and_saves_a_model_that_opens(tmp_path: Path) -> None:
     model = ImageTextModel.from_pretrained(tmp_path / "run" / "scorer")
     vectors = scorer.embed_pictures(model.eval(), data().images[:3], 32)
     assert torch.allclose(vectors.norm(dim=-1), torch.ones(3), atol=1e-5)
+
+
+def test_a_packaged_run_scores_alike_and_says_nothing_of_this_machine(tmp_path: Path) -> None:
+    train(tmp_path / "run")
+    figures = package_scorer(tmp_path / "run", ENCODER, data(), tmp_path / "out", note="On a slow machine.")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "On a slow machine." in card and "12 steps" in card
+    for name, fall in figures["falls"].items():
+        assert f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" in card
+    assert set(figures["falls"]) >= {"swapped caption", "noise 0.4", "blur 4 px", "through the tokenizer"}
+    for file in (tmp_path / "out").iterdir():
+        assert file.stat().st_mode & 0o044 == 0o044, f"{file.name} is for its owner alone"
+        assert file.suffix == ".safetensors" or str(tmp_path) not in file.read_text(), file.name
+    packaged = PackagedScorer(tmp_path / "out", ENCODER)
+    assert packaged.model.state_dict().keys() == ImageTextModel.from_pretrained(tmp_path / "run" / "scorer").state_dict().keys()
+    pictures = torch.from_numpy(data().images[:2]).permute(0, 3, 1, 2).float() / 255
+    score = packaged.score(pictures, ["red circle", "red circle"])
+    exact = PackagedScorer(tmp_path / "run", ENCODER)
+    exact.fixed = packaged.fixed
+    assert torch.allclose(score, exact.score(pictures, ["red circle", "red circle"]), atol=0.05), "float16 weights"
 
 
 def test_a_killed_run_ends_as_an_unbroken_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,18 +80,22 @@ def package(
         for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
-        for part in ("vqvae", "transformer", *(["draft_transformer"] if drafter else [])):
-            config = staged / part / "config.json"
-            values = json.loads(config.read_text())
-            values.pop("_name_or_path", None)  # a folder of the machine that trained it
-            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
+        without_traces(staged)
         figures = {part: _figures(run) for part, run in runs.items()}
         card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
-        for file in staged.rglob("*.safetensors"):
-            file.chmod(0o644)  # diffusers leaves them readable to their owner alone
     return output
+
+
+def without_traces(folder: Path) -> None:
+    """Take out what saving leaves of a machine in networks under `folder`: where they were trained, and who may read them."""
+    for config in folder.rglob("config.json"):
+        values = json.loads(config.read_text("utf-8"))
+        if values.pop("_name_or_path", None) is not None:
+            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
+    for file in folder.rglob("*.safetensors"):
+        file.chmod(0o644)  # diffusers leaves them readable to their owner alone
 
 
 def _figures(run: Path) -> dict[str, float]:

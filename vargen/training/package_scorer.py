@@ -17,6 +17,7 @@ from vargen.models.image_text import ImageTextModel
 from vargen.models.vq import VQModel
 from vargen.scoring.packaged import FILE, PackagedScorer
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
+from vargen.training.package import without_traces
 from vargen.training.scorer import evaluate_scorer
 from vargen.training.scorer_captions import CaptionTable, all_captions, without_style
 
@@ -41,6 +42,7 @@ def package_scorer(run: Path, parts: Path, data: EmojiDataset, output: Path, not
     model = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
     with whole_files(output) as folder:
         model.save_pretrained(folder)
+        without_traces(folder)
         captions = fixed_captions(data)
         (folder / FILE).write_text(json.dumps({"text_encoder": parts.name, "captions": captions}, indent=0) + "\n", "utf-8")
         figures = measured(folder, run, parts, data)
