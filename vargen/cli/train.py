@@ -89,6 +89,9 @@ def generator(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
     config: Annotated[str, _CONFIG] = "emoji-generator",
     data: Annotated[Path | None, _DATA] = None,
+    init: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Start from these weights: a generator's run, or a saved transformer.")
+    ] = None,
     text_encoder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
     ] = None,
@@ -106,9 +109,10 @@ def generator(
     recipe = _recipe(config, GeneratorRecipe, steps)
     encoder = _text_encoder(text_encoder)
     codes = _saved(tokenizer, "vqvae", "tokenizer")
+    start = _saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = _open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_generator(recipe, pictures, codes, encoder, output, place)
+    figures = train_generator(recipe, pictures, codes, encoder, output, place, start)
     print_json({"model": str(output / "transformer"), **figures})
 
 

@@ -224,6 +224,10 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         logits = self.output(features if guidance is None else guided(features, guidance)).float()
         return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
 
+    def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
+        """Teacher forcing without the head: features `[B, N, D]` after the final norm."""
+        return self.norm(self._teacher_forced(tokens_BN, condition))
+
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
@@ -244,9 +248,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding sees itself only
             visible = visible[:, None]
         for layer in self.layers:
-            attention = layer.attention
-            q, k, v = attention.project(layer.attention_norm(x), rotary)
-            x = layer.finish(x, attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+            x = layer(x, rotary, visible)
         return x[:, P - 1 :]
 
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
