@@ -472,7 +472,7 @@ def test_a_run_starts_from_given_weights(tmp_path):
     first, second = (LlamaGenTransformer.from_pretrained(tmp_path / run / "transformer") for run in ("first", "still"))
     second = second.state_dict()
     assert all(torch.allclose(value, second[name], atol=1e-6) for name, value in first.state_dict().items())
-    wider = generator_recipe(model={**still.model, "n_layer": 1})
+    wider = dataclasses.replace(still, model={**still.model, "n_layer": 1})
     with pytest.raises(ValueError, match=r"holds a model of \{'n_layer': 2\}, and the recipe asks for \{'n_layer': 1\}"):
         train_generator(tmp_path / "other", wider, given)
     assert not (tmp_path / "other").exists()

@@ -84,8 +84,8 @@ class GeneratorRecipe:
     caption_dropout: float = 0.1
     caption_rows: int = 16  # longer captions are cut: one shape for all batches
     shift_pixels: int = 8  # augmentation: each picture is tokenised at several offsets up to this
-    shift_variants: int = 3
-    mirrored: float = 0.5  # share of pictures that are mirrored, where nothing is written and no side is named
+    shift_variants: int = 0
+    mirrored: float = 0.0  # share of pictures that are mirrored, where nothing is written and no side is named
     recoloured: float = 0.15  # share of the pictures of one dominant colour that get another, and its word in the caption
     dropout: float = 0.0
     token_noise: float = 0.1  # share of input tokens taken from elsewhere in the batch, per picture from 0 to this

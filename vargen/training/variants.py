@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -70,7 +70,12 @@ class VariantStore:
 
     Args:
         made_of: names the encoder, in the file's name. shape, dtype: of what `encode` returns for one picture.
+
+    Attributes:
+        fast: whether encoding may be in bfloat16.
     """
+
+    fast: ClassVar[bool] = True
 
     def __init__(
         self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: LookRecipe, device: torch.device,
@@ -127,7 +132,8 @@ class VariantStore:
         """`[B, *shape]` of pictures at variants."""
         pairs = list(zip(indices, variants, strict=True))
         wanted = [pair for pair in dict.fromkeys(pairs) if not self.kept[pair][-1].any()]
-        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=fast_dtype(self.device) == torch.bfloat16)
+        enabled = self.fast and fast_dtype(self.device) == torch.bfloat16
+        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
         for start in range(0, len(wanted), _PART):
             part = wanted[start : start + _PART]
             with amp:
