@@ -39,8 +39,8 @@ def data(count: int = 24, size: int = 16) -> EmojiDataset:
         images[i, 4:12, 4:12] = random.integers(0, 255, 3)
         records.append(
             {
-                "label": f"thing {i % 5}", "concept": f"{i}", "tags": ["round"], "synonyms": [], "tones": [], "skin_tone": False,
-                "group": "objects",
+                "label": f"thing {i % 5}", "concept": f"{i}", "tags": ["round"], "synonyms": [], "tones": [],
+                "skin_tone": False, "group": "objects",
                 "style": ("3d", "flat", "noto", "twemoji")[i % 4], "weight": 1.0, "split": "validation" if i < 4 else "train",
             }
         )  # fmt: skip
@@ -445,7 +445,8 @@ def test_mirror_images_are_variants_of_their_own(tmp_path):
     store = generator_data.TokenStore(tmp_path, pictures.images, tiny_vq(), generator_recipe(), CPU)
     assert store.kept.shape[1] == 2 * len(store.offsets) + len(variants.COLOURS)
     assert np.array_equal(store.picture(3, store.mirrored), pictures.images[3][:, ::-1])
-    assert np.array_equal(store.picture(3, store.mirrored + 1), variants.shifted(pictures.images[3:4, :, ::-1], *store.offsets[1])[0])
+    moved = variants.shifted(pictures.images[3:4, :, ::-1], *store.offsets[1])[0]
+    assert np.array_equal(store.picture(3, store.mirrored + 1), moved)
     looks = variants.Looks(pictures, store, generator_recipe(mirrored=1.0, recoloured=0.0))
     assert all(variant >= store.mirrored for variant in looks(0, 8)[1])
     written = [{**record, "group": "symbols"} for record in pictures.records]

@@ -146,9 +146,9 @@ def test_a_changed_colour_changes_picture_and_caption_together() -> None:
 
 
 def test_only_pictures_without_sides_or_writing_are_mirrored() -> None:
-    mirrors = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
-               ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
-    for group, label, expected in mirrors:
+    cases = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
+           ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
+    for group, label, expected in cases:
         assert mirrors({"group": group, "label": label}) is expected
 
 
