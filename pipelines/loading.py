@@ -69,6 +69,18 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
             damaged, of another shape or type than their configuration says, or do not belong together.
     """
+    folder, index = indexed_folder(name, pipeline, hub_options)
+    check_no_code(folder)
+    _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
+    return folder
+
+
+def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model and its `model_index.json`, of which alone it is known that it names classes of vargen's.
+
+    Raises:
+        ValueError: as `checked_folder`, of the name and the index.
+    """
     check_options(hub_options)
     folder = _locate(name, hub_options)
     index_file = folder / "model_index.json"
@@ -85,9 +97,7 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
     check_no_code_keys(index, index_file)
     check_classes(index, index_file)
-    check_no_code(folder)
-    _check_components(folder, index, FAMILIES[kind], hub_options)
-    return folder
+    return folder, index
 
 
 def _check_components(folder: Path, index: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
