@@ -20,6 +20,8 @@ from vargen.files import expanded, whole_files
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
+from vargen.pipelines.borrowed import FILE as BORROWED_FILE
+from vargen.pipelines.borrowed import lenders, load_borrowed
 from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Decoder, Description, Method
 from vargen.pipelines.families import FAMILIES
@@ -113,7 +115,8 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
         kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.read(folder)
+            kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
+        kwargs |= load_borrowed(folder, kwargs)
         return super().from_pretrained(str(folder), **kwargs)
 
     @classmethod
@@ -139,8 +142,9 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.write(staged)
+        (folder / BORROWED_FILE).unlink(missing_ok=True)  # of another model that was saved here
         if self.prompt_names is None:
-            (folder / NAMES_FILE).unlink(missing_ok=True)  # of another model that was saved here
+            (folder / NAMES_FILE).unlink(missing_ok=True)
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 
