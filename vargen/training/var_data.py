@@ -22,13 +22,18 @@ from vargen.training.var_recipe import VARRecipe
 from vargen.training.variants import Looks, VariantStore
 
 
+def encoder_digest(vq: MultiScaleVQModel) -> str:
+    """Changes with whatever decides about latents."""
+    return weights_digest(vq.encoder, vq.quant_conv)
+
+
 class LatentStore(VariantStore):
     """Encoder latents of pictures in variants, kept as float16 `[N, variants, C, R, G]`."""
 
     def __init__(self, folder: Path, images: np.ndarray, vq: MultiScaleVQModel, recipe: VARRecipe, device: torch.device):
         self.vq = vq
         side, width = vq.scales[-1], vq.config.codebook_embed_dim
-        made_of = weights_digest(vq.encoder, vq.quant_conv)
+        made_of = encoder_digest(vq)
         super().__init__(folder, "latents", made_of, images, recipe, device, (width, side, side), np.float16)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
