@@ -27,6 +27,13 @@ def encoder_digest(vq: MultiScaleVQModel) -> str:
     return weights_digest(vq.encoder, vq.quant_conv)
 
 
+def check_latents(run: Path, vq: MultiScaleVQModel, tokenizer: Path) -> None:
+    """Raise ValueError if a `run` kept latents, and they are of another encoder than that of `tokenizer`."""
+    kept = [file.name for file in run.glob("latents-*.npy")]
+    if kept and not any(name.startswith(f"latents-{encoder_digest(vq)}-") for name in kept):
+        raise ValueError(f"{run} was trained on the latents of another tokenizer than {tokenizer}; give that one")
+
+
 class LatentStore(VariantStore):
     """Encoder latents of pictures in variants, kept as float16 `[N, variants, C, R, G]`."""
 
