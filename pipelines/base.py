@@ -23,6 +23,7 @@ from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines import checks
 from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Decoder, Description, Method
+from vargen.pipelines.drafter_files import checked_drafter
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.parts import check_parts
@@ -140,6 +141,30 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
                 self.prompt_names.write(staged)
         if self.prompt_names is None:
             (folder / NAMES_FILE).unlink(missing_ok=True)  # of another model that was saved here
+
+    def load_drafter(self, drafter: Any) -> str:
+        """Open a drafter that was trained for this model, as `vargen train drafter` makes them, and draft with it from now on.
+
+        Saving the pipeline saves it along, as one of its components, so that opening it again needs no `load_drafter`.
+
+        Args:
+            drafter: a folder, or the name of a packaged one, such as `"emoji/eagle"`.
+
+        Returns:
+            Which component it became: `"eagle"`, say.
+
+        Raises:
+            ValueError: for no trained drafter, one of another width, vocabulary or grid than the transformer, damaged files, or
+                a folder that holds code; before a weight is read.
+        """
+        if self.transformer is None:
+            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
+        family = FAMILIES[type(self).__name__]
+        component, folder = checked_drafter(drafter, family, self.transformer.config)
+        kind: Any = family.networks[component]
+        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True)
+        self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
+        return component
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 

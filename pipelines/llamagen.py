@@ -15,7 +15,9 @@ from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
 from vargen.device import check_compile
 from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.medusa import MedusaDrafter
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
@@ -59,6 +61,7 @@ class LlamaGenPipeline(VisualPipeline):
         transformer: the network that draws tokens.
         text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
         draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
+        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_styles: words for styles that its captions were trained with, such as "flat" in "a red apple, flat style".
@@ -70,6 +73,11 @@ class LlamaGenPipeline(VisualPipeline):
     """
 
     family: ClassVar[str] = "next-token"
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa"]
+    _optional_components: ClassVar[list[str]] = [*VisualPipeline._optional_components, "eagle", "medusa"]
+
+    eagle: EagleDrafter | None
+    medusa: MedusaDrafter | None
 
     def __init__(
         self,
@@ -82,10 +90,12 @@ class LlamaGenPipeline(VisualPipeline):
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
+        eagle: EagleDrafter | None = None,
+        medusa: MedusaDrafter | None = None,
     ):
         parts = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer,
+            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
@@ -270,7 +280,8 @@ class LlamaGenPipeline(VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
+        drafters = {"draft_model": draft, "eagle": self.eagle, "medusa": self.medusa}
+        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, device=device, **drafters)
 
     @torch.no_grad()
     @outside_autocast

@@ -4,10 +4,10 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, acceptance_rule, exact, shared_noise
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, Speculative
+from vargen.decoding.drafters import EagleChain, Jacobi, MedusaChain, Speculative
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, Drafter, FeatureHeads, FeatureModel, ScaleModel, TokenModel
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import LEFT_OUT
@@ -28,9 +28,13 @@ __all__ = [
     "Decoded",
     "Draft",
     "Drafter",
+    "EagleChain",
+    "FeatureHeads",
+    "FeatureModel",
     "Fixed",
     "Grouped",
     "Jacobi",
+    "MedusaChain",
     "Method",
     "Noise",
     "NonFiniteLogitsError",

@@ -53,10 +53,12 @@ MAX_GRID = 256
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm. Both are always set."""
+    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm; `hidden`: the same before
+    it, which is what trained drafters extend. All are always set."""
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
+    hidden: Tensor = None  # type: ignore[assignment]
 
 
 def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
@@ -194,7 +196,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         ancestors: Tensor | None = None,
         guidance: float | Tensor | None = None,
         return_dict: bool = True,
-    ) -> LlamaGenOutput | tuple[Tensor, Tensor]:
+    ) -> LlamaGenOutput | tuple[Tensor, Tensor, Tensor]:
         """One pass, in one of three forms.
 
         Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is for token i given those before it.
@@ -221,8 +223,15 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
         features = self.norm(x)
-        logits = self.output(features if guidance is None else guided(features, guidance)).float()
-        return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
+        logits = self._logits(features, guidance)
+        return LlamaGenOutput(logits=logits, features=features, hidden=x) if return_dict else (logits, features, x)
+
+    def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
+        """Logits of last hidden states `[B, T, D]` before the final norm, as in a pass; `guidance` as there."""
+        return self._logits(self.norm(hidden), guidance)
+
+    def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
+        return self.output(features if guidance is None else guided(features, guidance)).float()
 
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
