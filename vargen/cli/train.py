@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -181,6 +182,59 @@ def scorer(
     fix_threads(threads)
     figures = train_scorer(recipe, pictures, parts, parts / "vqvae", output, place)
     print_json({"model": str(output / "scorer"), **figures})
+
+
+class _Kind(StrEnum):
+    eagle = "eagle"
+    medusa = "medusa"
+
+
+@app.command()
+def drafter(
+    kind: Annotated[_Kind, typer.Option(help="EAGLE's layer, which drafts token by token, or Medusa's heads, all at once.")],
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for: a packaged one, or a folder.")] = "emoji",
+    config: Annotated[str | None, typer.Option(metavar="FILE|NAME", help="A recipe in TOML. Default: that of the kind.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to draw, one a line. Default: captions of the data set, or classes.")
+    ] = None,
+    features: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P]; no text encoder then.")
+    ] = None,
+    data: Annotated[Path | None, _DATA] = None,
+    drawn: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Drawn pictures, which kinds may share. Default: in the run's folder.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run, as above. Default: runs/KIND.")] = None,
+    pictures: Annotated[int | None, typer.Option(metavar="N", help="Drawn pictures, instead of the recipe's.")] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train a drafter on a LlamaGen's features and on pictures that it draws; print its held-out figures."""
+    quiet_libraries()
+    from dataclasses import replace
+
+    import torch
+
+    from vargen.pipelines.registry import describe, open_pipeline
+    from vargen.training.drafter import train_drafter
+    from vargen.training.drafter_data import subjects_of
+    from vargen.training.drafter_recipe import DrafterRecipe
+
+    output = expanded(output, "output") if output else Path("runs") / kind.value
+    recipe = _recipe(config or kind.value, DrafterRecipe, steps)
+    check_range(pictures, "pictures", 2)
+    if pictures is not None:
+        recipe = replace(recipe, pictures=pictures, held_out=min(recipe.held_out, max(1, pictures // 10)))
+    if describe(model).pipeline != "LlamaGenPipeline":
+        raise ValueError(f"model must be a LlamaGen, whose features drafters take, got {model!r}")
+    fix_threads(threads)
+    pipe = open_pipeline(model, torch_dtype=torch.float32).to(pick_device(device))
+    given = {"prompts": prompts, "features": features}
+    files = {name: path and expanded(path, name) for name, path in given.items()}
+    subjects = subjects_of(pipe, recipe.pictures, lambda: _open_data(data), **files)
+    place = drawn and expanded(drawn, "drawn")
+    print_json({"drafter": str(output / "drafter"), **train_drafter(kind.value, recipe, pipe, subjects, output, place)})
 
 
 @app.command("package-scorer")
