@@ -3,5 +3,6 @@
 from vargen.decoding.drafters.jacobi import Jacobi
 from vargen.decoding.drafters.sequential import Sequential
 from vargen.decoding.drafters.small_model import Speculative
+from vargen.decoding.drafters.small_tree import SpeculativeTree
 
-__all__ = ["Jacobi", "Sequential", "Speculative"]
+__all__ = ["Jacobi", "Sequential", "Speculative", "SpeculativeTree"]
