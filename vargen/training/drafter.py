@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, EagleChain, MedusaChain, decode, exact
+from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
 from vargen.decoding.sampling import to_probs
 from vargen.files import whole_files
 from vargen.models.eagle import EagleDrafter
@@ -252,10 +252,10 @@ class _Trainer:
         held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
         drafter: Any
         if isinstance(self.drafter, EagleDrafter):
-            drafter = EagleChain(min(4, longest), LlamaGenEagle(self.drafter, model))
+            drafter = Eagle(min(4, longest), model=LlamaGenEagle(self.drafter, model))
         else:
             heads = LlamaGenMedusa(self.drafter, model)
-            drafter = MedusaChain(min(heads.heads, longest), heads)
+            drafter = Medusa(min(heads.heads, longest), model=heads)
         method = Accelerator(self.kind, drafter, exact)
         seeds = torch.arange(len(held)) + (1 << 50)
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass

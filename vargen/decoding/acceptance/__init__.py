@@ -3,19 +3,30 @@
 from vargen.decoding.acceptance.coupled import shared_noise
 from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, residual
 from vargen.decoding.acceptance.grouped import Grouped
+from vargen.decoding.acceptance.kseq import k_seq
+from vargen.decoding.acceptance.recursive import recursive_rejection
 from vargen.decoding.acceptance.relaxation import granted_in, within_budget
 from vargen.decoding.acceptance.rule import FunctionRule, acceptance_rule
+from vargen.decoding.acceptance.siblings import Siblings, SiblingTest, Tested, sibling_by_sibling
+from vargen.decoding.acceptance.traversal import traversal
 
 __all__ = [
     "FunctionRule",
     "Grouped",
+    "SiblingTest",
+    "Siblings",
+    "Tested",
     "acceptance_rule",
     "chances",
     "draft_probs",
     "exact",
     "granted_in",
     "judged",
+    "k_seq",
+    "recursive_rejection",
     "residual",
     "shared_noise",
+    "sibling_by_sibling",
+    "traversal",
     "within_budget",
 ]

@@ -1,9 +1,10 @@
 """Drafters: who proposes tokens, and with which probabilities."""
 
-from vargen.decoding.drafters.eagle import EagleChain
+from vargen.decoding.drafters.eagle import Eagle
 from vargen.decoding.drafters.jacobi import Jacobi
-from vargen.decoding.drafters.medusa import MedusaChain
+from vargen.decoding.drafters.medusa import Medusa
 from vargen.decoding.drafters.sequential import Sequential
 from vargen.decoding.drafters.small_model import Speculative
+from vargen.decoding.drafters.small_tree import SpeculativeTree
 
-__all__ = ["EagleChain", "Jacobi", "MedusaChain", "Sequential", "Speculative"]
+__all__ = ["Eagle", "Jacobi", "Medusa", "Sequential", "Speculative", "SpeculativeTree"]

@@ -1,26 +1,27 @@
 """EAGLE drafting: a trained layer continues the target's features token by token (Li et al. 2024, arXiv:2401.15077).
 
-It runs once over the tokens that the last pass committed, with the target's own features, and once for each further level of the
-draft, with its own.
+It runs once over the tokens that the last pass committed, with the target's own features, and once for each further level of
+the draft, with its own.
 
-Shape suffixes: B images, R rows of the target (B times its guidance halves), A slots of an accepted path, S drafts, D width,
-V vocabulary.
+Shape suffixes: B images, R rows of the target (B times its guidance halves), A slots of an accepted path, F slots of one level,
+D width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from vargen.decoding.cost import timed
 from vargen.decoding.draft import Draft, Output, Step, Tree
-from vargen.decoding.drafters.features import Features, at_slot, trained
-from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.drafters.features import Features, FeatureTree, at_slots, there
+from vargen.decoding.growth import Frontier, grow
+from vargen.decoding.noise import Noise
 from vargen.decoding.protocols import FeatureModel, TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.values import shown, whole
 
 
 @dataclass
@@ -34,82 +35,72 @@ class _State:
 
 
 @dataclass(frozen=True)
-class EagleChain:
-    """A chain of drafts.
+class Eagle(FeatureTree):
+    """Chains and trees from an EAGLE layer, one pass of it for each level; see `FeatureTree`."""
 
-    Args:
-        length: drafted tokens a pass, 1 or more; each takes a pass of the trained layer.
-        model: the trained drafter. None: the target's own, as a pipeline has it behind `load_drafter`.
-        shared_noise: draw drafts with the image's own noise, which couples them to what the target draws with it: for the rule
-            `shared_noise`. Otherwise the drafts have coins of their own.
-
-    Raises:
-        ValueError: for a length below 1; by `bind` for one that the grid does not hold, if there is no trained drafter, or one
-            of another vocabulary or grid.
-    """
-
-    length: int = 4
-    model: FeatureModel | None = None
-    shared_noise: bool = False
-    topology: str = field(default="chain", init=False)
-
-    def __post_init__(self) -> None:
-        if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, FeatureModel)):
-            raise TypeError(f"model must be a FeatureModel, such as pipe.token_model(1.0).eagle, or None, got {shown(self.model)}")
-        if not isinstance(self.shared_noise, bool):
-            raise TypeError(f"shared_noise must be True or False, got {shown(self.shared_noise)}")
-        length = whole(self.length, 1)
-        if length is None:
-            raise ValueError(f"length, the drafted tokens of a pass, must be a whole number of at least 1, got {shown(self.length)}")
-        object.__setattr__(self, "length", length)
-
-    @property
-    def max_fed(self) -> int:
-        return self.length + 1
-
-    def bind(self, model: TokenModel) -> EagleChain:
-        trained("eagle", self.model, model)
-        self.check_grid(model.grid[0] * model.grid[1])
-        return self
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless a chain fits behind the first of so many tokens."""
-        if self.length >= tokens:
-            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {shown(self.length)}")
-
-    def fitted(self, tokens: int) -> EagleChain:
-        """The drafter with a chain that fits behind the first of so many tokens."""
-        return replace(self, length=min(self.length, tokens - 1))
-
-    def resized(self, window: int | str) -> EagleChain:
-        """This drafter: a chain has no window."""
-        return self
+    kind: ClassVar[str] = "eagle"
+    protocol: ClassVar[type] = FeatureModel
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        drafter = trained("eagle", self.model, model)
-        held = drafter.start(len(seeds), self.max_fed)
+        drafter = self.trained(model)
+        held = drafter.start(len(seeds), max(self.tree.depth + 1, self.tree.expanded))
         return _State(drafter, held, Features.first(first, len(seeds)), sampling, seeds, model.grid[0] * model.grid[1])
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
-        model, held, device = state.model, state.held, tokens.device
-        purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
-        out = continued(model, held, state.features, tokens, length)
-        drafted: list[Tensor] = []
-        probs: list[Tensor] = []
-        for drafts in range(self.length):
-            if drafts:
-                out = model.forward(drafted[-1], _features(out), held, Tree.of_chain(drafts, device))
-            probs.append(to_probs(out.logits, state.sampling))
-            drafted.append(Noise(state.seeds, length[:, None] + drafts, step).draw(probs[-1], purpose))
-        model.commit(held, state.features.count.clamp(max=1))
-        valid = length[:, None] + torch.arange(self.length, device=device) < state.total
-        return Draft(torch.cat(drafted, 1), Tree.of_chain(self.length, device), torch.cat(probs, 1), valid)
+        model, held = state.model, state.held
+        level = Output(tokens, None)
+
+        def expand(frontier: Frontier) -> Tensor:
+            nonlocal level
+            if frontier.depth:
+                features = at_slots(there(level.features), frontier.parent)
+                level = model.forward(frontier.tokens, features, held, frontier.tree)
+            else:
+                level = _continued(model, held, state.features, tokens, length)
+            return to_probs(level.logits, state.sampling)
+
+        root = tokens.gather(1, length[:, None] - 1)[:, 0]
+        draft = grow(expand, self.tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
+        model.commit(held, state.features.count.clamp(max=1))  # the root, to which the levels were behind
+        return draft
 
     def observe(self, state: _State, step: Step) -> None:
         state.features.observe(step)
 
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of the layer's passes behind a draft, measured; what builds the tree is left out."""
+        if not drafts:
+            return 0.0
+        device = torch.device(model.device)
+        seeds = torch.zeros(images, dtype=torch.int64, device=device)
+        clock = _Clock(self.trained(model))
+        _, first = model.prefill(condition, self.max_fed)
+        state = self.start(model, condition, seeds, Sampling(), first)
+        state.model = clock
+        tokens = torch.zeros(images, state.total + self.max_fed, dtype=torch.int64, device=device)
+        spent = []
+        for _ in range(4):
+            clock.seconds = 0.0
+            self.propose(state, tokens, torch.ones_like(seeds), 0)
+            spent.append(clock.seconds)
+            state.features.count = torch.zeros_like(seeds)
+        return min(spent[1:])
 
-def continued(model: FeatureModel, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:
+
+class _Clock:
+    """A `FeatureModel` that counts the seconds of its passes."""
+
+    def __init__(self, model: FeatureModel):
+        self.model, self.seconds = model, 0.0
+        self.vocab, self.grid, self.start, self.commit = model.vocab, model.grid, model.start, model.commit
+
+    def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
+        seconds, output = timed(lambda: self.model.forward(tokens, features, state, tree), tokens.device)
+        self.seconds += seconds
+        return output
+
+
+def _continued(model: FeatureModel, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:
     """Feed the newest tokens with the target's features, and keep all but the root, at which a draft begins.
 
     Returns:
@@ -121,9 +112,4 @@ def continued(model: FeatureModel, held: Any, features: Features, tokens: Tensor
     out = model.forward(newest, features.held, held, Tree.of_chain(A - 1, device))
     last = (features.count - 1).clamp(min=0)  # a finished image has none
     model.commit(held, last)
-    return Output(at_slot(out.logits, last), at_slot(_features(out), last))
-
-
-def _features(output: Output) -> Tensor:
-    assert output.features is not None  # a FeatureModel's always has them
-    return output.features
+    return Output(at_slots(out.logits, last[:, None]), at_slots(there(out.features), last[:, None]))
