@@ -38,7 +38,7 @@ from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.scale_table import ScaleTable
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
 CHAINS = 150_000
@@ -55,10 +55,11 @@ class Case:
     forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
 
     def model(self) -> TableModel:
-        """The model, with another table as its draft model."""
+        """The model, with another table as its draft model, and what its trained drafters know."""
         arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
         model.draft_model = TableModel(seed=77, **arguments)
+        model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
         return model
 
 
