@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, exact, shared_noise
-from vargen.decoding.drafters import Jacobi, Speculative
+from vargen.decoding.acceptance import Grouped, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.drafters import Eagle, Jacobi, Medusa, Speculative
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
+from vargen.decoding.trees import DynamicTree
 from vargen.values import shown
 
 DEFAULT = "auto"  # what pipelines, page and command draw with
@@ -62,6 +63,34 @@ PRESETS: dict[str, Method] = {
             acceptance=exact,
             summary="a small model drafts a chain; p/q acceptance",
             source="Leviathan et al. 2023, arXiv 2211.17192",
+        ),
+        Accelerator(
+            name="eagle",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            acceptance=traversal,
+            summary="a trained layer grows a tree of drawn drafts; judged by whole paths",
+            source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
+        ),
+        Accelerator(
+            name="eagle-same",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="coupled"),
+            acceptance=shared_noise,
+            summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
+            source="as eagle, with shared-noise acceptance",
+        ),
+        Accelerator(
+            name="eagle-2",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=4), drawing="best"),
+            acceptance=recursive_rejection,
+            summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
+            source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
+        ),
+        Accelerator(
+            name="medusa",
+            drafter=Medusa(DynamicTree(nodes=15, depth=3, children=3), drawing="sampled"),
+            acceptance=traversal,
+            summary="trained heads draft several tokens at once, as a tree; judged by whole paths",
+            source="Cai et al. 2024, arXiv 2401.10774, with traversal verification",
         ),
         Schedule(
             name="plain",
