@@ -29,14 +29,14 @@ def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -
         name: a packaged drafter, or a folder. transformer: configuration of the model that it is to draft for.
 
     Raises:
-        ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary or
-            grid; before a weight is read.
+        ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary
+            or grid; before a weight is read.
     """
     packaged = packaged_drafters(family)
     folder = packaged.get(str(name)) or expanded(name, "drafter")
     if not folder.is_dir():
-        known = ", ".join(packaged) or "none is packaged"
-        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {shown(str(name))}")
+        known, given = ", ".join(packaged) or "none is packaged", shown(str(name))
+        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
     kind = read_object(folder / "config.json").get("_class_name")
     component = next((each for each in family.drafters if family.networks[each].__name__ == kind), None)
     if component is None:

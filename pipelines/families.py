@@ -67,9 +67,12 @@ FAMILIES: dict[str, Family] = {
             pipeline="LlamaGenPipeline",
             module="vargen.pipelines.llamagen",
             networks={
-                "transformer": LlamaGenTransformer, "draft_transformer": LlamaGenTransformer, "vqvae": VQModel,
-                "eagle": EagleDrafter, "medusa": MedusaDrafter,
-            },  # fmt: skip
+                "transformer": LlamaGenTransformer,
+                "draft_transformer": LlamaGenTransformer,
+                "vqvae": VQModel,
+                "eagle": EagleDrafter,
+                "medusa": MedusaDrafter,
+            },
             convert="vargen convert llamagen --transformer FILE --vq FILE --output DIR",
             shared={
                 "class": ("condition", "num_classes", "vocab_size", "grid_size"),

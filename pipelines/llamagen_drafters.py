@@ -1,4 +1,4 @@
-"""Trained drafters of a LlamaGen transformer as decoding sees them: its embedding, norm and output layer, guidance rows, caches.
+"""Trained drafters of a LlamaGen transformer as decoding sees them: its embedding, norm and output, guidance rows, caches.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed slots, D width, V vocabulary, h heads.
 """
@@ -36,7 +36,7 @@ class Target(Protocol):
         """Embeddings `[R, T, D]` of tokens `[B, T]`."""
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by hidden states `[R, T, D]` before the norm."""
+        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
 
 
 @dataclass

@@ -113,7 +113,7 @@ class LlamaGenTokens:
             return self.transformer.tok_embeddings(tokens.repeat(self.halves, 1))
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by hidden states `[R, T, D]` before the norm."""
+        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
         with self._mode():
             return self.transformer.head(hidden.to(self.transformer.dtype), self._guidance_at(position))
 

@@ -116,9 +116,10 @@ SEEDS = torch.tensor([3, 4, 5])
 
 @pytest.mark.parametrize("interval", [None, 6])
 @pytest.mark.parametrize("guidance", [1.0, 3.0])
-@pytest.mark.parametrize("drafter", [Eagle(4, "coupled"), Eagle("wide-15", "coupled"), Eagle(DynamicTree(9, 3, 3), "coupled"),
-                                     Medusa(3, "coupled"), Medusa(drawing="coupled")], ids=lambda d: type(d).__name__)  # fmt: skip
-def test_coupled_drafts_draw_the_picture_of_ar(drafter, guidance: float, interval: int | None) -> None:
+@pytest.mark.parametrize("shape", [3, "wide-15", DynamicTree(9, 3, 3)])
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+def test_coupled_drafts_draw_the_picture_of_ar(kind, shape, guidance: float, interval: int | None) -> None:
+    drafter = kind("binary-3" if kind is Medusa and shape == "wide-15" else shape, "coupled")
     model = tiny(guidance, above=True, guidance_interval=interval)
     expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
     found = decode(model, CONDITION, SEEDS, Accelerator("same", drafter, shared_noise), Sampling(top_k=20))
@@ -157,6 +158,7 @@ def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
         (lambda: Medusa(model=EagleDrafter), TypeError, "model must be a FeatureHeads"),
         (lambda: Accelerator("x", Eagle(), exact), ValueError, "cannot judge a tree"),
         (lambda: Accelerator("x", Eagle(drawing="coupled"), traversal), ValueError, "cannot go with this Eagle"),
+        (lambda: Eagle((-1, 0, 0, 0, 0)).bind(table()), ValueError, "children of a tree must be at most the vocabulary of 3"),
         (lambda: Eagle(16).bind(tiny()), ValueError, "depth of a tree must be from 1 to 15, .*, got 16"),
         (lambda: Medusa(4).bind(tiny()), ValueError, "from 1 to the drafter's 3 heads, got 4"),
         (lambda: Eagle().bind(TableModel(3, 5)), ValueError, r"drafter trained for the model \(eagle\).*load_drafter"),
@@ -167,6 +169,11 @@ def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
 def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
     with pytest.raises(error, match=match):
         make()
+
+
+def test_dynamic_trees_have_no_more_children_than_there_are_tokens() -> None:
+    bound = Eagle(DynamicTree(nodes=20, depth=2, children=8)).bind(table())
+    assert (bound.tree.children, bound.tree.nodes) == (3, 12)
 
 
 def test_drafters_are_cut_to_the_grid() -> None:

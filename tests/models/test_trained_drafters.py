@@ -119,7 +119,8 @@ def test_saved_and_opened_it_is_the_same_drafter(kind: type, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("arguments", "match"), [({"dim": 30}, "divisible by 4"), ({"grid_size": 0}, "1 to 256, got 0"), ({"grid_size": 10**6}, "256")]
+    ("arguments", "match"),
+    [({"dim": 30}, "divisible by 4"), ({"grid_size": 0}, "1 to 256, got 0"), ({"grid_size": 10**6}, "256")],
 )
 def test_bad_sizes_are_refused(arguments: dict, match: str) -> None:
     with pytest.raises(ValueError, match=match):

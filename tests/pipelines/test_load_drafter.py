@@ -64,13 +64,13 @@ def test_a_drafter_of_other_sizes_is_refused_before_its_weights_are_read(kind, c
 
 def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     pipe = class_pipeline()
-    with pytest.raises(ValueError, match="drafter must be a folder with a trained drafter, .*, got '.*nowhere'"):
+    with pytest.raises(ValueError, match=r"drafter must be a folder with a trained drafter, .*, got '.*nowhere'"):
         pipe.load_drafter(tmp_path / "nowhere")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match="config.json is missing"):
+    with pytest.raises(ValueError, match=r"config\.json is missing"):
         pipe.load_drafter(tmp_path / "empty")
     pipe.transformer.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="describes a 'LlamaGenTransformer'; drafters of a LlamaGenPipeline are EagleDrafter, Med"):
+    with pytest.raises(ValueError, match="a 'LlamaGenTransformer'; drafters of a LlamaGenPipeline are EagleDrafter, Medusa"):
         pipe.load_drafter(tmp_path / "other")
     folder = saved(tmp_path / "cut")
     weights = folder / "diffusion_pytorch_model.safetensors"

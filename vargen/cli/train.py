@@ -192,13 +192,13 @@ class _Kind(StrEnum):
 @app.command()
 def drafter(
     kind: Annotated[_Kind, typer.Option(help="EAGLE's layer, which drafts token by token, or Medusa's heads, all at once.")],
-    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for: a packaged one, or a folder.")] = "emoji",
-    config: Annotated[str | None, typer.Option(metavar="FILE|NAME", help="A recipe in TOML. Default: that of the kind.")] = None,
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")] = "emoji",
+    config: Annotated[str | None, typer.Option(metavar="FILE|NAME", help="A recipe. Default: that of the kind.")] = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to draw, one a line. Default: captions of the data set, or classes.")
+        Path | None, typer.Option(metavar="FILE", help="What to draw, one a line. Default: the data set's captions; classes.")
     ] = None,
     features: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P]; no text encoder then.")
+        Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P].")
     ] = None,
     data: Annotated[Path | None, _DATA] = None,
     drawn: Annotated[
@@ -235,6 +235,19 @@ def drafter(
     subjects = subjects_of(pipe, recipe.pictures, lambda: _open_data(data), **files)
     place = drawn and expanded(drawn, "drawn")
     print_json({"drafter": str(output / "drafter"), **train_drafter(kind.value, recipe, pipe, subjects, output, place)})
+
+
+@app.command("package-drafter")
+def package_drafter(
+    run: Annotated[Path, typer.Option(metavar="DIR", help="A finished drafter run.")],
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model that it becomes a part of.")] = "emoji",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the card.")] = "",
+) -> None:
+    """Write a finished drafter in float16 into the folder of its model, with a card; print its figures."""
+    quiet_libraries()
+    from vargen.training.package_drafter import package_drafter as join
+
+    print_json(join(expanded(run, "run"), model, note))
 
 
 @app.command("package-scorer")

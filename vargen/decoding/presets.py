@@ -80,7 +80,7 @@ PRESETS: dict[str, Method] = {
         ),
         Accelerator(
             name="eagle-2",
-            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=4), drawing="best"),
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), drawing="best"),
             acceptance=recursive_rejection,
             summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
             source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",

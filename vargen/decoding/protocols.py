@@ -67,9 +67,9 @@ class TokenModel(Protocol):
 class FeatureModel(Protocol):
     """A trained drafter that continues a target's features token by token (EAGLE).
 
-    Slot j takes a token and the feature that predicted it, and returns what predicts the next: the target's features where it has
-    seen the token before, its own beyond. Guidance rows and caches are its own business, as are the target's norm and output
-    layer, with which it makes logits.
+    Slot j takes a token and the feature that predicted it, and returns what predicts the next: the target's features where it
+    has seen the token before, its own beyond. Guidance rows and caches are its own business, as are the target's norm and
+    output layer, with which it makes logits.
     """
 
     @property
@@ -82,8 +82,8 @@ class FeatureModel(Protocol):
         """The state of B images that hold nothing. No later passes feed more than `max_fed` slots between two commits."""
 
     def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
-        """Feed tokens `[B, T]` with features `[R, T, D]`: the last T slots of `tree`, of which passes since the last commit have
-        fed the others. Logits `[B, T, V]` after guidance, and features `[R, T, D]`, say what follows each."""
+        """Feed tokens `[B, T]` with features `[R, T, D]`: the last T slots of `tree`, of which passes since the last commit
+        have fed the others. Logits `[B, T, V]` after guidance, and features `[R, T, D]`, say what follows each."""
 
     def commit(self, state: Any, count: Tensor) -> None:
         """Keep the first `count` `[B]` slots of what was fed, forget the others."""
@@ -104,8 +104,8 @@ class FeatureHeads(Protocol):
         """Tokens ahead, h."""
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
-        """Logits `[B, h, V]` after guidance, of the h tokens that follow tokens `[B]` at positions `[B]`, which the target drew by
-        its features `[R, 1, D]`; none given the others."""
+        """Logits `[B, h, V]` after guidance, of the h tokens that follow tokens `[B]` at positions `[B]`, which the target drew
+        by its features `[R, 1, D]`; none given the others."""
 
 
 @runtime_checkable

@@ -82,7 +82,8 @@ class KVCache:
         return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
-        ahead = self._image_slot[earlier : earlier + T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+        behind = self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+        ahead = self._image_slot[earlier : earlier + T] + behind
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
     def bias(

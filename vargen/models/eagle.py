@@ -1,8 +1,8 @@
 """EAGLE: one decoder layer that continues the features of a frozen transformer.
 
-Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which trains
-it on its own outputs. Features are those before the target's final norm: drafts from these are far better than behind it (SSD,
-arXiv:2606.20543, table of inputs). Embedding, norm and output layer are the target's, and not stored here.
+Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
+trains it on its own outputs. Features are those before the target's final norm: drafts from these are far better than from
+those behind it (SSD, arXiv:2606.20543). Embedding, norm and output layer are the target's, and not stored here.
 
 Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width.
 """
@@ -10,6 +10,7 @@ Shape suffixes: R rows (images, times two under guidance), T slots, D width, H h
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -31,8 +32,8 @@ from diffusers.models.modeling_utils import ModelMixin
 
 
 class EagleDrafter(ModelMixin, ConfigMixin):
-    """Slot j takes the target's feature that predicted token j and the embedding of token j, and gives the feature that predicts
-    token j + 1: true ones where the target has seen token j - 1, and its own beyond.
+    """Slot j takes the feature that predicted token j and the embedding of token j, and gives the feature that predicts token
+    j + 1: it takes the target's features where the target has seen token j - 1, and its own beyond.
 
     Args:
         dim, vocab_size, grid_size: of the target.
@@ -79,7 +80,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
         with torch.no_grad():  # as built, it hands the feature on
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
 
-    def _apply(self, fn, *args, **options):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
         if self.device.type != "cpu":
@@ -159,7 +160,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
         """For training: what each of `steps` successive drafts would be at every slot, `[R, T, D]` each.
 
         At step s > 0 slot j takes its own output of step s - 1 at slot j - 1 and attends as a draft would: to true slots up to
-        j - s, then to those of steps 1 to s, one each. The first s slots of step s are meaningless (EAGLE-3's training-time test).
+        j - s, then to those of steps 1 to s, one each: EAGLE-3's training-time test. The first s slots of step s mean nothing.
 
         Args:
             features, embeddings, above: the target's, `[R, T, D]`, from slot 0.

@@ -1,13 +1,15 @@
 """Medusa: heads that predict several tokens ahead from one feature of a frozen transformer, all at once.
 
-Source: Cai et al. 2024, Medusa (arXiv:2401.10774). The heads share the target's frozen norm and output layer, where the paper has
-an output layer for each: with few parameters those would be nearly all of them. As in Hydra (arXiv:2402.05109) they also see the
-token that the feature was drawn as, which is known by the time they run.
+Source: Cai et al. 2024, Medusa (arXiv:2401.10774). The heads share the target's frozen norm and output layer, where the paper
+has an output layer for each: in a small model those would be nearly all of its parameters. As in Hydra (arXiv:2402.05109) they
+also see the token that was drawn by the feature, which is known by the time they run.
 
 Shape suffixes: R rows (images, times two under guidance), T slots, D width, h heads.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +80,7 @@ class MedusaDrafter(ModelMixin, ConfigMixin):
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
 
-    def _apply(self, fn, *args, **options):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
         if self.device.type != "cpu":
             transpose_weights(self, False)
@@ -89,5 +91,5 @@ class MedusaDrafter(ModelMixin, ConfigMixin):
         if eager_on_cpu(features) and not torch.is_grad_enabled():
             transpose_weights(self)
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
-        given = given.to(self.ahead[0].fc.weight.dtype)  # type: ignore[union-attr]
+        given = given.to(self.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale

@@ -76,8 +76,8 @@ def train_drafter(
         subjects: what pictures are drawn of. drawn_folder: where they are kept; default: `folder/drawn`.
 
     Returns:
-        Figures on held-out pictures: by draft i, `overlap_i`, the share of drafts that the exact rule accepts where those before
-        were, and `content_overlap_i`, the same without tokens that are the commonest one; and `tokens_per_pass` of a chain.
+        Figures on held-out pictures: by draft i, `overlap_i`, the share of drafts that the exact rule accepts where those
+        before were; `content_overlap_i`, the same without tokens that are the commonest one; and `tokens_per_pass` of a chain.
 
     Raises:
         ValueError: for an unknown kind or setting, a run or pictures in `folder` of another recipe or target, or a run that
@@ -148,8 +148,8 @@ class _Trainer:
 
     @torch.no_grad()
     def taught(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of pictures by their numbers: the target's hidden states `[R, N, D]`, of which row j predicted token j; embeddings of the
-        tokens `[R, N, D]`; and its probabilities `[B, N, V]` of each token."""
+        """Of pictures by their numbers: the target's hidden states `[R, N, D]`, of which row j predicted token j; embeddings of
+        the tokens `[R, N, D]`; and its probabilities `[B, N, V]` of each token."""
         tokens = torch.from_numpy(self.drawn.tokens[list(numbers)].astype(np.int64)).to(self.device)
         condition = self.drawn.condition(numbers)
         rows = tokens

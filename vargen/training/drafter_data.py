@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -164,9 +164,8 @@ class Drawn:
     def draw(self) -> None:
         """Fill `tokens`."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        batches = [range(s, min(s + self.recipe.draw_batch, self.training)) for s in range(0, self.training, self.recipe.draw_batch)]
-        held = range(self.training, self.recipe.pictures)
-        batches += [held[s : s + self.recipe.draw_batch] for s in range(0, len(held), self.recipe.draw_batch)]
+        size, parts = self.recipe.draw_batch, (range(self.training), range(self.training, self.recipe.pictures))
+        batches = [part[start : start + size] for part in parts for start in range(0, len(part), size)]
         missing = [numbers for numbers in batches if not self._read(numbers)]
         for numbers in tqdm(missing, desc="pictures", disable=None, mininterval=5):
             self._draw(list(numbers))

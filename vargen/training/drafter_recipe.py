@@ -11,7 +11,7 @@ from vargen.training.recipe import Schedule, at_least
 
 @dataclass(frozen=True)
 class DrafterRecipe:
-    """How to train an `EagleDrafter` or a `MedusaDrafter`. `model` holds what its constructor takes beside the target's sizes."""
+    """How to train an `EagleDrafter` or a `MedusaDrafter`. `model`: what its constructor takes beside the target's sizes."""
 
     model: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
@@ -23,7 +23,7 @@ class DrafterRecipe:
     sampling: dict[str, Any] = field(default_factory=dict)  # where it will be another than the model's defaults
     batch_size: int = 16
     unrolled: int = 3  # drafts in a row that an EAGLE layer is trained on
-    step_weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6])  # of these, or of the heads; the last for the rest
+    step_weights: list[float] = field(default_factory=lambda: [1.0, 0.8, 0.6])  # of these, or of heads; then the last
     feature_weight: float = 0.5  # of the loss on features beside that on probabilities
     weight_decay: float = 0.01
     evaluate_every: int = 100

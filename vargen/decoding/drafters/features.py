@@ -72,9 +72,9 @@ class FeatureTree:
         model: the trained drafter. None: the target's own, as a pipeline has it behind `load_drafter`.
 
     Raises:
-        ValueError: for an unknown tree or drawing, or a chain of less than one draft; by `bind` for a tree that the grid does not
-            hold or with more children than there are tokens, if there is no trained drafter, or one of another vocabulary or
-            grid.
+        ValueError: for an unknown tree or drawing, or a chain of less than one draft; by `bind` for a tree that the grid does
+            not hold, a static one with more children than there are tokens, if there is no trained drafter, or one of another
+            vocabulary or grid.
         TypeError: for a shape that is none, or a model that is none.
     """
 
@@ -91,8 +91,9 @@ class FeatureTree:
         if not isinstance(shape, StaticTree | DynamicTree | str | list | tuple):
             length = whole(shape, 1, MOST_FED - 1)
             if length is None:
+                error = ValueError if isinstance(shape, int | float) else TypeError
                 allowed = f"a whole number from 1 to {MOST_FED - 1} for a chain, a tree, its name or its parents"
-                raise (ValueError if isinstance(shape, int | float) else TypeError)(f"shape must be {allowed}, got {shown(shape)}")
+                raise error(f"shape must be {allowed}, got {shown(shape)}")
             shape = chain(length)
         tree = shape if isinstance(shape, StaticTree | DynamicTree) else StaticTree(shape)
         object.__setattr__(self, "shape", tree)
@@ -139,10 +140,14 @@ class FeatureTree:
         return found
 
     def bind(self, model: TokenModel) -> Self:
-        """This drafter."""
+        """This drafter, its dynamic tree with no more children of a slot than there are tokens."""
         self.trained(model)
-        check_vocabulary(self.tree, model.vocab)
         self.check_grid(model.grid[0] * model.grid[1])
+        tree = self.tree
+        if isinstance(tree, DynamicTree) and tree.children > model.vocab:
+            fewer = replace(tree, children=model.vocab, nodes=1)
+            return replace(self, shape=replace(fewer, nodes=min(tree.nodes, fewer.candidates)))
+        check_vocabulary(tree, model.vocab)
         return self
 
     def check_grid(self, tokens: int) -> None:

@@ -1,7 +1,7 @@
-"""Medusa drafting: trained heads predict several tokens ahead from one feature of the target (Cai et al. 2024, arXiv:2401.10774).
+"""Medusa drafting: trained heads predict several tokens ahead from one feature of the target.
 
-The feature is that by which the root was drawn, so a pass leaves all that the next draft needs. All slots of a level have the
-same q: heads do not see each other's tokens.
+Source: Cai et al. 2024 (arXiv:2401.10774). The feature is that by which the root was drawn, so a pass leaves all that the next
+draft needs. All slots of a level have the same q: heads do not see each other's tokens.
 
 Shape suffixes: B images, h heads, V vocabulary.
 """
