@@ -12,7 +12,7 @@ from vargen.decoding.acceptance import (
 )
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, Speculative, SpeculativeTree
+from vargen.decoding.drafters import Jacobi, JacobiTree, Speculative, SpeculativeTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
@@ -41,6 +41,7 @@ __all__ = [
     "Fixed",
     "Grouped",
     "Jacobi",
+    "JacobiTree",
     "Method",
     "Noise",
     "NonFiniteLogitsError",
