@@ -12,7 +12,7 @@ from vargen.decoding.acceptance import (
 )
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Eagle, Jacobi, Medusa, Speculative, SpeculativeTree
+from vargen.decoding.drafters import Eagle, Jacobi, JacobiTree, Medusa, Speculative, SpeculativeTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, FeatureHeads, FeatureModel, ScaleModel, TokenModel
@@ -44,6 +44,7 @@ __all__ = [
     "Fixed",
     "Grouped",
     "Jacobi",
+    "JacobiTree",
     "Medusa",
     "Method",
     "Noise",

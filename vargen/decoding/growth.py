@@ -274,8 +274,8 @@ def _candidates(q: Tensor, reach: Tensor, shape: DynamicTree, drawing: Drawing, 
 
 
 def _draft_probs(rows: list[Tensor], follows: Tensor, tokens: Tensor, tree: Tree, drawing: Drawing) -> Tensor | None:
-    """q `[B, S, V]` of each draft: that of the slot that it follows and, without replacement, less the elder siblings; None where
-    nothing was drawn.
+    """q `[B, S, V]` of each draft: that of the slot that it follows and, without replacement, less the elder siblings; None
+    where nothing was drawn.
 
     Args:
         rows: q `[B, F, V]` of each level, which together are those of the E expanded slots. follows: `[B, S]`, one of these E.

@@ -51,6 +51,20 @@ def of_widths(widths: Sequence[int]) -> tuple[int, ...]:
     return tuple(parents)
 
 
+def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
+    """Every slot above `depth` has so many children, and below the first of the deepest ones a chain makes up the `fed` slots:
+    the tree of SJD-PAC.
+
+    Raises:
+        ValueError: if `fed` slots do not hold the part that branches.
+    """
+    parents = k_ary(children, depth)
+    if fed < len(parents):
+        raise ValueError(f"{children} children to depth {depth} are {len(parents)} slots, the root included, got {fed}")
+    first = len(parents) - children**depth  # of the deepest
+    return parents + tuple(first if slot == len(parents) else slot - 1 for slot in range(len(parents), fed))
+
+
 STATIC: dict[str, tuple[int, ...]] = {
     "chain-4": chain(4),
     "binary-3": k_ary(2, 3),

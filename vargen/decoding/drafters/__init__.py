@@ -2,9 +2,10 @@
 
 from vargen.decoding.drafters.eagle import Eagle
 from vargen.decoding.drafters.jacobi import Jacobi
+from vargen.decoding.drafters.jacobi_tree import JacobiTree
 from vargen.decoding.drafters.medusa import Medusa
 from vargen.decoding.drafters.sequential import Sequential
 from vargen.decoding.drafters.small_model import Speculative
 from vargen.decoding.drafters.small_tree import SpeculativeTree
 
-__all__ = ["Eagle", "Jacobi", "Medusa", "Sequential", "Speculative", "SpeculativeTree"]
+__all__ = ["Eagle", "Jacobi", "JacobiTree", "Medusa", "Sequential", "Speculative", "SpeculativeTree"]
