@@ -41,6 +41,7 @@ class Description:
         vocab: tokens V to draw from. tokens: N that a picture has.
         has_draft: whether it has a smaller model to draft with.
         steps: passes of the baseline.
+        drafters: drafters trained on its features that it has, `"eagle"` and `"medusa"`.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Description:
     id2label: dict[int, str]
     has_draft: bool
     steps: int
+    drafters: tuple[str, ...] = ()
 
 
 class Decoder(Protocol):

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
+from vargen.decoding.drafters.features import FeatureTree
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -24,6 +25,7 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
 from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.description import Description
+from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
@@ -108,13 +110,16 @@ class LlamaGenPipeline(VisualPipeline):
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         tokens = config.grid_size**2
-        return Description(
-            folder, cls.__name__, config.condition, config.vocab_size, tokens, config.num_classes, names, has_draft, tokens
-        )
+        drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
+        sizes = config.condition, config.vocab_size, tokens, config.num_classes
+        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters)
 
     @classmethod
     def check_method(cls, described: Description, method: Accelerator) -> None:
         method.check_grid(described.tokens)
+        drafter = method.drafter
+        if isinstance(drafter, FeatureTree) and drafter.model is None and drafter.kind not in described.drafters:
+            raise ValueError(drafter.missing())
 
     def check_runs(self, method: Accelerator) -> None:
         method.bind(self.token_model(1.0))

@@ -59,7 +59,9 @@ def test_methods_say_why_not() -> None:
     assert "draft_transformer" in found["speculative"].reason
     parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
     able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
-    assert all(method.reason is None for method in able.methods())
+    lacking = {method.name: method.reason for method in able.methods() if method.reason is not None}
+    assert set(lacking) == {"eagle", "eagle-same", "eagle-2", "medusa"}
+    assert all("vargen train drafter" in reason for reason in lacking.values())
 
 
 def test_a_reason_is_what_a_call_says(folder: Path) -> None:

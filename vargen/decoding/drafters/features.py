@@ -128,16 +128,20 @@ class FeatureTree:
         if found is None and isinstance(model, HeadedModel):
             found = getattr(model, self.kind)
         if found is None:
-            raise ValueError(
-                f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
-                f"`vargen train drafter --kind {self.kind}`, then pipe.load_drafter(folder)"
-            )
+            raise ValueError(self.missing())
         if (found.vocab, found.grid) != (model.vocab, model.grid):
             raise ValueError(
                 f"the {self.kind} drafter must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
                 f"got {found.vocab} on {found.grid}"
             )
         return found
+
+    def missing(self) -> str:
+        """What to say where there is none."""
+        return (
+            f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
+            f"`vargen train drafter --kind {self.kind}`, then pipe.load_drafter(folder)"
+        )
 
     def bind(self, model: TokenModel) -> Self:
         """This drafter, its dynamic tree with no more children of a slot than there are tokens."""
