@@ -15,6 +15,7 @@ from torch import Tensor
 from vargen.compat import outside_autocast
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import shared_noise
+from vargen.decoding.acceptance.siblings import offered_and_accepted
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
@@ -94,7 +95,7 @@ def _loop(
             probs = to_probs(out.logits, sampling)
             verdict = rule(probs, draft, noise, images.relaxation)
         with run.part("commit"):
-            count = images.commit(fed, verdict)
+            count = images.commit(draft, fed, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
@@ -109,6 +110,7 @@ class _Images:
         length: int64 `[B]`, tokens drawn.
         relaxation: float32 `[B]`, granted so far.
         histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
+        siblings: int64 `[ranks, 2]`, see `DecodeStats`.
         widths: passes by the tokens they fed.
     """
 
@@ -121,6 +123,7 @@ class _Images:
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
+        self.siblings = torch.zeros(0, 2, dtype=torch.int64, device=device)
         self.widths: dict[int, int] = {}
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
@@ -142,7 +145,7 @@ class _Images:
         """Noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
-    def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
+    def commit(self, draft: Draft, fed: Tensor, verdict: Verdict) -> Tensor:
         """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""
         count = torch.minimum(verdict.count, self.total - self.length)
         committed = verdict.committed(fed)
@@ -150,6 +153,9 @@ class _Images:
         self.histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation += verdict.relaxation * (count > 0)
+        if not draft.tree.chain:
+            self.siblings = _longer(self.siblings, draft.tree.widest)
+            self.siblings[: draft.tree.widest] += offered_and_accepted(draft, verdict, count > 0)
         self.length = self.length + count
         self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
         return count
@@ -165,7 +171,13 @@ class _Images:
             relaxation=self.relaxation.tolist(),
             seeds=self.seeds.tolist(),
             threads=threads,
+            siblings=self.siblings.tolist(),
         )
+
+
+def _longer(table: Tensor, rows: int) -> Tensor:
+    """The table with at least so many rows, new ones of zeros."""
+    return torch.nn.functional.pad(table, (0, 0, 0, max(0, rows - len(table))))
 
 
 def _check(model: Any, seeds: Any, sampling: Any, callback: Any) -> None:
