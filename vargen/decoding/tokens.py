@@ -95,7 +95,7 @@ def _loop(
             probs = to_probs(out.logits, sampling)
             verdict = rule(probs, draft, noise, images.relaxation)
         with run.part("commit"):
-            count = images.commit(draft, fed, verdict)
+            count = images.commit(fed, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
@@ -111,6 +111,7 @@ class _Images:
         relaxation: float32 `[B]`, granted so far.
         histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
         siblings: int64 `[ranks, 2]`, see `DecodeStats`.
+        draft: the last one that was fed.
         widths: passes by the tokens they fed.
     """
 
@@ -124,6 +125,7 @@ class _Images:
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
         self.siblings = torch.zeros(0, 2, dtype=torch.int64, device=device)
+        self.draft: Draft | None = None
         self.widths: dict[int, int] = {}
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
@@ -139,13 +141,14 @@ class _Images:
 
     def fed(self, draft: Draft) -> Tensor:
         """int64 `[B, T]`: the root, then the draft."""
+        self.draft = draft
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def noise(self, draft: Draft, step: int) -> Noise:
         """Noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
-    def commit(self, draft: Draft, fed: Tensor, verdict: Verdict) -> Tensor:
+    def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
         """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""
         count = torch.minimum(verdict.count, self.total - self.length)
         committed = verdict.committed(fed)
@@ -153,9 +156,10 @@ class _Images:
         self.histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation += verdict.relaxation * (count > 0)
-        if not draft.tree.chain:
-            self.siblings = _longer(self.siblings, draft.tree.widest)
-            self.siblings[: draft.tree.widest] += offered_and_accepted(draft, verdict, count > 0)
+        if self.draft is not None and not self.draft.tree.chain:
+            ranks = self.draft.tree.widest
+            self.siblings = _longer(self.siblings, ranks)
+            self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0)
         self.length = self.length + count
         self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
         return count

@@ -117,7 +117,9 @@ class StaticTree:
     parents: tuple[int, ...] | str = "wide-15"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", checked_parents(self.parents))
+        if not isinstance(self.parents, str):
+            object.__setattr__(self, "parents", checked_parents(self.parents))
+        checked_parents(self.parents)
 
     @property
     def slots(self) -> tuple[int, ...]:
