@@ -6,7 +6,15 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.acceptance import FunctionRule, shared_noise
-from vargen.decoding.protocols import AcceptanceRule, Drafter, OfferingDrafter, PricedDrafter, SizedDrafter, TokenModel
+from vargen.decoding.protocols import (
+    AcceptanceRule,
+    BranchingDrafter,
+    Drafter,
+    OfferingDrafter,
+    PricedDrafter,
+    SizedDrafter,
+    TokenModel,
+)
 from vargen.values import shown
 
 _NEEDS = {
@@ -104,9 +112,14 @@ class Accelerator:
         if isinstance(self.drafter, SizedDrafter):
             self.drafter.check_grid(tokens)
 
-    def fitted(self, tokens: int) -> Accelerator:
-        """The method with its drafts cut to a grid of so many tokens."""
-        return replace(self, drafter=self.drafter.fitted(tokens)) if isinstance(self.drafter, SizedDrafter) else self
+    def fitted(self, tokens: int, vocab: int | None = None) -> Accelerator:
+        """The method with its drafts cut to a grid of so many tokens and, if it is given, to a vocabulary."""
+        drafter: Drafter | None = self.drafter
+        if isinstance(drafter, SizedDrafter):
+            drafter = drafter.fitted(tokens)
+        if vocab is not None and isinstance(drafter, BranchingDrafter):
+            drafter = drafter.narrowed(vocab)
+        return self if drafter is self.drafter else replace(self, drafter=drafter)
 
     def resized(self, window: int | str) -> Accelerator:
         """The method with another window; see `SizedDrafter`.

@@ -214,7 +214,7 @@ def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor,
     K, image = shape.children, torch.arange(B, device=device)[:, None]
     parents = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # of the slots that are expanded
     fed = tokens = root[:, None]
-    above, reach = torch.zeros_like(tokens), torch.zeros(B, 1, device=device)
+    above, reach, there = torch.zeros_like(tokens), torch.zeros(B, 1, device=device), torch.ones_like(tokens, dtype=torch.bool)
     expanded_at = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # where each of these is among the candidates
     levels: list[_Level] = []
     follows: list[Tensor] = []  # of each candidate the expanded slot that it follows
@@ -225,9 +225,11 @@ def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor,
             expanded_at = torch.cat([expanded_at, order + K * first], 1)
             parents = torch.cat([parents, above + first], 1)
             reach, tokens = reach.flatten(1)[image, order], levels[-1].tokens.flatten(1)[image, order]
+            there = levels[-1].there.flatten(1)[image, order]
             fed = torch.cat([fed, tokens], 1)
         q = expand(Frontier(tokens, above, Tree.per_image(parents, depth + 1, K), fed, depth))
         level = _candidates(q, reach, shape, drawing, _below(noise, depth))
+        level = level._replace(there=level.there & there[..., None])
         levels.append(level)
         follows.append(torch.arange(fed.shape[1] - F, fed.shape[1], device=device).repeat_interleave(K).expand(B, -1))
         reach = level.reach
@@ -241,6 +243,12 @@ def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor,
     valid = torch.cat([level.there.flatten(1) for level in levels], 1)[image, kept]
     valid &= noise.position + tree.depth[:, 1:] - 1 < total
     return Draft(drawn, tree, _draft_probs([level.probs for level in levels], inner, drawn, tree, drawing), valid)
+
+
+@lru_cache(maxsize=16)
+@ordinary_tensors()
+def _chances(shape: DynamicTree, device: torch.device) -> Tensor:
+    return torch.tensor(shape.chances, device=device)
 
 
 def _rooted(parents: Tensor) -> Tensor:
@@ -258,8 +266,6 @@ def _candidates(q: Tensor, reach: Tensor, shape: DynamicTree, drawing: Drawing, 
     if drawing == "best":
         reach = reach[..., None] + value.log()
         return _Level(token, there, reach, reach, q)
-    rates = [shape.acceptance[min(rank, len(shape.acceptance) - 1)] for rank in range(shape.children)]
-    accepted = torch.tensor(rates, device=q.device).expand_as(value)
     if drawing == "coupled":  # the nearer a candidate is to winning, the likelier the target's noise draws it
         gap = (value / value[..., :1]).nan_to_num(0.0)
         share = gap / gap.sum(-1, keepdim=True).clamp_min(1e-30)
@@ -267,7 +273,7 @@ def _candidates(q: Tensor, reach: Tensor, shape: DynamicTree, drawing: Drawing, 
         return _Level(token, there, reach, reach, q)
     own = q.gather(2, token)
     own = own / (1 - own.cumsum(-1) + own).clamp_min(1e-30)  # of those that the elders left
-    accepted = accepted ** (1 - own.clamp(max=1.0))  # certain drafts are certain, others as often accepted as most
+    accepted = _chances(shape, q.device) ** (1 - own.clamp(max=1.0))  # certain drafts are certain, others as often accepted as most
     refused = (1 - accepted).log().cumsum(-1)
     worth = reach[..., None] + torch.nn.functional.pad(refused[..., :-1], (1, 0))
     return _Level(token, there, worth, worth + accepted.log(), q)

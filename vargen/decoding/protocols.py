@@ -237,6 +237,14 @@ class PricedDrafter(Protocol):
 
 
 @runtime_checkable
+class BranchingDrafter(Protocol):
+    """A drafter whose slots have several children."""
+
+    def narrowed(self, vocab: int) -> Drafter[Any]:
+        """The drafter with no more children of a slot than a vocabulary of so many tokens has."""
+
+
+@runtime_checkable
 class OfferingDrafter(Protocol):
     """A drafter that says how it draws, for rules that need more than to know q.
 

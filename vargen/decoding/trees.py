@@ -117,7 +117,9 @@ class StaticTree:
     parents: tuple[int, ...] | str = "wide-15"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "parents", checked_parents(self.parents))
+        if not isinstance(self.parents, str):
+            object.__setattr__(self, "parents", checked_parents(self.parents))
+        checked_parents(self.parents)
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -145,17 +147,27 @@ class StaticTree:
 
     def cut(self, depth: int) -> StaticTree:
         """The tree without what lies deeper."""
-        steps, kept, parents = [0], {0: 0}, [-1]
-        for slot, parent in enumerate(self.slots[1:], 1):
+        steps = [0]
+        for parent in self.slots[1:]:
             steps.append(steps[parent] + 1)
-            if steps[slot] <= depth:
+        return self._without([step > depth for step in steps])
+
+    def narrowed(self, children: int) -> StaticTree:
+        """The tree with at most so many children of a slot, the first ones."""
+        return self._without([self.slots[:slot].count(self.slots[slot]) >= children for slot in range(len(self.slots))])
+
+    def _without(self, left_out: Sequence[bool]) -> StaticTree:
+        """The tree without these slots and what follows them."""
+        kept, parents = {0: 0}, [-1]
+        for slot, parent in enumerate(self.slots[1:], 1):
+            if parent in kept and not left_out[slot]:
                 kept[slot] = len(parents)
                 parents.append(kept[parent])
         return StaticTree(tuple(parents))
 
 
-# How often the first, second, ... sibling is accepted where all before it were refused.
-ACCEPTANCE = (0.6, 0.35, 0.25, 0.2)
+# How often the first, second, ... sibling is the accepted one.
+ACCEPTANCE = (0.6, 0.14, 0.07, 0.04)
 
 
 @dataclass(frozen=True)
@@ -171,8 +183,9 @@ class DynamicTree:
         depth: steps from the root.
         children: most of a slot.
         frontier: slots of a level that are expanded; None: as many as `children`.
-        acceptance: for drafts that are drawn, how often a first, second, ... sibling is accepted where those before it were
-            refused, each in (0, 1); the last holds for all that follow. It decides what is expanded and kept.
+        acceptance: for drafts that are drawn, how often the first, second, ... sibling is the accepted one (see
+            `DecodeStats.sibling_rates`), each above 0 and less than 1 in sum; ranks beyond these count as the last. It decides
+            what is expanded and kept.
 
     Raises:
         ValueError: for values outside these ranges, or fewer candidates than `nodes`.
@@ -195,14 +208,25 @@ class DynamicTree:
             raise ValueError(f"frontier must be a whole number from 1 to {MOST_FED - 1}, got {shown(self.frontier)}")
         object.__setattr__(self, "frontier", frontier)
         rates = [real(rate) for rate in self.acceptance] if isinstance(self.acceptance, list | tuple) else []
-        if not rates or any(rate is None or not 0 < rate < 1 for rate in rates):
-            raise ValueError(f"acceptance must hold a rate in (0, 1) for each rank, got {shown(self.acceptance)}")
+        if not rates or any(rate is None or not rate > 0 for rate in rates) or sum(rates) >= 1:  # type: ignore[arg-type]
+            given = shown(self.acceptance)
+            raise ValueError(f"acceptance must hold a rate in (0, 1) for each rank, and these less than 1 in sum, got {given}")
         object.__setattr__(self, "acceptance", tuple(rates))
         if self.nodes > self.candidates:
             raise ValueError(
                 f"nodes must be at most the {self.candidates} candidates that {self.depth} levels of {frontier} slots with "
                 f"{self.children} children have, got {self.nodes}"
             )
+
+    @property
+    def chances(self) -> tuple[float, ...]:
+        """By rank, how often a sibling is accepted where all before it were refused."""
+        found, left = [], 1.0
+        for rank in range(self.children):
+            rate = self.acceptance[min(rank, len(self.acceptance) - 1)]
+            found.append(min(rate / left, 0.99))
+            left = max(left - rate, 0.01)
+        return tuple(found)
 
     def widths(self) -> list[int]:
         """Slots that are expanded at each depth, the root's first."""
@@ -221,6 +245,11 @@ class DynamicTree:
     def expanded(self) -> int:
         """Slots that are expanded in a pass."""
         return sum(self.widths())
+
+    def narrowed(self, children: int) -> DynamicTree:
+        """The same with at most so many children of a slot, and of as many nodes as that leaves."""
+        narrow = replace(self, children=min(self.children, children), nodes=1)
+        return replace(narrow, nodes=min(self.nodes, narrow.candidates))
 
     def cut(self, depth: int) -> DynamicTree:
         """The same in fewer levels, and of as many nodes as these have."""

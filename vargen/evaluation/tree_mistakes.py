@@ -151,3 +151,4 @@ WRONG_TREES = {
         drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal
     ),
 }
+TELLING = ("an inverted residual", "with replacement, recorded as without", "the likeliest of two drawn kept")

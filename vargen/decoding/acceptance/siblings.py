@@ -204,3 +204,22 @@ def path_to(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
 def _path(accepted: Tensor, tree: Tree) -> Tensor:
     """Accepted slots first. Stable: parents before children."""
     return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
+
+
+def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
+    """int64 `[widest, 2]`: by sibling rank, how many accepted slots had such a child, and how many times it was accepted too.
+
+    Args:
+        active: bool `[B]`, which images count.
+    """
+    tree = draft.tree
+    B, T = len(draft.tokens), draft.tokens.shape[1] + 1
+    on_path = torch.arange(verdict.path.shape[1], device=active.device) < verdict.count[:, None]
+    reached = torch.zeros(B, T, dtype=torch.int64, device=active.device)
+    reached = reached.scatter_add(1, verdict.path, (on_path & active[:, None]).long()) > 0
+    children = tree.children.expand(B, T, tree.widest)
+    there = (children > 0) & reached[..., None]
+    if draft.valid is not None:
+        there &= draft.valid.gather(1, (children - 1).clamp(min=0).flatten(1)).view_as(there)
+    taken = there & reached.gather(1, children.flatten(1)).view_as(there)
+    return torch.stack([there.sum((0, 1)), taken.sum((0, 1))], 1)

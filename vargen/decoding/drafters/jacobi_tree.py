@@ -98,8 +98,6 @@ class JacobiTree:
     topology: str = field(default="tree", init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shape, StaticTree):
-            object.__setattr__(self, "shape", StaticTree(self.shape))
         plan = _plan(self.tree.slots, torch.device("cpu"))
         if len(plan.first) != self.tree.depth:
             raise ValueError(
@@ -110,8 +108,8 @@ class JacobiTree:
 
     @property
     def tree(self) -> StaticTree:
-        assert isinstance(self.shape, StaticTree)
-        return self.shape
+        """The shape."""
+        return self.shape if isinstance(self.shape, StaticTree) else StaticTree(self.shape)
 
     @property
     def window(self) -> Jacobi:
@@ -138,6 +136,10 @@ class JacobiTree:
     def fitted(self, tokens: int) -> JacobiTree:
         """The drafter with a tree that fits behind the first of so many tokens."""
         return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+
+    def narrowed(self, vocab: int) -> JacobiTree:
+        """The drafter with no more children of a slot than so many tokens."""
+        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
 
     def resized(self, window: int | str) -> JacobiTree:
         """This drafter: its window is its shape's."""

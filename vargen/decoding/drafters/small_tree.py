@@ -52,15 +52,13 @@ class SpeculativeTree:
     topology: str = field(default="tree", init=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.shape, StaticTree | DynamicTree):
-            object.__setattr__(self, "shape", StaticTree(self.shape))
         check_drawing(self.drawing, self.tree)
         Speculative(model=self.model)
 
     @property
     def tree(self) -> TreeShape:
-        assert isinstance(self.shape, StaticTree | DynamicTree)
-        return self.shape
+        """The shape."""
+        return self.shape if isinstance(self.shape, StaticTree | DynamicTree) else StaticTree(self.shape)
 
     @property
     def offers(self) -> tuple[str, ...]:
@@ -88,6 +86,10 @@ class SpeculativeTree:
     def fitted(self, tokens: int) -> SpeculativeTree:
         """The drafter with a tree that fits behind the first of so many tokens."""
         return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+
+    def narrowed(self, vocab: int) -> SpeculativeTree:
+        """The drafter with no more children of a slot than so many tokens."""
+        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
 
     def resized(self, window: int | str) -> SpeculativeTree:
         """This drafter: windows are for chains."""
