@@ -100,8 +100,10 @@ def pays(seconds: float, half_as_many: float) -> bool:
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds that `run` takes, and what it returns: of the processor where one thread works, so that other programs do not
-    count; else of the clock."""
+    """Seconds of a call, and its result.
+
+    Seconds of the processor where one thread works, so that other programs do not count; else of the clock.
+    """
     now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     _wait(device)
     start = now()
@@ -111,9 +113,10 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
-    """Seconds of one pass."""
+    """Seconds of one pass over a chain of `width` tokens."""
     tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
-    return timed(lambda: model.forward(tokens, state, Tree.of_chain(width - 1, model.device)), model.device)[0]
+    tree = Tree.of_chain(width - 1, model.device)
+    return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
 def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:
