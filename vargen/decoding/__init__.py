@@ -1,7 +1,7 @@
 """Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, acceptance_rule, exact, shared_noise
+from vargen.decoding.acceptance import Grouped, Neighbourhood, Ratio, Relaxed, Typical, acceptance_rule, exact, shared_noise
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters import Jacobi, Speculative
@@ -32,11 +32,14 @@ __all__ = [
     "Grouped",
     "Jacobi",
     "Method",
+    "Neighbourhood",
     "Noise",
     "NonFiniteLogitsError",
     "Output",
     "Progress",
     "Purpose",
+    "Ratio",
+    "Relaxed",
     "Sampling",
     "ScaleModel",
     "Schedule",
@@ -45,6 +48,7 @@ __all__ = [
     "Step",
     "TokenModel",
     "Tree",
+    "Typical",
     "Verdict",
     "acceptance_rule",
     "decode",

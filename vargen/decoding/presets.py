@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, exact, shared_noise
+from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, shared_noise
 from vargen.decoding.drafters import Jacobi, Speculative
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
@@ -55,6 +55,13 @@ PRESETS: dict[str, Method] = {
             acceptance=Grouped(),
             summary="scd that judges a draft by the mass of a group around it",
             source="So et al. 2025, arXiv 2508.07747",
+        ),
+        Accelerator(
+            name="lantern-jacobi",
+            drafter=Jacobi(window=16, coupling="maximal"),
+            acceptance=Neighbourhood(),
+            summary="scd that judges a draft by the mass of the tokens that look like it",
+            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
         ),
         Accelerator(
             name="speculative",

@@ -1,20 +1,28 @@
 """Acceptance rules: pure, batched functions from the target's probabilities and a draft to a `Verdict`."""
 
 from vargen.decoding.acceptance.coupled import shared_noise
-from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, residual
+from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, probability, residual
 from vargen.decoding.acceptance.grouped import Grouped
-from vargen.decoding.acceptance.relaxation import granted_in, within_budget
+from vargen.decoding.acceptance.neighbourhood import Neighbourhood
+from vargen.decoding.acceptance.ratio import Ratio
+from vargen.decoding.acceptance.relaxation import Relaxed, granted_in, within_budget
 from vargen.decoding.acceptance.rule import FunctionRule, acceptance_rule
+from vargen.decoding.acceptance.typical import Typical
 
 __all__ = [
     "FunctionRule",
     "Grouped",
+    "Neighbourhood",
+    "Ratio",
+    "Relaxed",
+    "Typical",
     "acceptance_rule",
     "chances",
     "draft_probs",
     "exact",
     "granted_in",
     "judged",
+    "probability",
     "residual",
     "shared_noise",
     "within_budget",
