@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -69,7 +69,24 @@ class LlamaGenTokens:
         compiled = ", compiled" if self.step is not self.transformer else ""
         prefix = "" if self.compress_prefix else ", whole prefix"
         dtype = str(self.transformer.dtype).removeprefix("torch.")
-        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}{prefix}"
+        layers = "" if self.layers == self.transformer.config.n_layer else f", {self.layers} layers"
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{layers}{compiled}{prefix}"
+
+    @property
+    def layers(self) -> int:
+        return len(self.transformer.layers)
+
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTokens:
+        """The same model without some layers of its transformer, whose weights it shares; see `LayeredModel`.
+
+        Raises:
+            ValueError: for layers that it has not, or while hooks bring the weights, which bring all layers or none.
+        """
+        if self._hooked:
+            raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
+        view = self.transformer.skipping(layers)
+        options = (self.guidance_scale, self.guidance_interval, self.negative, self.compress_prefix)
+        return LlamaGenTokens(view, *options, codebook=self.codebook, device=self.device)
 
     @property
     def vocab(self) -> int:

@@ -4,7 +4,7 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, Neighbourhood, Ratio, Relaxed, Typical, acceptance_rule, exact, shared_noise
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, Speculative
+from vargen.decoding.drafters import Jacobi, LayerSkip, Lookup, Recycle, Speculative
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
@@ -31,6 +31,8 @@ __all__ = [
     "Fixed",
     "Grouped",
     "Jacobi",
+    "LayerSkip",
+    "Lookup",
     "Method",
     "Neighbourhood",
     "Noise",
@@ -39,6 +41,7 @@ __all__ = [
     "Progress",
     "Purpose",
     "Ratio",
+    "Recycle",
     "Relaxed",
     "Sampling",
     "ScaleModel",

@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, shared_noise
-from vargen.decoding.drafters import Jacobi, Speculative
+from vargen.decoding.drafters import Jacobi, LayerSkip, Lookup, Recycle, Speculative
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.values import shown
@@ -69,6 +69,27 @@ PRESETS: dict[str, Method] = {
             acceptance=exact,
             summary="a small model drafts a chain; p/q acceptance",
             source="Leviathan et al. 2023, arXiv 2211.17192",
+        ),
+        Accelerator(
+            name="layer-skip",
+            drafter=LayerSkip(),
+            acceptance=exact,
+            summary="the model drafts for itself, without some of its layers; p/q acceptance",
+            source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
+        ),
+        Accelerator(
+            name="lookup",
+            drafter=Lookup(),
+            acceptance=exact,
+            summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
+            source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
+        ),
+        Accelerator(
+            name="recycle",
+            drafter=Recycle(),
+            acceptance=exact,
+            summary="drafts what the model held likely behind the same token before; p/q acceptance",
+            source="Luo et al. 2024, token recycling, arXiv 2408.08696",
         ),
         Schedule(
             name="plain",

@@ -58,7 +58,9 @@ class Case:
         """The model, with another table as its draft model."""
         arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
-        model.codebook = torch.randn(3, 4, generator=torch.Generator().manual_seed(5))  # for rules that ask what looks alike
+        generator = torch.Generator().manual_seed(5)
+        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that ask what looks alike
+        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
         model.draft_model = TableModel(seed=77, **arguments)
         return model
 
