@@ -270,7 +270,8 @@ class LlamaGenPipeline(VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
+        known = {"codebook": codes, "draft_model": draft, "examples": self.examples}
+        return LlamaGenTokens(self.transformer, *options, step, **known, device=device)
 
     @torch.no_grad()
     @outside_autocast

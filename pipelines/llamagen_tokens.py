@@ -32,6 +32,7 @@ class LlamaGenTokens:
         step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
         codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
+        examples: integers `[M, N]`, tokens of pictures, for drafters that look up.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
 
@@ -45,6 +46,7 @@ class LlamaGenTokens:
         step: Callable[..., LlamaGenOutput] | None = None,
         codebook: Tensor | None = None,
         draft_model: LlamaGenTokens | None = None,
+        examples: Tensor | None = None,
         device: torch.device | None = None,
     ):
         self.transformer = transformer
@@ -54,6 +56,7 @@ class LlamaGenTokens:
         self.compress_prefix = compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
+        self.examples = examples
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers

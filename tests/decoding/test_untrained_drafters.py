@@ -97,15 +97,18 @@ def test_the_layers_that_matter_least_are_found():
 # -- lookup -----------------------------------------------------------------------------------------------------------
 
 
-def test_surroundings_are_left_above_and_second_left():
+@pytest.mark.parametrize(("vocab", "parts"), [(12, 4), (16_384, 4), (65_536, 3)])
+def test_surroundings_are_the_left_the_upper_the_upper_right_and_the_second_left_token(vocab, parts):
     tokens = torch.arange(12)[None]
-    position = torch.arange(12)[None]
-    found = surroundings(tokens, position, 12, 4)[0].tolist()
+    found = surroundings(tokens, tokens, vocab, 4)[0].tolist()
     for place in range(12):
         row, column = divmod(place, 4)
-        left, above = place - 1 if column else 12, place - 4 if row else 12
-        second = place - 2 if column > 1 else 12
-        assert found[place] == (left * 13 + above) * 13 + second
+        around = [place - 1 if column else vocab, place - 4 if row else vocab]
+        around += [place - 3 if row and column < 3 else vocab, place - 2 if column > 1 else vocab]
+        key = 0
+        for token in around[:parts]:
+            key = key * (vocab + 1) + token
+        assert found[place] == key
 
 
 def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
@@ -118,7 +121,7 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
     found = index.counted(key[:, 0], 600)
     there = surroundings(examples, torch.arange(12).expand(50, 12), 4, 4)
     for image in range(30):
-        for width in (1, 5, 25):
+        for width in (1, 5, 25, 125):
             alike = there // width == key[image] // width
             if alike.any():
                 break
@@ -128,7 +131,7 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
 
 def test_a_token_that_no_example_has_is_not_drafted_behind():
     index = Index(torch.zeros(3, 8, dtype=torch.int16), 5, 4)
-    assert (index.counted(torch.tensor([3 * 36]), 4) == -1).all()
+    assert (index.counted(torch.tensor([3 * 6**3]), 4) == -1).all()
     model = TableModel(vocab=5, tokens=8, rows=2)
     model.examples = torch.zeros(3, 8, dtype=torch.int16)
     drafter = Lookup(2, own=0).bind(model)
@@ -195,6 +198,7 @@ def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():
         (Lookup, {"counted": -1}, "counted"),
         (Lookup, {"own": -1.0}, "own"),
         (Lookup, {"own": 0, "counted": 0}, "own"),
+        (Lookup, {"sharpness": 0.0}, "sharpness"),
         (Recycle, {"drafts": 1.5}, "drafts"),
         (Recycle, {"kept": 0}, "kept"),
     ],

@@ -15,15 +15,15 @@ from torch import Tensor
 from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.protocols import ExampleModel, TokenModel
-from vargen.decoding.sampling import Sampling
+from vargen.decoding.sampling import LOWEST_TEMPERATURE, Sampling
 from vargen.values import real, shown, whole
 
 
 class Index:
-    """Stored tokens, sorted by their surroundings: what is on the left, above it, and the second on the left.
+    """Stored tokens, sorted by their surroundings.
 
-    A token's surroundings are one number, the left one in its highest digits, so that all tokens whose left one, left and upper
-    one, or all three are given lie in one range of the sorted numbers.
+    Surroundings are one number, the left token in its highest digit, so that all tokens with the same left one, with the same
+    left and upper one and so on lie in one range of the sorted numbers.
 
     Args:
         examples: integers `[M, N]`, tokens of M pictures of `columns` columns.
@@ -33,17 +33,16 @@ class Index:
     def __init__(self, examples: Tensor, vocab: int, columns: int):
         tokens = examples.long()
         position = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        keys = surroundings(tokens, position, vocab, columns)
-        order = keys.flatten().argsort()
-        self.keys, self.following, self.base = keys.flatten()[order], tokens.flatten()[order], vocab + 1
+        keys = surroundings(tokens, position, vocab, columns).flatten()
+        order = keys.argsort()
+        self.keys, self.following, self.parts = keys[order], tokens.flatten()[order], _parts(vocab)
 
     def counted(self, key: Tensor, count: int) -> Tensor:
         """int64 `[B, K]`: `count` tokens, evenly from all that have the longest known part of the surroundings `key` `[B]`; -1
         where not even the left one is known."""
         found = torch.full((len(key), count), -1, device=key.device)
         steps = torch.arange(count, device=key.device)
-        for digits in (2, 1, 0):  # unknown ones: the more is known, the later it is written
-            width = self.base**digits
+        for width in self.parts:  # the more of the surroundings is alike, the later it is written
             low = torch.searchsorted(self.keys, key // width * width)
             size = torch.searchsorted(self.keys, (key // width + 1) * width) - low
             at = low[:, None] + (2 * steps + 1) * size[:, None] // (2 * count)
@@ -51,21 +50,28 @@ class Index:
         return found
 
 
+_AROUND = ((0, -1), (-1, 0), (-1, 1), (0, -2))  # rows and columns from a token to those that say most of it, in this order
+
+
+def _parts(vocab: int) -> list[int]:
+    """What surroundings are divided by to leave 1, 2, ... of their tokens: as many of `_AROUND` as an int64 holds."""
+    digits = next(n for n in range(len(_AROUND), 0, -1) if (vocab + 1) ** n < 2**62)
+    return [(vocab + 1) ** n for n in reversed(range(digits))]
+
+
 def surroundings(tokens: Tensor, position: Tensor, vocab: int, columns: int) -> Tensor:
-    """int64 `[B, S]`, the surroundings of `position` `[B, S]` in `tokens` `[B, N]` as one number; see `Index`. Beyond the edge
-    of the grid lies token V."""
-
-    def token(steps: int, there: Tensor) -> Tensor:
-        return torch.where(there, tokens.gather(1, (position - steps).clamp(min=0)), vocab)
-
-    column = position % columns
-    left, above = token(1, column > 0), token(columns, position >= columns)
-    return (left * (vocab + 1) + above) * (vocab + 1) + token(2, column > 1)
+    """int64 `[B, S]`: what lies around `position` `[B, S]` in `tokens` `[B, N]`, as one number; beyond the edge is token V."""
+    column, key = position % columns, torch.zeros_like(position)
+    for down, right in _AROUND[: len(_parts(vocab))]:
+        there = (position + down * columns >= 0) & (column + right >= 0) & (column + right < columns)
+        source = (position + down * columns + right).clamp(min=0)
+        key = key * (vocab + 1) + torch.where(there, tokens.gather(1, source), vocab)
+    return key
 
 
 @lru_cache(maxsize=2)
-def _index(examples: _Examples, vocab: int, columns: int) -> Index:
-    return Index(examples.tokens, vocab, columns)
+def _index(examples: _Examples, vocab: int, columns: int, device: torch.device) -> Index:
+    return Index(examples.tokens.to(device), vocab, columns)
 
 
 class _Examples:
@@ -87,6 +93,7 @@ class _State:
     total: int
     columns: int
     vocab: int
+    power: float
     index: Index | None
 
 
@@ -96,14 +103,15 @@ class Lookup:
 
     Prompt lookup (Saxena 2023) copies what followed the last occurrence of the same words, REST (He et al. 2024) what follows
     them in a store of texts. In a picture a token depends on the one above it as much as on the one before, so surroundings
-    are the tokens on the left and above, and nothing is copied: the tokens that followed the same surroundings, in this picture
-    and in the model's `examples`, are counted, and a draft is drawn from the counts, which are recorded as its probabilities.
-    The next draft is looked up behind it.
+    are the tokens on the left, above, above on the right and second on the left, as many of them as have been seen together.
+    Nothing is copied: the tokens that followed them, in this picture and in the model's `examples`, are counted, and a draft is
+    drawn from the counts, which are recorded as its probabilities. The next draft is looked up behind it.
 
     Args:
         drafts: drafted tokens a pass, 1 or more.
         counted: tokens taken from the examples for each draft, evenly from all that fit; 0 looks into the picture alone.
         own: weight of a token of the picture itself against one of the examples, 0 or more.
+        sharpness: counts are raised to this number over the temperature, above 0: guidance makes targets sharper than data.
 
     Raises:
         ValueError: for values outside these ranges; by `bind` if the chain does not fit the grid, or examples are of another.
@@ -111,18 +119,22 @@ class Lookup:
 
     drafts: int = 3
     counted: int = 64
-    own: float = 4.0
+    own: float = 8.0
+    sharpness: float = 2.0
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
         drafts, counted, own = whole(self.drafts, 1), whole(self.counted, 0), real(self.own)
+        sharpness = real(self.sharpness)
         if drafts is None:
             raise ValueError(f"drafts must be a whole number of at least 1, got {shown(self.drafts)}")
         if counted is None:
             raise ValueError(f"counted must be a whole number of at least 0 (no examples), got {shown(self.counted)}")
         if own is None or own < 0 or not (own or counted):
             raise ValueError(f"own must be at least 0, and above 0 where nothing else is counted, got {shown(self.own)}")
-        for name, value in (("drafts", drafts), ("counted", counted), ("own", own)):
+        if sharpness is None or sharpness <= 0:
+            raise ValueError(f"sharpness must be above 0, got {shown(self.sharpness)}")
+        for name, value in (("drafts", drafts), ("counted", counted), ("own", own), ("sharpness", sharpness)):
             object.__setattr__(self, name, value)
 
     @property
@@ -157,8 +169,9 @@ class Lookup:
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         rows, columns = model.grid
         examples = model.examples if isinstance(model, ExampleModel) and self.counted else None
-        index = None if examples is None else _index(_Examples(examples), model.vocab, columns)
-        return _State(seeds, rows * columns, columns, model.vocab, index)
+        index = None if examples is None else _index(_Examples(examples), model.vocab, columns, seeds.device)
+        power = self.sharpness / max(sampling.temperature, LOWEST_TEMPERATURE)
+        return _State(seeds, rows * columns, columns, model.vocab, power, index)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         known, found = tokens.clone(), torch.ones_like(length, dtype=torch.bool)
@@ -166,7 +179,9 @@ class Lookup:
         for slot in range(self.drafts):
             position = (length + slot)[:, None]
             weights = self.weights(state, known, position)
-            found = found & (weights.sum(1) > 0) & (position[:, 0] < state.total)
+            most = weights.amax(1, keepdim=True)
+            found = found & (most[:, 0] > 0) & (position[:, 0] < state.total)
+            weights = (weights / most.clamp_min(1e-30)) ** state.power
             q = torch.where(found[:, None], weights / weights.sum(1, keepdim=True), 0.0)
             token = torch.where(found[:, None], Noise(state.seeds, position, step).draw(q[:, None], Purpose.DRAFT), 0)
             known.scatter_(1, position, token)
@@ -182,12 +197,11 @@ class Lookup:
         counts = torch.zeros(len(tokens), state.vocab + 1, device=tokens.device)  # the last column is for none
         here = surroundings(tokens, position, state.vocab, state.columns)
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-        base = state.vocab + 1
         then = surroundings(tokens, places, state.vocab, state.columns)
-        before = (places < position) & (places > 0)
-        left = before & (then // base**2 == here // base**2)
-        both = left & (then // base == here // base)
-        alike = torch.where(both.any(1, keepdim=True), both, left)
+        alike = torch.zeros_like(tokens, dtype=torch.bool)
+        for width in _parts(state.vocab):
+            more = (then // width == here // width) & (places < position)
+            alike = torch.where(more.any(1, keepdim=True), more, alike)
         counts.scatter_add_(1, torch.where(alike, tokens, state.vocab), self.own * alike)
         if state.index is not None:
             taken = state.index.counted(here[:, 0], self.counted)
