@@ -126,9 +126,9 @@ def generate(
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import open_scorer
+    from vargen.scoring.registry import PACKAGED, open_scorer
 
-    judge = open_scorer(scorer or "emoji-scorer", chosen_device) if best_of > 1 or scorer else None
+    judge = open_scorer(scorer or PACKAGED, chosen_device) if best_of > 1 or scorer else None
     chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
     pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
@@ -261,7 +261,7 @@ def _draw(
             runs.append(result.stats)
             before = len(images)
             for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                said = {key: job.subject, **_chosen(result.stats, number, job.seed)}
+                said = {key: job.subject, **result.stats.picture(number)}
                 try:
                     path = save_image(image, job.target, {**said, **parameters})
                 except OSError as error:
@@ -279,16 +279,6 @@ def _draw(
             say(f"{len(images)} of {len(jobs)} images were written before this")
         raise
     return images, runs, seconds
-
-
-def _chosen(stats: Any, number: int, seed: int) -> dict[str, Any]:
-    """The seed that draws a picture of a batch, and, where a scorer chose it, how it was scored."""
-    if stats.scorer is None:
-        return {"seed": seed}
-    scores = stats.scores[number]
-    at = stats.candidate_seeds[number].index(stats.seeds[number])
-    candidates = {"candidates": scores, "asked_seed": seed} if len(scores) > 1 else {}
-    return {"seed": stats.seeds[number], "scorer": stats.scorer, "score": scores[at], **candidates}
 
 
 def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, check_range, pick_device
+from vargen.cli.options import Device, Guidance, Temperature, TopK, TopP, check_range, given_options, pick_device
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -200,6 +200,32 @@ def package_scorer(
     parts = expanded(model, "model") if model else packaged / "emoji"
     folder = expanded(output, "output") if output else packaged / "emoji-scorer"
     print_json({"scorer": str(folder), **join(expanded(run, "run"), parts, _open_data(data), folder, note)})
+
+
+@app.command()
+def package_var(
+    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A run of var-tokenizer.")] = Path("runs/var-tokenizer"),
+    run: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of var.")] = Path("runs/var"),
+    small: Annotated[Path | None, typer.Option(metavar="DIR", help="A finished run of a small model, for late scales.")] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Join finished next-scale runs to a model folder in int8, with a card that says how far training got."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.pipelines import checks
+    from vargen.training.package_var import package_var as join
+
+    given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    checks.check_sampling(given)
+    packaged = Path(vargen.assets.__file__).parent
+    place = expanded(output, "output") if output else packaged / "emoji-var"
+    chosen = small and expanded(small, "small")
+    print(join(expanded(tokenizer, "tokenizer"), expanded(run, "run"), place, packaged / "emoji", chosen, given, note))
 
 
 def _recipe(config: str, kind: type[R], steps: int | None) -> R:

@@ -81,7 +81,7 @@ def package(
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
         without_traces(staged)
-        figures = {part: _figures(run) for part, run in runs.items()}
+        figures = {part: figures_of(run) for part, run in runs.items()}
         card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -98,7 +98,7 @@ def without_traces(folder: Path) -> None:
         file.chmod(0o644)  # diffusers leaves them readable to their owner alone
 
 
-def _figures(run: Path) -> dict[str, float]:
+def figures_of(run: Path) -> dict[str, float]:
     """The last logged value of everything in a run, with its steps and seconds."""
     figures: dict[str, float] = {}
     for record in TrainingRun(run, {}, 0).records():

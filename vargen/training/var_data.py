@@ -42,6 +42,18 @@ def looks(record: dict[str, Any]) -> float:
     return weight * (0.5 if record["group"] in _HALVED_GROUPS else 1.0)
 
 
+def encoder_digest(vq: MultiScaleVQModel) -> str:
+    """Changes with whatever decides about latents."""
+    return weights_digest(vq.encoder, vq.quant_conv)
+
+
+def check_latents(run: Path, vq: MultiScaleVQModel, tokenizer: Path) -> None:
+    """Raise ValueError if a `run` kept latents, and they are of another encoder than that of `tokenizer`."""
+    kept = [file.name for file in run.glob("latents-*.npy")]
+    if kept and not any(name.startswith(f"latents-{encoder_digest(vq)}-") for name in kept):
+        raise ValueError(f"{run} was trained on the latents of another tokenizer than {tokenizer}; give that one")
+
+
 class LatentStore:
     """Encoder latents of pictures in variants, made when first asked for and kept on disk: float16 `[N, variants, C, R, G]`.
 
@@ -57,7 +69,7 @@ class LatentStore:
         self.offsets = [(0, 0), *map(tuple, drawn.tolist())]
         side, width = vq.scales[-1], vq.config.codebook_embed_dim
         shape = (len(images), len(self.offsets) + len(COLOURS), width, side, side)
-        made_of = f"{weights_digest(vq.encoder, vq.quant_conv)}-{recipe.seed}-{limit}-{recipe.shift_variants}"
+        made_of = f"{encoder_digest(vq)}-{recipe.seed}-{limit}-{recipe.shift_variants}"
         path = folder / f"latents-{made_of}.npy"
         folder.mkdir(parents=True, exist_ok=True)
         mode = "r+" if path.is_file() and path.stat().st_size > 2 * np.prod(shape) else "w+"
