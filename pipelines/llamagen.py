@@ -262,8 +262,9 @@ class LlamaGenPipeline(VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        drafters = {"draft_model": draft, "eagle": self.eagle, "medusa": self.medusa}
-        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, device=device, **drafters)
+        known = {"codebook": codes, "draft_model": draft, "examples": self.examples}
+        trained = {"eagle": self.eagle, "medusa": self.medusa}
+        return LlamaGenTokens(self.transformer, *options, step, **known, **trained, device=device)
 
     @torch.no_grad()
     @outside_autocast

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -36,6 +36,7 @@ class LlamaGenTokens:
         codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
         eagle, medusa: drafters trained on this transformer's features.
+        examples: integers `[M, N]`, tokens of pictures, for drafters that look up.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
 
@@ -49,6 +50,7 @@ class LlamaGenTokens:
         step: Callable[..., LlamaGenOutput] | None = None,
         codebook: Tensor | None = None,
         draft_model: LlamaGenTokens | None = None,
+        examples: Tensor | None = None,
         device: torch.device | None = None,
         eagle: EagleDrafter | None = None,
         medusa: MedusaDrafter | None = None,
@@ -62,6 +64,7 @@ class LlamaGenTokens:
         self.draft_model = draft_model
         self.eagle = None if eagle is None else LlamaGenEagle(eagle, self)
         self.medusa = None if medusa is None else LlamaGenMedusa(medusa, self)
+        self.examples = examples
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers
@@ -77,7 +80,24 @@ class LlamaGenTokens:
         compiled = ", compiled" if self.step is not self.transformer else ""
         prefix = "" if self.compress_prefix else ", whole prefix"
         dtype = str(self.transformer.dtype).removeprefix("torch.")
-        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}{prefix}"
+        layers = "" if self.layers == self.transformer.config.n_layer else f", {self.layers} layers"
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{layers}{compiled}{prefix}"
+
+    @property
+    def layers(self) -> int:
+        return len(self.transformer.layers)
+
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTokens:
+        """The same model without some layers of its transformer, whose weights it shares; see `LayeredModel`.
+
+        Raises:
+            ValueError: for layers that it has not, or while hooks bring the weights, which bring all layers or none.
+        """
+        if self._hooked:
+            raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
+        view = self.transformer.skipping(layers)
+        options = (self.guidance_scale, self.guidance_interval, self.negative, self.compress_prefix)
+        return LlamaGenTokens(view, *options, codebook=self.codebook, device=self.device)
 
     @property
     def vocab(self) -> int:

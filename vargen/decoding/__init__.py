@@ -3,6 +3,10 @@
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import (
     Grouped,
+    Neighbourhood,
+    Ratio,
+    Relaxed,
+    Typical,
     acceptance_rule,
     exact,
     k_seq,
@@ -12,10 +16,21 @@ from vargen.decoding.acceptance import (
 )
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Eagle, Jacobi, JacobiTree, Medusa, Speculative, SpeculativeTree
+from vargen.decoding.drafters import (
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    Recycle,
+    Speculative,
+    SpeculativeTree,
+)
+from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, Drafter, FeatureHeads, FeatureModel, ScaleModel, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import LEFT_OUT
@@ -45,13 +60,19 @@ __all__ = [
     "Grouped",
     "Jacobi",
     "JacobiTree",
+    "LayerSkip",
+    "Lookup",
     "Medusa",
     "Method",
+    "Neighbourhood",
     "Noise",
     "NonFiniteLogitsError",
     "Output",
     "Progress",
     "Purpose",
+    "Ratio",
+    "Recycle",
+    "Relaxed",
     "Sampling",
     "ScaleModel",
     "Schedule",
@@ -62,6 +83,7 @@ __all__ = [
     "Step",
     "TokenModel",
     "Tree",
+    "Typical",
     "Verdict",
     "acceptance_rule",
     "decode",

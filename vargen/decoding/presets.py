@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, exact, recursive_rejection, shared_noise, traversal
-from vargen.decoding.drafters import Eagle, Jacobi, Medusa, Speculative
+from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.drafters import Eagle, Jacobi, LayerSkip, Lookup, Medusa, Recycle, Speculative
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree
@@ -58,11 +58,39 @@ PRESETS: dict[str, Method] = {
             source="So et al. 2025, arXiv 2508.07747",
         ),
         Accelerator(
+            name="lantern-jacobi",
+            drafter=Jacobi(window=16, coupling="maximal"),
+            acceptance=Neighbourhood(),
+            summary="scd that judges a draft by the mass of the tokens that look like it",
+            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+        ),
+        Accelerator(
             name="speculative",
             drafter=Speculative(),
             acceptance=exact,
             summary="a small model drafts a chain; p/q acceptance",
             source="Leviathan et al. 2023, arXiv 2211.17192",
+        ),
+        Accelerator(
+            name="layer-skip",
+            drafter=LayerSkip(),
+            acceptance=exact,
+            summary="the model drafts for itself, without some of its layers; p/q acceptance",
+            source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
+        ),
+        Accelerator(
+            name="lookup",
+            drafter=Lookup(),
+            acceptance=exact,
+            summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
+            source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
+        ),
+        Accelerator(
+            name="recycle",
+            drafter=Recycle(),
+            acceptance=exact,
+            summary="drafts what the model held likely behind the same token before; p/q acceptance",
+            source="Luo et al. 2024, token recycling, arXiv 2408.08696",
         ),
         Accelerator(
             name="eagle",
@@ -84,6 +112,13 @@ PRESETS: dict[str, Method] = {
             acceptance=recursive_rejection,
             summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
             source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
+        ),
+        Accelerator(
+            name="lantern",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            acceptance=Neighbourhood(),
+            summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
+            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
         ),
         Accelerator(
             name="medusa",

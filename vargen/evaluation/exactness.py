@@ -60,6 +60,9 @@ class Case:
         """The model, with another table as its draft model, and what its trained drafters know."""
         arguments: dict[str, Any] = {"vocab": VOCAB, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
+        generator = torch.Generator().manual_seed(5)
+        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that ask what looks alike
+        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
         model.draft_model = TableModel(seed=77, **arguments)
         model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
         return model

@@ -93,12 +93,15 @@ def method_of(spec: str, family: str) -> Method:
     else:
         parts = {part: getattr(accelerator, part) for part in ("drafter", "acceptance")}
         allowed = {part: _settable(value) for part, value in parts.items()}
+    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, text in options.items():
         owner = next((part for part in parts if key in allowed[part]), None)
         if owner is None:
             names = sorted({name for each in allowed.values() for name in each})
             raise ValueError(f"method {name} has no setting {shown(key)}; {nearest(key, names) if names else 'it has none'}")
-        parts[owner] = replace(parts[owner], **{key.removesuffix(owner): _value(text)})
+        changes[owner][key.removesuffix(owner)] = _value(text)
+    for part, values in changes.items():  # all of a part at once: some are right only together
+        parts[part] = replace(parts[part], **values) if values else parts[part]
     if isinstance(accelerator, Schedule):
         return replace(accelerator, stages=tuple(parts.values()))
     return replace(accelerator, **parts) if options else accelerator

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -53,10 +54,19 @@ class TableModel:
         self.draft_model: TableModel | None = None
         self.eagle: TableEagle | None = None
         self.medusa: TableMedusa | None = None
+        self.examples: Tensor | None = None
+        self.layers = 4  # of which `skipping` takes some: a table has none
         self.cost_key: str | None = None  # the costs of a table are not worth keeping
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
+
+    def skipping(self, layers: Sequence[int]) -> TableModel:
+        """Another table, the more unlike this one the more layers it goes without."""
+        view = copy(self)
+        generator = torch.Generator().manual_seed(sum(2**layer for layer in layers))
+        view.table = self.table + 0.3 * len(layers) * torch.randn(self.table.shape, generator=generator)
+        return view
 
     def prefill(self, condition: Tensor, max_fed: int) -> tuple[tuple[Tensor, TableState], Output]:
         B = len(condition)

@@ -10,6 +10,8 @@ one pass, S cache slots, D width, H heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +34,7 @@ from vargen.models.llamagen_blocks import (
     rotation,
 )
 from vargen.modes import ordinary_tensors
+from vargen.values import shown
 
 ensure_torchvision()
 
@@ -180,7 +183,7 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
         config = self.config
         with ordinary_tensors():  # which passes of any mode may write to
             return KVCache(
-                config.n_layer,
+                len(self.layers),
                 rows,
                 config.n_kv_head or config.n_head,
                 config.dim // config.n_head,
@@ -190,6 +193,20 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
                 dtype=self.dtype,
                 device=device or self.device,
             )
+
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTransformer:
+        """This network without some of its layers: a view that shares every weight with it, and has no config of its own.
+
+        Raises:
+            ValueError: for layers that it has not, or if none would be left.
+        """
+        wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+        kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
+        if wrong or not kept:
+            raise ValueError(f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {shown(tuple(layers))}")
+        view = copy(self)
+        view._modules = {**self._modules, "layers": nn.ModuleList(kept)}
+        return view
 
     def forward(
         self,

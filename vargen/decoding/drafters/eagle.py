@@ -18,9 +18,10 @@ from torch import Tensor
 from vargen.decoding.cost import timed
 from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.drafters.features import Features, FeatureTree, at_slots, there
+from vargen.decoding.feature_protocols import FeatureModel
 from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import Noise
-from vargen.decoding.protocols import FeatureModel, TokenModel
+from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
 
 

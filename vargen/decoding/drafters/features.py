@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.draft import Output, Step
+from vargen.decoding.feature_protocols import HeadedModel
 from vargen.decoding.growth import DRAWINGS, Drawing, check_drawing, check_vocabulary
-from vargen.decoding.protocols import HeadedModel, TokenModel
+from vargen.decoding.protocols import TokenModel
 from vargen.decoding.trees import MOST_FED, DynamicTree, StaticTree, TreeShape, chain
 from vargen.values import shown, whole
 

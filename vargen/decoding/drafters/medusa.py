@@ -15,9 +15,10 @@ from torch import Tensor
 
 from vargen.decoding.draft import Draft, Output, Step
 from vargen.decoding.drafters.features import Features, FeatureTree
+from vargen.decoding.feature_protocols import FeatureHeads
 from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import Noise
-from vargen.decoding.protocols import FeatureHeads, TokenModel
+from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.trees import DynamicTree, TreeShape
 from vargen.values import shown
