@@ -135,7 +135,8 @@ class LlamaGenTokens:
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
         """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
         with self._mode():
-            return self.transformer.head(hidden.to(self.transformer.dtype), self._guidance_at(position))
+            # Not the network's own dtype, for which diffusers goes through all parameters.
+            return self.transformer.head(hidden.to(self.transformer.norm.weight.dtype), self._guidance_at(position))
 
     def _guidance_at(self, position: Tensor) -> Tensor | None:
         """For slots at positions `[B, T]`, of which the first is that of step 0, which draws token 1."""

@@ -91,5 +91,5 @@ class MedusaDrafter(ModelMixin, ConfigMixin):
         if eager_on_cpu(features) and not torch.is_grad_enabled():
             transpose_weights(self)
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
-        given = given.to(self.dtype)
+        given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
