@@ -18,7 +18,6 @@ from vargen.evaluation.exactness import MOST_SPREADS, measure
 from vargen.evaluation.table_model import TableEagle, TableModel
 
 SHAPES = [(-1, 0, 0, 1, 1, 2), DynamicTree(nodes=5, depth=3, children=2)]
-RULES = [Neighbourhood(size=2, ratio=3.0), Typical(), Ratio(2.0)]
 
 
 def table() -> TableModel:
@@ -28,12 +27,15 @@ def table() -> TableModel:
     return model
 
 
-def run(rule, shape, **options):
-    return decode(table(), torch.zeros(512, dtype=torch.int64), torch.arange(512), Accelerator("x", Eagle(shape), rule), **options)
+MAKERS = [lambda **o: Neighbourhood(2, 3.0, **o), lambda **o: Ratio(2.0, **o), lambda **o: Typical(**o)]
+
+
+def run(rule, shape):
+    return decode(table(), torch.zeros(512, dtype=torch.int64), torch.arange(512), Accelerator("x", Eagle(shape), rule))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=["static", "dynamic"])
-@pytest.mark.parametrize("make", [lambda **o: Neighbourhood(2, 3.0, **o), lambda **o: Ratio(2.0, **o), lambda **o: Typical(**o)])
+@pytest.mark.parametrize("make", MAKERS)
 def test_a_budget_bounds_what_a_tree_is_granted(make, shape) -> None:
     exact = run(recursive_rejection, shape)
     free, capped, none = (run(make(**options), shape) for options in ({}, {"budget": 0.05}, {"budget": 0.0}))
