@@ -1,10 +1,22 @@
 """Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, Neighbourhood, Ratio, Relaxed, Typical, acceptance_rule, exact, shared_noise
+from vargen.decoding.acceptance import (
+    Grouped,
+    Neighbourhood,
+    Ratio,
+    Relaxed,
+    Typical,
+    acceptance_rule,
+    exact,
+    k_seq,
+    recursive_rejection,
+    shared_noise,
+    traversal,
+)
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, LayerSkip, Lookup, Recycle, Speculative
+from vargen.decoding.drafters import Jacobi, JacobiTree, LayerSkip, Lookup, Recycle, Speculative, SpeculativeTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
@@ -15,6 +27,7 @@ from vargen.decoding.scales import decode_scales
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.tokens import decode
+from vargen.decoding.trees import DynamicTree, StaticTree
 
 __all__ = [
     "DEFAULT",
@@ -28,9 +41,11 @@ __all__ = [
     "Decoded",
     "Draft",
     "Drafter",
+    "DynamicTree",
     "Fixed",
     "Grouped",
     "Jacobi",
+    "JacobiTree",
     "LayerSkip",
     "Lookup",
     "Method",
@@ -47,7 +62,9 @@ __all__ = [
     "ScaleModel",
     "Schedule",
     "Speculative",
+    "SpeculativeTree",
     "Stage",
+    "StaticTree",
     "Step",
     "TokenModel",
     "Tree",
@@ -57,7 +74,10 @@ __all__ = [
     "decode",
     "decode_scales",
     "exact",
+    "k_seq",
     "methods_of",
+    "recursive_rejection",
     "resolve_accelerator",
     "shared_noise",
+    "traversal",
 ]

@@ -6,8 +6,13 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.acceptance import FunctionRule, shared_noise
-from vargen.decoding.protocols import AcceptanceRule, Drafter, PricedDrafter, SizedDrafter, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, Drafter, OfferingDrafter, PricedDrafter, SizedDrafter, TokenModel
 from vargen.values import shown
+
+_NEEDS = {
+    "fresh": "it needs drafts that are drawn anew in every pass, each with coins of its own",
+    "replacement": "it needs siblings that are drawn with replacement, as many whatever is drawn",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,15 @@ class Accelerator:
         if self.topology is None:
             object.__setattr__(self, "topology", self.drafter.topology)
         self._check_topology(self.drafter)
+        self._check_offers(self.drafter)
+
+    def _check_offers(self, drafter: Drafter) -> None:
+        """Raise ValueError unless the drafter draws as the rule needs it."""
+        offers = drafter.offers if isinstance(drafter, OfferingDrafter) else ()
+        for need in self.acceptance.needs if isinstance(self.acceptance, FunctionRule) else ():
+            if need not in offers and (need != "replacement" or self.topology == "tree"):
+                parts = f"acceptance {name_of(self.acceptance)} cannot go with this {type(drafter).__name__}"
+                raise ValueError(f"{parts}: {_NEEDS[need]}")
 
     def _check_topology(self, drafter: Drafter) -> None:
         """Raise ValueError unless the drafter proposes the topology and the rule judges it."""
@@ -69,7 +83,7 @@ class Accelerator:
             raise ValueError(
                 f"acceptance {name_of(self.acceptance)} cannot judge a {self.topology}: it follows one "
                 f"{self.acceptance.topologies[0]} of drafts, and siblings would each be tested against the full probabilities; "
-                "shared_noise judges trees"
+                "shared_noise, recursive_rejection, k_seq and traversal judge trees"
             )
 
     @property

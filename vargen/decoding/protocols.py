@@ -202,6 +202,19 @@ class PricedDrafter(Protocol):
 
 
 @runtime_checkable
+class OfferingDrafter(Protocol):
+    """A drafter that says how it draws, for rules that need more than to know q.
+
+    Attributes:
+        offers: `"fresh"` if every draft is drawn anew in every pass, with coins that no other draft depends on, in this pass or
+            another; `"replacement"` if siblings are drawn independently of each other, and as many whatever is drawn.
+    """
+
+    @property
+    def offers(self) -> tuple[str, ...]: ...
+
+
+@runtime_checkable
 class AcceptanceRule(Protocol):
     """A pure function of the target's probabilities behind each fed slot, the draft, the noise, and the relaxation so far.
 

@@ -73,14 +73,12 @@ class TableModel:
         held.fed = tokens
         self.passes.append(tokens.shape[1])
         rows = []
+        previous = held.history.gather(1, (held.length - 1).clamp_min(0)[:, None])[:, 0]
+        root = torch.where(held.length > 0, previous, self.vocab)
+        parents, depth = tree.parents.expand_as(tokens), tree.depth.expand_as(tokens)
+        above = torch.where(parents < 0, root[:, None], tokens.gather(1, parents.clamp(min=0)))
         for slot in range(tokens.shape[1]):
-            parent = int(tree.parents[slot])
-            if parent >= 0:
-                before = tokens[:, parent]
-            else:
-                previous = held.history.gather(1, (held.length - 1).clamp_min(0)[:, None])[:, 0]
-                before = torch.where(held.length > 0, previous, self.vocab)
-            rows.append(self.logits(condition, held.length + 1 + tree.depth[slot], before, tokens[:, slot]))
+            rows.append(self.logits(condition, held.length + 1 + depth[:, slot], above[:, slot], tokens[:, slot]))
         return Output(torch.stack(rows, dim=1))
 
     def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:

@@ -3,10 +3,14 @@
 from vargen.decoding.acceptance.coupled import shared_noise
 from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, probability, residual
 from vargen.decoding.acceptance.grouped import Grouped
+from vargen.decoding.acceptance.kseq import k_seq
 from vargen.decoding.acceptance.neighbourhood import Neighbourhood
 from vargen.decoding.acceptance.ratio import Ratio
+from vargen.decoding.acceptance.recursive import recursive_rejection
 from vargen.decoding.acceptance.relaxation import Relaxed, granted_in, within_budget
 from vargen.decoding.acceptance.rule import FunctionRule, acceptance_rule
+from vargen.decoding.acceptance.siblings import Siblings, SiblingTest, Tested, sibling_by_sibling
+from vargen.decoding.acceptance.traversal import traversal
 from vargen.decoding.acceptance.typical import Typical
 
 __all__ = [
@@ -15,6 +19,9 @@ __all__ = [
     "Neighbourhood",
     "Ratio",
     "Relaxed",
+    "SiblingTest",
+    "Siblings",
+    "Tested",
     "Typical",
     "acceptance_rule",
     "chances",
@@ -22,8 +29,12 @@ __all__ = [
     "exact",
     "granted_in",
     "judged",
+    "k_seq",
     "probability",
+    "recursive_rejection",
     "residual",
     "shared_noise",
+    "sibling_by_sibling",
+    "traversal",
     "within_budget",
 ]

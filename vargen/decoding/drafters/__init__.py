@@ -1,10 +1,22 @@
 """Drafters: who proposes tokens, and with which probabilities."""
 
 from vargen.decoding.drafters.jacobi import Jacobi
+from vargen.decoding.drafters.jacobi_tree import JacobiTree
 from vargen.decoding.drafters.layer_skip import LayerSkip, best_layers
 from vargen.decoding.drafters.lookup import Lookup
 from vargen.decoding.drafters.recycle import Recycle
 from vargen.decoding.drafters.sequential import Sequential
 from vargen.decoding.drafters.small_model import Speculative
+from vargen.decoding.drafters.small_tree import SpeculativeTree
 
-__all__ = ["Jacobi", "LayerSkip", "Lookup", "Recycle", "Sequential", "Speculative", "best_layers"]
+__all__ = [
+    "Jacobi",
+    "JacobiTree",
+    "LayerSkip",
+    "Lookup",
+    "Recycle",
+    "Sequential",
+    "Speculative",
+    "SpeculativeTree",
+    "best_layers",
+]
