@@ -11,21 +11,26 @@ from one_step import Coins, one_step, random_probs
 from vargen.decoding import (
     Accelerator,
     Draft,
+    DynamicTree,
     Grouped,
     Jacobi,
+    JacobiTree,
     Neighbourhood,
     Noise,
     Ratio,
     Sampling,
     Speculative,
+    SpeculativeTree,
+    StaticTree,
     Tree,
     Typical,
     decode,
     exact,
 )
-from vargen.decoding.acceptance import Relaxed, acceptance_rule
+from vargen.decoding.acceptance import Relaxed, Siblings, acceptance_rule
 from vargen.decoding.acceptance.neighbours import nearest_tokens
 from vargen.decoding.noise import Purpose
+from vargen.decoding.trees import k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
 from vargen.files import cache_folder
@@ -156,6 +161,7 @@ def test_a_bound_of_the_mass_is_none_of_the_distance():
 # -- whole runs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [*RULES.values(), Ratio(3.0, tightening=0.7), Grouped(4, 1.0, tightening=1.0)], ids=str)
 @pytest.mark.parametrize("drafter", [Jacobi(4, "maximal"), Speculative(3)], ids=["jacobi", "small model"])
 def test_pictures_are_no_further_from_the_target_than_was_reported(rule, drafter):
@@ -183,6 +189,60 @@ def test_no_rule_spends_more_than_its_budget(rule, budget):
         assert torch.equal(spent.tokens, decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=exact)).tokens)
 
 
+# -- trees ------------------------------------------------------------------------------------------------------------
+
+TREES = {
+    "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "sampled"),
+    "drawn independently": SpeculativeTree(StaticTree(k_ary(2, 2)), "independent"),
+    "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "best"),
+    "of a window": JacobiTree((-1, 0, 0, 1, 2, 3), "maximal"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("rule", [RULES["grouped"], RULES["neighbourhood, by both"], Ratio(2.0, tightening=0.7)], ids=str)
+def test_pictures_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
+    case = CASES[1]
+    method = Accelerator(drafter=drafter, acceptance=rule)
+    finding = measure(method, case.model(), case.sampling, 30_000)
+    seeds = torch.arange(10_000) + 10**6
+    spent = decode(case.model(), torch.zeros(10_000, dtype=torch.int64), seeds, method, case.sampling).stats.relaxation
+    assert finding.impossible == 0
+    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+    strict = dataclasses.replace(method, acceptance=dataclasses.replace(rule, budget=0.0))
+    nothing = measure(strict, case.model(), case.sampling, 30_000)
+    assert nothing.exact and finding.distance > nothing.distance + 2 * nothing.floor
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+@pytest.mark.parametrize("budget", [None, 0.4])
+def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget):
+    p, q = random_probs(500 * 5, 9, True).float().unflatten(0, (500, 5)).unbind(2)
+    noise = Noise(torch.arange(500), torch.arange(5).expand(500, -1), 3)
+    tokens = noise.draw(q, Purpose.DRAFT)[:, 1:]
+    valid = torch.arange(4) < 2 + torch.arange(500)[:, None] % 3
+    chain, walk = Tree.of_chain(4), Tree.per_image(torch.arange(-1, 4).expand(500, -1), longest=5, widest=1)
+    rule, spent = bound(dataclasses.replace(rule, budget=budget, tightening=0.3), 9), torch.linspace(0, 0.5, 500)
+    a, b = (rule(p, Draft(tokens, tree, q[:, 1:], valid), noise, spent) for tree in (chain, walk))
+    assert torch.equal(a.count, b.count) and (a.count > 2).any()
+    assert torch.allclose(a.relaxation, b.relaxation, atol=1e-6)
+    assert (a.next_token == b.next_token).float().mean() > 0.99  # one residual sums to one, the other does not: rounding
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_no_image_spends_more_than_its_budget_on_trees(rule):
+    model = TableModel(vocab=9, tokens=40, seed=6)
+    model.codebook = codes(9)
+    drafter = SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), model=TableModel(vocab=9, tokens=40, seed=8))
+    arguments = (model, torch.zeros(64, dtype=torch.int64), torch.arange(64))
+    capped, free = (
+        decode(*arguments, Accelerator(drafter=drafter, acceptance=dataclasses.replace(rule, budget=budget))).stats.relaxation
+        for budget in (0.6, None)
+    )
+    assert max(capped) <= 0.6 + 1e-4 and sum(capped) / 64 > 0.3 and sum(free) / 64 > 0.9
+
+
 # -- the schedule of Cool-SD ------------------------------------------------------------------------------------------
 
 
@@ -192,8 +252,8 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
     probs, drafted = p[:, None].expand(-1, 6, -1), q[:, None].expand(-1, 5, -1)
     draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.of_chain(5), drafted)
     loose, tight = (bound(dataclasses.replace(rule, tightening=nu), 9) for nu in (0.0, 0.7))
-    nothing = torch.zeros(400)
-    all_alike, tapered = loose.granted(probs, draft, nothing), tight.granted(probs, draft, nothing)
+    siblings = Siblings(probs[:, :-1], drafted, draft.tokens, torch.arange(1, 6)[None])
+    all_alike, tapered = (rule.granted(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
     assert torch.allclose(all_alike, all_alike[:, :1].expand(-1, 5))  # the same draft of the same probabilities
     assert torch.allclose(tapered, all_alike * torch.tensor([math.exp(-0.7 * i) for i in range(5)]))
     assert all_alike.max() > 0.05
@@ -202,8 +262,8 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
 def test_a_ratio_that_tightens_falls_towards_one():
     """Granted beyond p / q, ratio w becomes 1 + (w - 1) exp(-nu i): Cool-SD's, but never below the exact rule."""
     p, q = torch.tensor([0.1, 0.9]), torch.tensor([0.6, 0.4])
-    draft = Draft(torch.zeros(1, 3, dtype=torch.int64), Tree.of_chain(3), q.expand(1, 3, 2))
-    granted = Ratio(2.0, tightening=0.5).granted(p.expand(1, 4, 2), draft, torch.zeros(1))
+    drafts = Siblings(p.expand(1, 3, 2), q.expand(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), torch.arange(1, 4)[None])
+    granted = Ratio(2.0, tightening=0.5).granted(drafts, torch.arange(1, 4))
     assert torch.allclose(granted[0] / (0.1 / 0.6), torch.tensor([math.exp(-0.5 * i) for i in range(3)]))
 
 

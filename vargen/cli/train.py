@@ -11,7 +11,7 @@ import typer
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, Guidance, Temperature, TopK, TopP, check_range, given_options, pick_device
 from vargen.device import fix_threads
-from vargen.files import expanded
+from vargen.files import expanded, whole_files
 
 if TYPE_CHECKING:
     from vargen.training.emoji import EmojiDataset
@@ -345,3 +345,35 @@ def package(
         drafter_run=drafter and expanded(drafter, "drafter"),
     )
     print(folder)
+
+
+@app.command()
+def examples(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="The model folder that gets examples.safetensors.")],
+    data: Annotated[Path | None, _DATA] = None,
+    generator: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A generator's run: what it has tokenized is not done again.")
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Training pictures, at random.")] = 2000,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+) -> None:
+    """Put tokens of training pictures beside a model, for the preset lookup. Two bytes a token."""
+    quiet_libraries()
+    check_range(count, "count", 1)
+    folder = expanded(model, "model")
+    if not (folder / "vqvae" / "config.json").is_file():
+        raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
+
+    from vargen.cli.evaluation_options import bar
+    from vargen.models.vq import VQModel
+    from vargen.pipelines.examples import write_examples
+    from vargen.training.examples import choose_examples, kept_tokens
+
+    pictures = _open_data(data)
+    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(pick_device(device)).eval()
+    kept = None if generator is None else kept_tokens(expanded(generator, "generator"), vqvae, len(pictures.images))
+    with bar("tokens") as progress:
+        tokens = choose_examples(vqvae, pictures, count, kept, progress=progress)
+    with whole_files(folder) as staged:
+        write_examples(tokens, staged)
+    print_json({"folder": str(folder), "pictures": len(tokens), "tokens": tokens.numel()})

@@ -12,8 +12,23 @@ from vargen.decoding.acceptance.rule import FunctionRule, acceptance_rule
 from vargen.decoding.acceptance.siblings import Siblings, SiblingTest, Tested, sibling_by_sibling
 from vargen.decoding.acceptance.traversal import traversal
 from vargen.decoding.acceptance.typical import Typical
+from vargen.decoding.protocols import AcceptanceRule
+
+# By name, as method strings give them; each with its default settings.
+RULES: dict[str, AcceptanceRule] = {
+    "exact": exact,
+    "shared-noise": shared_noise,
+    "recursive-rejection": recursive_rejection,
+    "k-seq": k_seq,
+    "traversal": traversal,
+    "grouped": Grouped(),
+    "neighbourhood": Neighbourhood(),
+    "typical": Typical(),
+    "ratio": Ratio(),
+}
 
 __all__ = [
+    "RULES",
     "FunctionRule",
     "Grouped",
     "Neighbourhood",

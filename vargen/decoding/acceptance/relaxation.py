@@ -12,14 +12,15 @@ Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance.exact import chances, judged
+from vargen.decoding.acceptance.exact import judged
 from vargen.decoding.acceptance.siblings import Siblings, Tested, sibling_by_sibling
-from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.draft import Draft, Tree, Verdict
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.protocols import TokenModel
 from vargen.values import real, shown
@@ -65,44 +66,32 @@ class Relaxed:
         """
         raise NotImplementedError
 
-    def granted(self, probs: Tensor, draft: Draft, relaxation: Tensor) -> Tensor:
-        """Acceptance beyond the exact rule's for each draft, `[B, T - 1]`, tapered and within the budget."""
-        p, q = chances(probs, draft)
-        chance = _ratio(p, q)
-        extra = (self.wanted(probs[:, :-1], draft.probs, draft.tokens).clamp(max=1.0) - chance).clamp_min(0)
-        if self.tightening:
-            extra = extra * (-self.tightening * (draft.tree.depth[..., 1:] - 1)).exp()
-        return within_budget(extra, draft, relaxation, self.budget)
-
-    def tested(self, siblings: Siblings, depth: Tensor) -> Tested:
-        """The same of the drafts of one rank of a tree, of which slot i is at `depth[..., i]`: granted beyond p / q, where p is
-        less what elder siblings left out."""
-        chance = siblings.exact_chance
-        extra = (self.wanted(siblings.p, siblings.q, siblings.token).clamp(max=1.0) - chance).clamp_min(0)
-        if self.tightening:
-            steps = depth.expand(len(chance), -1).gather(1, siblings.slot.expand_as(chance))
-            extra = extra * (-self.tightening * (steps - 1).clamp(min=0)).exp()
-        if siblings.room is not None:
-            extra = torch.minimum(extra, siblings.room)
-        return Tested(chance + extra, siblings.left, extra)
+    def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
+        """Acceptance beyond the exact rule's for each draft, tapered with its depth, `[B, S]`; the budget comes later."""
+        extra = self.wanted(siblings.p, siblings.q, siblings.token).clamp(max=1.0) - siblings.exact_chance
+        extra = extra.clamp_min(0)
+        return extra * (-self.tightening * (depth - 1)).exp() if self.tightening else extra
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`; `relaxation` counts against the budget."""
+        """See `AcceptanceRule`; `relaxation` counts against the budget.
+
+        Of siblings, a later one is judged by what the refusal of the elder ones leaves of p, as by `recursive_rejection`.
+        """
         if not draft.tree.chain:
-
-            def test(siblings: Siblings) -> Tested:
-                return self.tested(siblings, draft.tree.depth)
-
+            test = partial(self._test, draft.tree)
             return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
-        granted = self.granted(probs, draft, relaxation)
-        accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < _ratio(*chances(probs, draft)) + granted
-        verdict = judged(accepted, probs, draft, noise)
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, torch.arange(1, probs.shape[1], device=probs.device)[None])
+        granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
+        accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
+        verdict = judged(accepted, probs, draft, noise)  # as the walk over a tree, without its copies of p
         return replace(verdict, relaxation=granted_in(granted, verdict, draft))
 
-
-def _ratio(p: Tensor, q: Tensor) -> Tensor:
-    """min(1, p / q), the exact chance; 0 where q is 0, which only drafts have that are none."""
-    return torch.where(q > 0, p / q, 0.0).clamp(max=1.0)
+    def _test(self, tree: Tree, siblings: Siblings) -> Tested:
+        depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
+        extra = self.granted(siblings, depth)
+        if siblings.room is not None:
+            extra = torch.minimum(extra, siblings.room)
+        return Tested(siblings.exact_chance + extra, siblings.left, extra)
 
 
 def within_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
