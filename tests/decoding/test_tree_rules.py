@@ -22,6 +22,7 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
+    decode,
     exact,
     k_seq,
     recursive_rejection,
@@ -122,7 +123,8 @@ def drafts(q: Tensor, count: int, drawing: str) -> tuple[Tensor, Tensor, Tensor 
     V = len(q)
     if drawing == "best":
         return q.topk(count).indices[None], torch.ones(1, dtype=q.dtype), None
-    tuples = list(itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count))
+    drawn = itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count)
+    tuples = list(drawn)
     tokens, rows, weights = torch.tensor(tuples), [], torch.ones(len(tuples), dtype=q.dtype)
     left = q.expand(len(tuples), V).clone()
     for rank in range(count):
@@ -300,8 +302,6 @@ def test_traversal_accepts_more_than_recursive_rejection():
         accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(k_ary(2, 3)), "sampled"), acceptance=rule)
         model = TableModel(vocab=6, tokens=40, seed=2)
         model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
-        from vargen.decoding import decode
-
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
         found[rule] = stats.tokens_per_pass
     assert found[traversal] > found[recursive_rejection] > 1.5

@@ -207,7 +207,8 @@ def _path(accepted: Tensor, tree: Tree) -> Tensor:
 
 
 def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
-    """int64 `[widest, 2]`: by sibling rank, how many accepted slots had such a child, and how many times it was accepted too.
+    """int64 `[longest, widest, 2]`: by the depth of an accepted slot and the rank of a child, how many had such a child, and
+    how many times it was accepted too.
 
     Args:
         active: bool `[B]`, which images count.
@@ -222,4 +223,6 @@ def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tens
     if draft.valid is not None:
         there &= draft.valid.gather(1, (children - 1).clamp(min=0).flatten(1)).view_as(there)
     taken = there & reached.gather(1, children.flatten(1)).view_as(there)
-    return torch.stack([there.sum((0, 1)), taken.sum((0, 1))], 1)
+    both = torch.stack([there, taken], -1).long()  # [B, T, widest, 2]
+    table = torch.zeros(tree.longest, *both.shape[2:], dtype=torch.int64, device=both.device)
+    return table.index_add_(0, tree.depth.expand(B, T).flatten(), both.flatten(0, 1))
