@@ -1,7 +1,7 @@
 """Jacobi drafting of trees: several candidates at the positions where the first draft is likely to fall.
 
 A window is drafted as `Jacobi` drafts it; from the same stale probabilities come second and third candidates of its positions.
-All slots of a depth share the candidates of that position, because the pass before said one thing of it (SJD-PAC, section on
+All slots of a depth share the candidates of that position, because the pass before said one thing of it (SJD-PAC 2026,
 proactive drafting). Once a path is accepted, the window goes on from what the pass said behind it.
 
 Shape suffixes: B images, T fed tokens of one pass, L positions behind the root, K candidates of a position, V vocabulary.
