@@ -33,10 +33,12 @@ from vargen.values import shown
 
 @dataclass
 class _State:
-    """`chain`: of the window's first candidates. `choice`: of the tree of each pass. `parents`: of the present one."""
+    """`chain`: the state of `drafter`, which drafts the window's first candidates, as many as `window` says. `choice`: of the
+    tree of each pass. `parents`: of the present one."""
 
     seeds: Tensor
     total: int
+    drafter: Jacobi
     chain: Any
     window: _Led
     choice: TreeChoice | AlwaysTree
@@ -66,6 +68,7 @@ class _Plan(NamedTuple):
     Attributes:
         tree: the shape.
         depth, rank: int64 `[T - 1]`, of each draft; depths from 0.
+        younger: int64, the drafts that have elder siblings.
         first: int64 `[L]`, the slot of the first candidate of each position, on the path of first children.
         onwards: int64 `[T, L + 1]`, behind an accepted slot: the slot that speaks of each depth, along first children, and
             where these end along those of the root.
@@ -75,6 +78,7 @@ class _Plan(NamedTuple):
     tree: Tree
     depth: Tensor
     rank: Tensor
+    younger: Tensor
     first: Tensor
     onwards: Tensor
     several: int
@@ -83,8 +87,8 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=16)
 @ordinary_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
-    tree = Tree.of(parents, device)
-    depth, children = tree.depth.tolist(), tree.children[:, 0].tolist() if tree.widest else [0]
+    shape = Tree.of(parents)
+    depth, rank, children = shape.depth.tolist(), shape.rank.tolist(), shape.children[:, 0].tolist() if shape.widest else [0]
     first = [0]
     while children[first[-1]]:
         first.append(children[first[-1]])
@@ -95,9 +99,11 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
             row[step] = at
             at = children[at] or first[min(step + 1, len(first) - 1)]
         onwards.append(row)
-    several = max((depth[slot] for slot in range(1, len(parents)) if tree.rank[slot] > 0), default=0)
+    several = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
+    tree = Tree.of(parents, device)
     reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], onwards))
-    return _Plan(tree, tree.depth[1:] - 1, tree.rank[1:], reached, table, several)
+    younger = (shape.rank[1:] > 0).nonzero()[:, 0].to(device)
+    return _Plan(tree, tree.depth[1:] - 1, tree.rank[1:], younger, reached, table, several)
 
 
 @dataclass(frozen=True)
@@ -170,31 +176,32 @@ class JacobiTree:
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         tree, window = self.tree, _Led(self.tree.depth + 1)
-        chain = self._window(window).start(model, condition, seeds, sampling, first)
+        drafter = Jacobi(window, self.coupling, self.initial)
+        chain = drafter.start(model, condition, seeds, sampling, first)
         choice: TreeChoice | AlwaysTree
         if isinstance(tree, AutoTree):
             seconds = pass_costs(model, condition, len(seeds), sizes(tree))
             choice = TreeChoice(tree, seconds, settled=model.device.type != "cpu")
         else:
             choice = AlwaysTree(tree.slots)
-        return _State(seeds, model.grid[0] * model.grid[1], chain, window, choice)
-
-    def _window(self, window: _Led) -> Jacobi:
-        """The drafter of the first candidates."""
-        return Jacobi(window, self.coupling, self.initial)
+        return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         state.parents = state.choice.next()
         plan = _plan(state.parents, tokens.device)
         state.window.present = len(plan.first) + 1
-        chain = self._window(state.window).propose(state.chain, tokens, length, step)
+        chain = state.drafter.propose(state.chain, tokens, length, step)
         if len(state.parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
         noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
         candidates, there = self._candidates(chain, noise, plan)  # as many of each position as any has
         drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
-        probs = _less_elders(chain.probs[:, plan.depth], candidates[:, plan.depth], plan.rank)
+        probs = chain.probs[:, plan.depth]
+        if len(plan.younger):
+            rows = plan.younger
+            elder = candidates[:, plan.depth[rows]], plan.rank[rows]
+            probs = probs.index_copy_(1, rows, _less_elders(probs[:, rows], *elder))
         return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
 
     def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
@@ -233,7 +240,7 @@ class JacobiTree:
             verdict=replace(verdict, drawn=drawn),
             noise=replace(step.noise, position=position),
         )
-        self._window(state.window).observe(state.chain, seen)
+        state.drafter.observe(state.chain, seen)
 
 
 def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
