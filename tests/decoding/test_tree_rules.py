@@ -22,6 +22,7 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
+    acceptance,
     decode,
     exact,
     k_seq,
@@ -29,7 +30,7 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding.acceptance import Tested, acceptance_rule, sibling_by_sibling
+from vargen.decoding.acceptance import acceptance_rule, sibling_by_sibling
 from vargen.decoding.trees import fan, k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
@@ -187,7 +188,7 @@ def inverted(probs, draft, noise, relaxation):
 
     def test(siblings):
         p, q = siblings.own
-        return Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+        return acceptance.Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
 
     return sibling_by_sibling(test, probs, draft, noise)
 
@@ -270,7 +271,7 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
             granted = 1 - chance
             if siblings.room is not None:
                 granted = torch.minimum(granted, siblings.room)
-            return Tested(chance + granted, siblings.left, granted)
+            return acceptance.Tested(chance + granted, siblings.left, granted)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):
