@@ -171,9 +171,9 @@ def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
         make()
 
 
-def test_dynamic_trees_have_no_more_children_than_there_are_tokens() -> None:
-    bound = Eagle(DynamicTree(nodes=20, depth=2, children=8)).bind(table())
-    assert (bound.tree.children, bound.tree.nodes) == (3, 12)
+def test_trees_are_narrowed_to_the_vocabulary() -> None:
+    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).narrowed(3)
+    assert narrow.tree.children == 3 and narrow.bind(table()) == narrow and Eagle(4).narrowed(3) == Eagle(4)
 
 
 def test_drafters_are_cut_to_the_grid() -> None:

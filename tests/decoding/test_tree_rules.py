@@ -22,13 +22,15 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
+    acceptance,
+    decode,
     exact,
     k_seq,
     recursive_rejection,
     shared_noise,
     traversal,
 )
-from vargen.decoding.acceptance import Tested, acceptance_rule, sibling_by_sibling
+from vargen.decoding.acceptance import acceptance_rule, sibling_by_sibling
 from vargen.decoding.trees import fan, k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
@@ -122,7 +124,8 @@ def drafts(q: Tensor, count: int, drawing: str) -> tuple[Tensor, Tensor, Tensor 
     V = len(q)
     if drawing == "best":
         return q.topk(count).indices[None], torch.ones(1, dtype=q.dtype), None
-    tuples = list(itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count))
+    drawn = itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count)
+    tuples = list(drawn)
     tokens, rows, weights = torch.tensor(tuples), [], torch.ones(len(tuples), dtype=q.dtype)
     left = q.expand(len(tuples), V).clone()
     for rank in range(count):
@@ -185,7 +188,7 @@ def inverted(probs, draft, noise, relaxation):
 
     def test(siblings):
         p, q = siblings.own
-        return Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+        return acceptance.Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
 
     return sibling_by_sibling(test, probs, draft, noise)
 
@@ -268,7 +271,7 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
             granted = 1 - chance
             if siblings.room is not None:
                 granted = torch.minimum(granted, siblings.room)
-            return Tested(chance + granted, siblings.left, granted)
+            return acceptance.Tested(chance + granted, siblings.left, granted)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):
@@ -300,8 +303,6 @@ def test_traversal_accepts_more_than_recursive_rejection():
         accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(k_ary(2, 3)), "sampled"), acceptance=rule)
         model = TableModel(vocab=6, tokens=40, seed=2)
         model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
-        from vargen.decoding import decode
-
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
         found[rule] = stats.tokens_per_pass
     assert found[traversal] > found[recursive_rejection] > 1.5

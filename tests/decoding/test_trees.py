@@ -8,6 +8,7 @@ import torch
 
 from vargen.decoding import (
     Accelerator,
+    AutoTree,
     Draft,
     DynamicTree,
     JacobiTree,
@@ -16,6 +17,7 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
+    cost,
     decode,
     recursive_rejection,
     shared_noise,
@@ -24,7 +26,9 @@ from vargen.decoding import (
 from vargen.decoding.best_tree import best_tree, expected_tokens, tree_by_cost
 from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import exponential
+from vargen.decoding.tree_choice import Ranks
 from vargen.decoding.trees import STATIC, branching, checked_parents, fan, k_ary, of_widths
+from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
 
 
@@ -301,6 +305,58 @@ def test_statistics_count_siblings_by_rank():
     assert stats.to_dict()["siblings"] == table
 
 
+@pytest.mark.parametrize("make", [
+    lambda shape: Accelerator(drafter=SpeculativeTree(shape, "coupled")),
+    lambda shape: Accelerator(drafter=JacobiTree(shape, "gumbel")),
+], ids=["small model", "jacobi"])  # fmt: skip
+@pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
+def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
+    """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
+    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01)
+    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
+    target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
+    condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    plain = decode(target, condition, seeds, "ar")
+    result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
+    assert torch.equal(result.tokens, plain.tokens)
+    widest = max(result.stats.fed)
+    if dear == 0.0:
+        assert widest == 16 and len(result.stats.siblings) > 1
+    elif dear == 10.0:
+        assert set(result.stats.fed) == {1}
+    else:
+        assert 1 < widest < 16
+
+
+@pytest.mark.parametrize("make", [
+    lambda: SpeculativeTree(AutoTree(6, 3, 2), "sampled"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
+], ids=["small model", "jacobi"])  # fmt: skip
+def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
+    """A tree, a chain, nothing, another tree."""
+    shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
+    monkeypatch.setattr("vargen.decoding.tree_choice.TreeChoice.next", lambda choice: choice.parents)
+    monkeypatch.setattr(
+        "vargen.decoding.tree_choice.TreeChoice.observe", lambda choice, step, total: setattr(choice, "parents", next(shapes))
+    )
+    accelerator = Accelerator(drafter=make(), acceptance=recursive_rejection)
+    finding = measure(accelerator, CASES[0].model(), Sampling(), 50_000)
+    assert finding.exact, finding
+
+
+def test_an_automatic_tree_learns_which_siblings_are_accepted():
+    ranks = Ranks(AutoTree(nodes=15, depth=8, children=3))
+    before = ranks.tree(8)
+    for _ in range(60):  # at the first position only second and third siblings are accepted, at the others the first
+        table = torch.zeros(3, 3, 2)
+        table[0] = torch.tensor([[10, 0], [10, 5], [10, 5]])
+        table[1:, 0] = torch.tensor([10, 9])
+        ranks.see(table, 1)
+    assert ranks.rates[1][0] > 0.85 and ranks.rates[0][0] < 0.05
+    assert ranks.tokens(8) < Ranks(AutoTree(nodes=15, depth=8, children=3)).tokens(8)
+    assert ranks.tree(8) != before
+
+
 # -- bad input ------------------------------------------------------------------------------------------------------------
 
 
@@ -321,6 +377,8 @@ def test_statistics_count_siblings_by_rank():
     (lambda: SpeculativeTree(drawing="warm"), ValueError, "drawing must be one of best, sampled"),
     (lambda: SpeculativeTree(DynamicTree(), "independent"), ValueError, "needs a StaticTree"),
     (lambda: JacobiTree((-1, 0, 0, 2, 3)), ValueError, "first children of a JacobiTree must reach its depth of 3"),
+    (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree or an AutoTree"),
+    (lambda: AutoTree(nodes=0), ValueError, "nodes of a tree"),
     (lambda: JacobiTree("binary-3", "warm"), ValueError, "unknown coupling"),
     (lambda: fan(6, 3, 2), ValueError, "are 13 slots"),
 ])  # fmt: skip

@@ -38,7 +38,7 @@ from vargen.decoding.scales import decode_scales
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.tokens import decode
-from vargen.decoding.trees import DynamicTree, StaticTree
+from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree
 
 __all__ = [
     "DEFAULT",
@@ -48,6 +48,7 @@ __all__ = [
     "AcceptanceRule",
     "Adaptive",
     "Auto",
+    "AutoTree",
     "DecodeStats",
     "Decoded",
     "Draft",

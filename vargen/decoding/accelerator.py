@@ -135,9 +135,11 @@ class Accelerator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them."""
+        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them; parts of these as they are
+        written."""
         parts = [part for part in (self.drafter, self.acceptance) if not isinstance(part, FunctionRule) and is_dataclass(part)]
-        return {name: value for part in parts for name, value in _fields(part).items() if value is not None}
+        said = [(name, value, getattr(part, name)) for part in parts for name, value in _fields(part).items()]
+        return {name: repr(own) if isinstance(value, dict) else value for name, value, own in said if value is not None}
 
     def spec(self) -> dict[str, Any]:
         """What the method is, whole, as plain values: two methods with equal specs draw alike. For caches and reports.

@@ -29,7 +29,9 @@ def best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, 
         if rank < len(row) and (depth is None or step < depth):
             heapq.heappush(heap, (-reach * row[rank], step, parent, rank, reach))
 
-    parents, heap = [-1], []  # of the heap: how often it is reached, depth of its parent, that parent, rank, the parent's reach
+    parents = [-1]
+    # How often it is reached, negative; depth of its parent, which one that is, its rank, how often the parent is reached.
+    heap: list[tuple[float, int, int, int, float]] = []
     offer(0, 1.0, 0, 0)
     while heap and len(parents) <= nodes:
         negative, step, parent, rank, above = heapq.heappop(heap)
@@ -81,7 +83,8 @@ def tree_by_cost(
         beside: of a step that drafts, what its passes take.
     """
     deepest = max(seconds) - 1 if depth is None else depth
-    found, most = (-1,), 1 / seconds[1]
+    found: tuple[int, ...] = (-1,)
+    most = 1 / seconds[1]
     for fed in sorted(seconds):
         for steps in range(1, min(deepest, fed - 1) + 1):
             parents = best_tree(rates, fed - 1, steps)

@@ -105,6 +105,15 @@ class Tree:
 
     @cached_property
     @ordinary_tensors()
+    def parents_of_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, int64 slots that have a child of it: of one tree for the batch only these, read from the device once;
+        else all."""
+        if self.children.dim() == 2:
+            return tuple(column.nonzero()[:, 0] for column in self.children.unbind(1))
+        return (torch.arange(self.children.shape[1], device=self.children.device),) * self.widest
+
+    @cached_property
+    @ordinary_tensors()
     def postorder(self) -> Tensor:
         """int64, as `parents`: the place of each slot where children come before their parents, and elder siblings with all
         that follows them before younger ones."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.draft import Draft, Tree
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.trees import DynamicTree, StaticTree, TreeShape
+from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree, TreeShape
 from vargen.kernels.categorical import categorical
 from vargen.modes import ordinary_tensors
 from vargen.values import shown
@@ -32,7 +32,7 @@ DRAWINGS: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `
 }
 
 
-def check_drawing(drawing: object, shape: TreeShape) -> None:
+def check_drawing(drawing: object, shape: TreeShape | AutoTree) -> None:
     """Raise ValueError unless children can be drawn so in trees of this shape."""
     if drawing not in DRAWINGS:
         raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {shown(drawing)}")
@@ -40,7 +40,7 @@ def check_drawing(drawing: object, shape: TreeShape) -> None:
         raise ValueError("drawing 'independent' needs a StaticTree: in a dynamic one the number of siblings depends on them")
 
 
-def check_vocabulary(shape: TreeShape, vocab: int) -> None:
+def check_vocabulary(shape: TreeShape | AutoTree, vocab: int) -> None:
     """Raise ValueError if a slot has more children than there are tokens."""
     if shape.children > vocab:
         raise ValueError(f"children of a tree must be at most the vocabulary of {vocab} tokens, got {shape.children}")
@@ -273,7 +273,7 @@ def _candidates(q: Tensor, reach: Tensor, shape: DynamicTree, drawing: Drawing, 
         return _Level(token, there, reach, reach, q)
     own = q.gather(2, token)
     own = own / (1 - own.cumsum(-1) + own).clamp_min(1e-30)  # of those that the elders left
-    accepted = _chances(shape, q.device) ** (1 - own.clamp(max=1.0))  # certain drafts are certain, others as often accepted as most
+    accepted = _chances(shape, q.device) ** (1 - own.clamp(max=1.0))  # what is certain is accepted, other drafts as most are
     refused = (1 - accepted).log().cumsum(-1)
     worth = reach[..., None] + torch.nn.functional.pad(refused[..., :-1], (1, 0))
     return _Level(token, there, worth, worth + accepted.log(), q)

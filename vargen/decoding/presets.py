@@ -6,7 +6,17 @@ from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
-from vargen.decoding.drafters import Eagle, Jacobi, LayerSkip, Lookup, Medusa, Recycle, Speculative
+from vargen.decoding.drafters import (
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    Recycle,
+    Speculative,
+    SpeculativeTree,
+)
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree
@@ -70,6 +80,27 @@ PRESETS: dict[str, Method] = {
             acceptance=exact,
             summary="a small model drafts a chain; p/q acceptance",
             source="Leviathan et al. 2023, arXiv 2211.17192",
+        ),
+        Accelerator(
+            name="pac",
+            drafter=JacobiTree("fan-24", coupling="maximal"),
+            acceptance=recursive_rejection,
+            summary="scd with two candidates at the two positions behind a refusal, as a tree",
+            source="SJD-PAC 2026, arXiv 2603.18599",
+        ),
+        Accelerator(
+            name="gumbel-tree",
+            drafter=JacobiTree("fan-24", coupling="gumbel"),
+            acceptance=shared_noise,
+            summary="the same picture as ar: gumbel with the two candidates that the image's noise likes best",
+            source="as gumbel, on a tree",
+        ),
+        Accelerator(
+            name="speculative-tree",
+            drafter=SpeculativeTree(DynamicTree(nodes=15, depth=4, children=4), drawing="sampled"),
+            acceptance=traversal,
+            summary="a small model draws a tree for each picture and pass; judged from its leaves",
+            source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
         ),
         Accelerator(
             name="layer-skip",

@@ -161,7 +161,7 @@ class _Images:
         if self.draft is not None and not self.draft.tree.chain:
             ranks = self.draft.tree.widest
             self.siblings = _longer(self.siblings, ranks)
-            self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0)
+            self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0).sum(0)
         self.length = self.length + count
         self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
         return count

@@ -71,6 +71,7 @@ STATIC: dict[str, tuple[int, ...]] = {
     "wide-15": of_widths((4, 5, 4, 2)),
     "wide-31": of_widths((6, 9, 8, 5, 3)),
     "wide-57": of_widths((8, 15, 15, 11, 8)),
+    "fan-24": fan(24, 2, 2),
 }
 
 
@@ -143,7 +144,15 @@ class StaticTree:
     @property
     def expanded(self) -> int:
         """Slots that have children."""
-        return len(set(self.slots[1:]))
+        return sum(self.widths())
+
+    def widths(self) -> list[int]:
+        """Slots that have children at each depth, the root's first."""
+        steps = [0]
+        for parent in self.slots[1:]:
+            steps.append(steps[parent] + 1)
+        inner = set(self.slots[1:]) - {-1}
+        return [sum(steps[slot] == depth for slot in inner) for depth in range(max(steps))]
 
     def cut(self, depth: int) -> StaticTree:
         """The tree without what lies deeper."""
@@ -257,4 +266,59 @@ class DynamicTree:
         return replace(shorter, nodes=min(self.nodes, shorter.candidates))
 
 
+@dataclass(frozen=True)
+class AutoTree:
+    """The tree with the most tokens a second, from the measured cost of passes and the recent acceptance of siblings by depth
+    and rank; a chain, or nothing, where more does not pay.
+
+    The choice follows a clock and the batch: the distribution of the pictures is the same, and with the rule `shared_noise` the
+    pictures are. On a GPU the tree is settled before the first pass.
+
+    Args:
+        nodes, depth, children: most drafted tokens of a pass, steps from the root, and children of a slot.
+        acceptance: by rank, what is taken for the acceptance before a pass has shown it; see `DynamicTree`.
+
+    Raises:
+        ValueError: for values outside the ranges of `DynamicTree`.
+    """
+
+    nodes: int = 31
+    depth: int = 16
+    children: int = 3
+    acceptance: tuple[float, ...] = field(default=ACCEPTANCE)
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "depth", "children"):
+            value = whole(getattr(self, name), 1, MOST_FED - 1)
+            if value is None:
+                given = shown(getattr(self, name))
+                raise ValueError(f"{name} of a tree must be a whole number from 1 to {MOST_FED - 1}, got {given}")
+            object.__setattr__(self, name, value)
+        object.__setattr__(self, "acceptance", DynamicTree(1, 1, 1, acceptance=self.acceptance).acceptance)
+
+    @property
+    def expanded(self) -> int:
+        """Most slots that are expanded in a pass."""
+        return self.nodes
+
+    def cut(self, depth: int) -> AutoTree:
+        """The same in fewer levels."""
+        return replace(self, depth=min(self.depth, depth))
+
+    def narrowed(self, children: int) -> AutoTree:
+        """The same with at most so many children of a slot."""
+        return replace(self, children=min(self.children, children))
+
+
 TreeShape = StaticTree | DynamicTree
+
+
+def tree_of(value: Any) -> TreeShape | AutoTree:
+    """The shape of a name, `"auto"`, or parents; a shape itself.
+
+    Raises:
+        ValueError, TypeError: see `checked_parents`.
+    """
+    if isinstance(value, StaticTree | DynamicTree | AutoTree):
+        return value
+    return AutoTree() if isinstance(value, str) and value == "auto" else StaticTree(value)

@@ -1,4 +1,4 @@
-"""Known mistakes with trees of drafts, of released implementations and likely ones: an exactness check has to find each of them.
+"""Known mistakes with trees of drafts, of released implementations and likely ones: an exactness check has to find each.
 
 Shape suffixes: B images, S drafts, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """K-SEQ: siblings that were drawn with replacement are accepted alike, whatever their rank.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Shape suffixes: B images, T fed tokens of one pass, R of them that have children, K most of these, V vocabulary.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.acceptance.rule import acceptance_rule
-from vargen.decoding.acceptance.siblings import verdict_of
+from vargen.decoding.acceptance.siblings import followed
 from vargen.decoding.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 
@@ -25,31 +25,34 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     rho in [1, K] is found by bisection, for all slots at once. With one child it is `exact`. Siblings have to be as many at a
     slot whatever is drawn. Arguments: see `AcceptanceRule`.
     """
-    B, T, _ = probs.shape
-    tree = draft.tree
     if draft.probs is None:
         raise ValueError("k_seq judges siblings that were drawn, and this draft has no probabilities; use recursive_rejection")
-    children = tree.children.expand(B, T, tree.widest)
+    B, T, _ = probs.shape
+    image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
+    parents = tree.parents_of_rank[0] if tree.widest else torch.zeros(1, dtype=torch.int64, device=probs.device)
+    children = tree.children.expand(B, T, -1)[:, parents]  # [B, R, K] of the slots that have any
     at = (children - 1).clamp(min=0)
-    there = children > 0
-    if draft.valid is not None:
-        there &= draft.valid.gather(1, at.flatten(1)).view_as(at)
-    if not tree.widest:
-        return verdict_of(torch.zeros(B, T, dtype=torch.bool, device=probs.device), probs, draft, noise)[0]
-    q = draft.probs[torch.arange(B, device=at.device)[:, None], at[..., 0]]  # of all siblings of a slot
+    there = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
+    p = probs[:, parents]
+    q = draft.probs[image, at[..., 0]] if tree.widest else p  # of all siblings of a slot
     number = there.sum(-1).to(probs.dtype)
-    rho, beta = _factor(probs, q, number)
-    tokens = draft.tokens.gather(1, at.flatten(1)).view_as(at)  # [B, T, K]
-    chance = probs.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
-    coins = torch.stack([noise.branch(rank).uniform(Purpose.ACCEPT) for rank in range(tree.widest)], -1)
-    hit = there & (coins < chance)
-    hit &= hit.cumsum(-1) == 1  # the first of them
+    rho, beta = _factor(p, q, number)
+    tokens = draft.tokens[image[..., None], at]
+    chance = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
+    coins = [noise.branch(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.widest)]
+    hit = there & (torch.stack(coins, -1) < chance) if coins else there
+    hit = hit & (hit.cumsum(-1) == 1)  # the first of them
     stands = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))
+    path, count, _ = followed(stands, tree)
+    last = path.gather(1, count[:, None] - 1)
+    row = torch.searchsorted(parents, last).clamp(max=len(parents) - 1)  # of the slot among those that have children
+    has = there[image, row].any(-1) & (parents[row] == last)
     accepts = 1 - (1 - beta) ** number
-    share = torch.where(beta > 0, accepts / beta, 0.0)[..., None]
-    left = (probs - torch.minimum(q, probs / rho[..., None]) * share).clamp_min_(0)
-    left = torch.where(there[..., :1] & (left.sum(-1, keepdim=True) > 0), left, probs)
-    return verdict_of(stands, left, draft, noise)[0]
+    share = torch.where(beta > 0, accepts / beta, 0.0)[image, row]
+    behind = probs[image, last]
+    left = (behind - torch.minimum(q[image, row], behind / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
+    left = torch.where(has[..., None] & (left.sum(-1, keepdim=True) > 0), left, behind)
+    return Verdict(path, count, noise.at(last[:, 0]).draw(left, Purpose.RESIDUAL)[:, 0])
 
 
 def _factor(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,4 +25,4 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
 
 def _test(siblings: Siblings) -> Tested:
     p, q = siblings.own
-    return Tested(p / q, siblings.left)
+    return Tested(p / q)

@@ -4,7 +4,7 @@ A rule says what it makes of one draft behind every fed slot (`SiblingTest`); he
 are tested at all slots at once, whether or not the slots will be reached, so that no step waits for a decision: as many rounds
 as any slot has children. Chains are trees whose slots have one child.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Shape suffixes: B images, T fed tokens of one pass, R of them, A slots of the longest path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from vargen.decoding.noise import Noise, Purpose
 
 
 class Siblings(NamedTuple):
-    """The drafts of one rank, one behind every fed slot; where a slot has none, what stands here does not matter.
+    """Drafts of one rank, behind R of the fed slots; where a slot has none, what stands here does not matter.
 
     Attributes:
-        p: float `[B, T, V]`, the target's probabilities behind each slot, less what the refusal of elder siblings left out;
+        p: float `[B, R, V]`, the target's probabilities behind each slot, less what the refusal of elder siblings left out;
             sums to one.
-        q: float `[B, T, V]`, the probabilities that the draft was drawn with; None: it was not drawn, so its own is one.
-        token: int64 `[B, T]`, the draft.
-        slot: int64 `[B, T]` or `[1, T]`, the slot that it is fed at, 0 where there is none.
-        room: float `[B, T]`, most relaxation that this test may grant; None: no limit.
+        q: float `[B, R, V]`, the probabilities that the draft was drawn with; None: it was not drawn, so its own is one.
+        token: int64 `[B, R]`, the draft.
+        slot: int64 `[B, R]` or `[1, R]`, the slot that it is fed at, 0 where there is none.
+        room: float `[B, R]`, most relaxation that this test may grant; None: no limit.
     """
 
     p: Tensor
@@ -40,19 +40,19 @@ class Siblings(NamedTuple):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """What p and q give the draft itself, `[B, T]` each."""
+        """What p and q give the draft itself, `[B, R]` each."""
         p = self.p.gather(-1, self.token[..., None])[..., 0]
         return p, torch.ones_like(p) if self.q is None else self.q.gather(-1, self.token[..., None])[..., 0]
 
     @property
     def exact_chance(self) -> Tensor:
-        """min(1, p / q) of the draft, `[B, T]`; 0 where q is 0."""
+        """min(1, p / q) of the draft, `[B, R]`; 0 where q is 0."""
         p, q = self.own
         return torch.where(q > 0, p / q, 0.0).clamp(max=1.0)
 
     @property
     def left(self) -> Tensor:
-        """(p - q)+, not normalised, `[B, T, V]`: what the exact rule leaves of p at a refusal."""
+        """(p - q)+, not normalised, `[B, R, V]`: what the exact rule leaves of p at a refusal."""
         if self.q is None:
             return self.p.scatter(-1, self.token[..., None], 0.0)
         return (self.p - self.q).clamp_min_(0)
@@ -62,13 +62,14 @@ class Tested(NamedTuple):
     """What a rule makes of `Siblings`.
 
     Attributes:
-        chance: float `[B, T]`, with which the draft is accepted; may exceed 1.
-        left: float `[B, T, V]`, what a refusal leaves of p, at least 0; need not sum to one. Where nothing is left, p stays.
-        granted: float `[B, T]`, acceptance beyond the exact rule; None: none.
+        chance: float `[B, R]`, with which the draft is accepted; may exceed 1.
+        left: float `[B, R, V]`, what a refusal leaves of p, at least 0; need not sum to one. Where nothing is left, p stays.
+            None: what the exact rule leaves, which is then computed only where it is needed.
+        granted: float `[B, R]`, acceptance beyond the exact rule; None: none.
     """
 
     chance: Tensor
-    left: Tensor
+    left: Tensor | None = None
     granted: Tensor | None = None
 
 
@@ -78,12 +79,11 @@ SiblingTest = Callable[[Siblings], Tested]
 @dataclass
 class _Judged:
     """Of every draft, by its slot, `[B, T]` each: whether it stands once its parent does, whether it is tested then, and the
-    acceptance granted to it; entry 0 is meaningless. Of every slot, what its drafts leave of p `[B, T, V]`."""
+    acceptance granted to it; entry 0 is meaningless."""
 
     stands: Tensor
     examined: Tensor
     granted: Tensor
-    left: Tensor
 
 
 def sibling_by_sibling(
@@ -97,19 +97,23 @@ def sibling_by_sibling(
     """The verdict of a rule that tests siblings one after the other and, if all are refused, draws from what they leave of p.
 
     Args:
-        test: of one draft behind each slot. With a `budget` it is asked twice, and has to grant at most `room`.
+        test: of one draft behind each of some slots. It is asked again for the last slot that is accepted and, with a `budget`,
+            of which it has to grant at most `room`, once more for all.
         probs, draft, noise, relaxation: see `AcceptanceRule`.
         budget: most relaxation of an image; None: no limit.
 
     Returns:
-        The verdict; with `relaxation` where the test grants any.
+        The verdict; with `relaxation` where that is given.
     """
-    judged = _judge(test, probs, draft, noise, None)
+    judged, room = _judge(test, probs, draft, noise, None), None
     if budget is not None:
         assert relaxation is not None, "a budget needs what was granted so far"
         room = _rooms(judged.granted, draft.tree, (budget - relaxation).clamp_min(0))
         judged = _judge(test, probs, draft, noise, room)
-    verdict, reached = verdict_of(judged.stands, judged.left, draft, noise)
+    path, count, reached = followed(judged.stands, draft.tree)
+    last = path.gather(1, count[:, None] - 1)
+    left = _left_behind(test, probs, draft, last, room)
+    verdict = Verdict(path, count, noise.at(last[:, 0]).draw(left, Purpose.RESIDUAL)[:, 0])
     if relaxation is None:
         return verdict
     parent = draft.tree.parents.clamp(min=0).expand_as(reached)
@@ -120,36 +124,61 @@ def sibling_by_sibling(
 def _judge(test: SiblingTest, probs: Tensor, draft: Draft, noise: Noise, room: Tensor | None) -> _Judged:
     B, T, _ = probs.shape
     tree = draft.tree
-    left = probs
     taken = torch.zeros(B, T, dtype=torch.bool, device=probs.device)
     stands, examined, granted = torch.zeros_like(taken), torch.zeros_like(taken), torch.zeros_like(probs[..., 0])
-    for rank in range(tree.widest):
-        slot = tree.children[..., rank].expand(B, T)
-        there = slot > 0
-        if draft.valid is not None:
-            there = there & draft.valid.gather(1, (slot - 1).clamp(min=0))
-        siblings = _rank(left, draft, slot, room)
-        coin = noise.branch(rank).uniform(Purpose.ACCEPT)
+    p = probs
+    for rank, slots in enumerate(tree.parents_of_rank):
+        if rank == 0 and len(slots) < T:
+            p = probs[:, slots]
+        child = tree.children[..., slots, rank].expand(B, -1)
+        siblings, there = _drafts_at(child, p, draft, room)
         tested = test(siblings)
-        hit = (coin < tested.chance) & there & ~taken
+        open_ = there & ~taken[:, slots]
+        hit = (noise.branch(rank).uniform(Purpose.ACCEPT)[:, slots] < tested.chance) & open_
         # Slots without a draft of this rank write to entry 0.
-        stands = stands.scatter(1, slot, hit)
-        examined = examined.scatter(1, slot, there & ~taken)
+        stands, examined = stands.scatter(1, child, hit), examined.scatter(1, child, open_)
+        taken = taken.index_copy(1, slots, taken[:, slots] | hit)
         if tested.granted is not None:
-            granted = granted.scatter(1, slot, tested.granted * there)
-        taken = taken | hit
-        total = tested.left.sum(-1, keepdim=True)
-        left = torch.where(there[..., None] & (total > 0), tested.left / total, left)
-    return _Judged(stands, examined, granted, left)
+            granted = granted.scatter(1, child, tested.granted * there)
+        if rank + 1 < tree.widest:
+            further = tree.parents_of_rank[rank + 1]
+            kept = torch.searchsorted(slots, further)  # whoever has a child of the next rank has one of this
+            p = _refused(siblings, tested, there, kept if len(further) < len(slots) else None)
+    return _Judged(stands, examined, granted)
 
 
-def _rank(left: Tensor, draft: Draft, slot: Tensor, room: Tensor | None) -> Siblings:
-    """The drafts at slots `[B, T]`."""
-    at = (slot - 1).clamp(min=0)
+def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> tuple[Siblings, Tensor]:
+    """The drafts at slots `child` `[B, R]`, and bool `[B, R]`, where there is a valid one; `p` as in `Siblings`."""
+    at = (child - 1).clamp(min=0)
+    there = child > 0 if draft.valid is None else (child > 0) & draft.valid.gather(1, at)
     q = None
     if draft.probs is not None:
         q = draft.probs[torch.arange(len(at), device=at.device)[:, None], at]
-    return Siblings(left, q, draft.tokens.gather(1, at), slot, None if room is None else room.gather(1, slot))
+    return Siblings(p, q, draft.tokens.gather(1, at), child, None if room is None else room.gather(1, child)), there
+
+
+def _refused(siblings: Siblings, tested: Tested, there: Tensor, rows: Tensor | None = None) -> Tensor:
+    """What is left of p once these drafts are refused, normalised: of all rows, or of some."""
+    left = tested.left
+    if rows is not None:
+        q = None if siblings.q is None else siblings.q[:, rows]
+        siblings, there = siblings._replace(p=siblings.p[:, rows], q=q, token=siblings.token[:, rows]), there[:, rows]
+        left = None if left is None else left[:, rows]
+    if left is None:
+        left = siblings.left
+    total = left.sum(-1, keepdim=True)
+    return torch.where(there[..., None] & (total > 0), left / total, siblings.p)
+
+
+def _left_behind(test: SiblingTest, probs: Tensor, draft: Draft, slot: Tensor, room: Tensor | None) -> Tensor:
+    """What all drafts behind a slot `[B, 1]` of each image leave of p, `[B, 1, V]`."""
+    B, T, _ = probs.shape
+    image = torch.arange(B, device=probs.device)[:, None]
+    children, p = draft.tree.children.expand(B, T, -1)[image, slot], probs[image, slot]
+    for rank in range(draft.tree.widest):
+        siblings, there = _drafts_at(children[..., rank], p, draft, room)
+        p = _refused(siblings, test(siblings), there)
+    return p
 
 
 def _rooms(granted: Tensor, tree: Tree, allowed: Tensor) -> Tensor:
@@ -164,28 +193,11 @@ def _rooms(granted: Tensor, tree: Tree, allowed: Tensor) -> Tensor:
     return torch.minimum(upto, limit) - torch.minimum(upto - granted, limit)
 
 
-def verdict_of(stands: Tensor, left: Tensor, draft: Draft, noise: Noise) -> tuple[Verdict, Tensor]:
-    """The verdict where it is known of every draft whether it stands once it is reached, and which slots are accepted.
-
-    Args:
-        stands: bool `[B, T]`, by slot; of siblings at most one. That of the root does not matter.
-        left: float `[B, T, V]`, what the next token is drawn from if a slot is the last that is accepted.
-
-    Returns:
-        The verdict, and bool `[B, T]`, True at accepted slots, the root included.
-    """
-    path, count, accepted = followed(stands, draft.tree)
-    last = path.gather(1, count[:, None] - 1)[:, 0]
-    row = left[torch.arange(len(left), device=left.device), last]
-    next_token = noise.at(last).draw(row[:, None], Purpose.RESIDUAL)[:, 0]
-    return Verdict(path=path, count=count, next_token=next_token), accepted
-
-
 def followed(stands: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
     """The path `[B, A]` of accepted slots, their number `[B]`, and bool `[B, T]`, True at each of them.
 
     Args:
-        stands: bool `[B, T]`; see `verdict_of`.
+        stands: bool `[B, T]`, by slot; of siblings at most one. That of the root does not matter.
     """
     stands = stands.index_fill(1, torch.zeros(1, dtype=torch.int64, device=stands.device), True)
     if tree.chain:
@@ -207,7 +219,8 @@ def _path(accepted: Tensor, tree: Tree) -> Tensor:
 
 
 def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
-    """int64 `[widest, 2]`: by sibling rank, how many accepted slots had such a child, and how many times it was accepted too.
+    """int64 `[longest, widest, 2]`: by the depth of an accepted slot and the rank of a child, how many had such a child, and
+    how many times it was accepted too.
 
     Args:
         active: bool `[B]`, which images count.
@@ -222,4 +235,6 @@ def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tens
     if draft.valid is not None:
         there &= draft.valid.gather(1, (children - 1).clamp(min=0).flatten(1)).view_as(there)
     taken = there & reached.gather(1, children.flatten(1)).view_as(there)
-    return torch.stack([there.sum((0, 1)), taken.sum((0, 1))], 1)
+    both = torch.stack([there, taken], -1).long()  # [B, T, widest, 2]
+    table = torch.zeros(tree.longest, *both.shape[2:], dtype=torch.int64, device=both.device)
+    return table.index_add_(0, tree.depth.expand(B, T).flatten(), both.flatten(0, 1))

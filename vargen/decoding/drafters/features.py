@@ -74,7 +74,7 @@ class FeatureTree:
 
     Raises:
         ValueError: for an unknown tree or drawing, or a chain of less than one draft; by `bind` for a tree that the grid does
-            not hold, a static one with more children than there are tokens, if there is no trained drafter, or one of another
+            not hold or with more children than there are tokens, if there is no trained drafter, or one of another
             vocabulary or grid.
         TypeError: for a shape that is none, or a model that is none.
     """
@@ -145,14 +145,10 @@ class FeatureTree:
         )
 
     def bind(self, model: TokenModel) -> Self:
-        """This drafter, its dynamic tree with no more children of a slot than there are tokens."""
+        """This drafter."""
         self.trained(model)
+        check_vocabulary(self.tree, model.vocab)
         self.check_grid(model.grid[0] * model.grid[1])
-        tree = self.tree
-        if isinstance(tree, DynamicTree) and tree.children > model.vocab:
-            fewer = replace(tree, children=model.vocab, nodes=1)
-            return replace(self, shape=replace(fewer, nodes=min(tree.nodes, fewer.candidates)))
-        check_vocabulary(tree, model.vocab)
         return self
 
     def check_grid(self, tokens: int) -> None:
@@ -164,6 +160,10 @@ class FeatureTree:
     def fitted(self, tokens: int) -> Self:
         """The drafter with a tree that fits behind the first of so many tokens."""
         return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+
+    def narrowed(self, vocab: int) -> Self:
+        """The drafter with no more children of a slot than so many tokens."""
+        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
 
     def resized(self, window: int | str) -> Self:
         """This drafter: windows are for chains of Jacobi drafts."""
