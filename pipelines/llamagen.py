@@ -112,7 +112,7 @@ class LlamaGenPipeline(VisualPipeline):
         tokens = config.grid_size**2
         drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
         sizes = config.condition, config.vocab_size, tokens, config.num_classes
-        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters)
+        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters)
 
     @classmethod
     def check_method(cls, described: Description, method: Accelerator) -> None:

@@ -93,12 +93,13 @@ class VARPipeline(ScalePictures, VisualPipeline):
     def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
         with torch.device("meta"):  # fills in what the file leaves to the defaults
             transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
+            side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         config = transformer.config
         return Description(
             folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
-            len(transformer.scales),
+            len(transformer.scales), side,
         )  # fmt: skip
 
     @classmethod

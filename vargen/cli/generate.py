@@ -38,6 +38,7 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
+from vargen.cli.sources import Source
 from vargen.cli.subjects import class_numbers, say_names, subjects_of
 from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
@@ -76,6 +77,16 @@ def generate(
     model: ModelName = "emoji",
     class_label: Annotated[
         list[str] | None, typer.Option(metavar="N|NAME", help="Class to draw, instead of a prompt; may be repeated.")
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture to start from, of the model's size (next-scale models).")
+    ] = None,
+    mask: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="White where the image is drawn anew; as large as it is.")
+    ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Share of the scales drawn anew, 0 to 1. Default: 0.8, and 1 with a mask."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
@@ -119,9 +130,12 @@ def generate(
     places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])
     sheet_place = None if sheet is None else targets(sheet, ["sheet"], "sheet")[0]
     listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
-    check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
+    source = Source.of(image, mask, strength)
+    read = {"prompt_file": [listed], **source.files(), "a file of model": model_files(model)}
+    check_apart({"output": places, "sheet": [sheet_place]}, read)
     quiet_libraries()
     opened, method = _check_against(model, accelerator, given, bool(class_label), negative_prompt)
+    given_pictures = source.opened(opened)
     drawn: list[Any] = class_numbers(repeated, opened) if class_label else repeated
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
@@ -134,7 +148,8 @@ def generate(
     pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started
     options: dict[str, Any] = {**given, "accelerator": method, "negative_prompt": negative_prompt}
-    parameters = _parameters(pipe, model, options, chosen_dtype)
+    parameters = {**_parameters(pipe, model, options, chosen_dtype), **source.told()}
+    options |= given_pictures
     if judge is not None:
         options |= {"num_candidates": best_of, "scorer": judge}
     if compile:

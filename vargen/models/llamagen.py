@@ -254,6 +254,10 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
     def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
         return self.output(features if guidance is None else guided(features, guidance)).float()
 
+    def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
+        """Teacher forcing without the head: features `[B, N, D]` after the final norm."""
+        return self.norm(self._teacher_forced(tokens_BN, condition))
+
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
@@ -274,9 +278,7 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
             visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding sees itself only
             visible = visible[:, None]
         for layer in self.layers:
-            attention = layer.attention
-            q, k, v = attention.project(layer.attention_norm(x), rotary)
-            x = layer.finish(x, attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+            x = layer(x, rotary, visible)
         return x[:, P - 1 :]
 
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:

@@ -114,8 +114,9 @@ Weights are stored as int8 with a scale for each 32. Default sampling: {defaults
 |---|---|---|---|---|
 {rows}
 The tokenizer, {codes["step"]:.0f} steps in {codes["seconds"] / 3600:.2f} hours, reaches a PSNR of {codes["psnr"]:.2f} dB on \
-held-out pictures. Held out are 86 of 1,959 concepts with all their styles, and cells of (concept, style) whose other styles are
-known. "Right caption" is how often a picture's own caption is the likeliest of 16 at the first scales.
+held-out pictures.
+Held out are 86 of 1,959 concepts with all their styles, and cells of (concept, style) whose other styles are known.
+"Right caption" is how often a picture's own caption is the likeliest of 16 at the first scales.
 {note}
 
 ## Train it further
