@@ -328,5 +328,5 @@ def test_presets_say_what_they_are():
     assert [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"] == ["gsd"]
     for preset in methods_of("next-token"):
         assert preset.summary and preset.source
-        assert preset.topology in (None, "chain")
+        assert preset.topology in (None, "chain", "tree")
     assert Tree.of_chain(3).chain

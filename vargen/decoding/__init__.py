@@ -1,10 +1,33 @@
 """Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, acceptance_rule, exact, shared_noise
+from vargen.decoding.acceptance import (
+    Grouped,
+    Neighbourhood,
+    Ratio,
+    Relaxed,
+    Typical,
+    acceptance_rule,
+    exact,
+    k_seq,
+    recursive_rejection,
+    shared_noise,
+    traversal,
+)
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, Speculative
+from vargen.decoding.drafters import (
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    Recycle,
+    Speculative,
+    SpeculativeTree,
+)
+from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
@@ -15,6 +38,7 @@ from vargen.decoding.scales import decode_scales
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.tokens import decode
+from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree
 
 __all__ = [
     "DEFAULT",
@@ -24,33 +48,52 @@ __all__ = [
     "AcceptanceRule",
     "Adaptive",
     "Auto",
+    "AutoTree",
     "DecodeStats",
     "Decoded",
     "Draft",
     "Drafter",
+    "DynamicTree",
+    "Eagle",
+    "FeatureHeads",
+    "FeatureModel",
     "Fixed",
     "Grouped",
     "Jacobi",
+    "JacobiTree",
+    "LayerSkip",
+    "Lookup",
+    "Medusa",
     "Method",
+    "Neighbourhood",
     "Noise",
     "NonFiniteLogitsError",
     "Output",
     "Progress",
     "Purpose",
+    "Ratio",
+    "Recycle",
+    "Relaxed",
     "Sampling",
     "ScaleModel",
     "Schedule",
     "Speculative",
+    "SpeculativeTree",
     "Stage",
+    "StaticTree",
     "Step",
     "TokenModel",
     "Tree",
+    "Typical",
     "Verdict",
     "acceptance_rule",
     "decode",
     "decode_scales",
     "exact",
+    "k_seq",
     "methods_of",
+    "recursive_rejection",
     "resolve_accelerator",
     "shared_noise",
+    "traversal",
 ]

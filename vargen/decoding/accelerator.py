@@ -6,8 +6,21 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.acceptance import FunctionRule, shared_noise
-from vargen.decoding.protocols import AcceptanceRule, Drafter, PricedDrafter, SizedDrafter, TokenModel
+from vargen.decoding.protocols import (
+    AcceptanceRule,
+    BranchingDrafter,
+    Drafter,
+    OfferingDrafter,
+    PricedDrafter,
+    SizedDrafter,
+    TokenModel,
+)
 from vargen.values import shown
+
+_NEEDS = {
+    "fresh": "it needs drafts that are drawn anew in every pass, each with coins of its own",
+    "replacement": "it needs siblings that are drawn with replacement, as many whatever is drawn",
+}
 
 
 @dataclass(frozen=True)
@@ -57,6 +70,15 @@ class Accelerator:
         if self.topology is None:
             object.__setattr__(self, "topology", self.drafter.topology)
         self._check_topology(self.drafter)
+        self._check_offers(self.drafter)
+
+    def _check_offers(self, drafter: Drafter) -> None:
+        """Raise ValueError unless the drafter draws as the rule needs it."""
+        offers = drafter.offers if isinstance(drafter, OfferingDrafter) else ()
+        for need in self.acceptance.needs if isinstance(self.acceptance, FunctionRule) else ():
+            if need not in offers and (need != "replacement" or self.topology == "tree"):
+                parts = f"acceptance {name_of(self.acceptance)} cannot go with this {type(drafter).__name__}"
+                raise ValueError(f"{parts}: {_NEEDS[need]}")
 
     def _check_topology(self, drafter: Drafter) -> None:
         """Raise ValueError unless the drafter proposes the topology and the rule judges it."""
@@ -69,7 +91,7 @@ class Accelerator:
             raise ValueError(
                 f"acceptance {name_of(self.acceptance)} cannot judge a {self.topology}: it follows one "
                 f"{self.acceptance.topologies[0]} of drafts, and siblings would each be tested against the full probabilities; "
-                "shared_noise judges trees"
+                "shared_noise, recursive_rejection, k_seq and traversal judge trees"
             )
 
     @property
@@ -90,9 +112,14 @@ class Accelerator:
         if isinstance(self.drafter, SizedDrafter):
             self.drafter.check_grid(tokens)
 
-    def fitted(self, tokens: int) -> Accelerator:
-        """The method with its drafts cut to a grid of so many tokens."""
-        return replace(self, drafter=self.drafter.fitted(tokens)) if isinstance(self.drafter, SizedDrafter) else self
+    def fitted(self, tokens: int, vocab: int | None = None) -> Accelerator:
+        """The method with its drafts cut to a grid of so many tokens and, if it is given, to a vocabulary."""
+        drafter: Drafter | None = self.drafter
+        if isinstance(drafter, SizedDrafter):
+            drafter = drafter.fitted(tokens)
+        if vocab is not None and isinstance(drafter, BranchingDrafter):
+            drafter = drafter.narrowed(vocab)
+        return self if drafter is self.drafter else replace(self, drafter=drafter)
 
     def resized(self, window: int | str) -> Accelerator:
         """The method with another window; see `SizedDrafter`.
@@ -108,9 +135,11 @@ class Accelerator:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them."""
+        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them; parts of these as they are
+        written."""
         parts = [part for part in (self.drafter, self.acceptance) if not isinstance(part, FunctionRule) and is_dataclass(part)]
-        return {name: value for part in parts for name, value in _fields(part).items() if value is not None}
+        said = [(name, value, getattr(part, name)) for part in parts for name, value in _fields(part).items()]
+        return {name: repr(own) if isinstance(value, dict) else value for name, value, own in said if value is not None}
 
     def spec(self) -> dict[str, Any]:
         """What the method is, whole, as plain values: two methods with equal specs draw alike. For caches and reports.

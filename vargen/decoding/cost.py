@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,6 +56,14 @@ def pass_costs(
                     known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
         _store(model, images, known)
     return {width: known[width] for width in widths}
+
+
+def interpolated(seconds: Mapping[int, float], fed: int) -> float:
+    """Seconds of a pass over so many tokens, on a straight line between measured ones; beyond these, those of the nearest."""
+    below = max((known for known in seconds if known <= fed), default=min(seconds))
+    above = min((known for known in seconds if known >= fed), default=max(seconds))
+    share = (fed - below) / (above - below) if above > below else 0.0
+    return seconds[below] + share * (seconds[above] - seconds[below])
 
 
 @contextmanager

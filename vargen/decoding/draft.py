@@ -31,6 +31,7 @@ class Tree:
         depth: int64, as `parents`: steps from the root.
         ancestors: bool `[T, T]` or `[B, T, T]`, `[..., i, j]` True where slot j is slot i or one of its ancestors.
         longest: slots on the longest path that any image may have, root included.
+        widest: most children of any slot.
         chain: whether it is a chain, for which models have a shorter way.
     """
 
@@ -38,6 +39,7 @@ class Tree:
     depth: Tensor
     ancestors: Tensor
     longest: int
+    widest: int
     chain: bool
 
     @staticmethod
@@ -55,12 +57,13 @@ class Tree:
         return _tree(tuple(range(-1, draft)), torch.device(device))
 
     @staticmethod
-    def per_image(parents: Tensor, longest: int) -> Tree:
+    def per_image(parents: Tensor, longest: int, widest: int | None = None) -> Tree:
         """A tree for each image; nothing is read from the device.
 
         Args:
             parents: int64 `[B, T]`, each row as in `of`; what rows hold is not checked.
             longest: at least the slots on any row's longest path.
+            widest: at least the children of any slot, which is how many rounds rules of trees take; None: T - 1.
         """
         T = parents.shape[1]
         above = torch.nn.functional.one_hot(parents.clamp(min=0), T).bool()
@@ -68,7 +71,7 @@ class Tree:
         ancestors = above | torch.eye(T, dtype=torch.bool, device=parents.device)
         for _ in range((longest - 1).bit_length()):  # each product doubles the steps that are known
             ancestors = (ancestors.float() @ ancestors.float()) > 0
-        return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, chain=False)
+        return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, T - 1 if widest is None else widest, chain=False)
 
     @cached_property
     @ordinary_tensors()
@@ -77,6 +80,46 @@ class Tree:
         T = self.ancestors.shape[-1]
         padded = torch.nn.functional.pad(self.ancestors, (0, -T % _WORD)).unflatten(-1, (-1, _WORD)).to(torch.int64)
         return (padded << torch.arange(_WORD, device=padded.device)).sum(-1)  # bits do not overlap, so a sum is an or
+
+    @cached_property
+    @ordinary_tensors()
+    def elders(self) -> Tensor:
+        """bool `[T, T]` or `[B, T, T]`, `[..., i, j]` True where slot j is a sibling that lies before slot i."""
+        return (self.parents[..., :, None] == self.parents[..., None, :]).tril(-1)
+
+    @cached_property
+    @ordinary_tensors()
+    def rank(self) -> Tensor:
+        """int64, as `parents`: how many siblings lie before each slot."""
+        return self.elders.sum(-1)
+
+    @cached_property
+    @ordinary_tensors()
+    def children(self) -> Tensor:
+        """int64 `[T, widest]` or `[B, T, widest]`: the slots that follow each slot, in order; 0 where there are no more."""
+        T = self.parents.shape[-1]
+        place = (self.parents * self.widest + self.rank)[..., 1:]  # the root is nobody's child
+        slots = torch.arange(1, T, device=place.device).expand_as(place)
+        table = torch.zeros(*place.shape[:-1], T * self.widest, dtype=torch.int64, device=place.device)
+        return table.scatter_(-1, place, slots).unflatten(-1, (T, self.widest))
+
+    @cached_property
+    @ordinary_tensors()
+    def parents_of_rank(self) -> tuple[Tensor, ...]:
+        """For each rank, int64 slots that have a child of it: of one tree for the batch only these, read from the device once;
+        else all."""
+        if self.children.dim() == 2:
+            return tuple(column.nonzero()[:, 0] for column in self.children.unbind(1))
+        return (torch.arange(self.children.shape[1], device=self.children.device),) * self.widest
+
+    @cached_property
+    @ordinary_tensors()
+    def postorder(self) -> Tensor:
+        """int64, as `parents`: the place of each slot where children come before their parents, and elder siblings with all
+        that follows them before younger ones."""
+        size = self.ancestors.sum(-2)  # slots that follow it, itself included
+        before = (self.elders * size[..., None, :]).sum(-1)
+        return (self.ancestors * before[..., None, :]).sum(-1) + size - 1
 
 
 @lru_cache(maxsize=64)
@@ -93,6 +136,7 @@ def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
         depth=depth.to(device),
         ancestors=ancestors.to(device),
         longest=int(depth.max()) + 1,
+        widest=max((parents.count(slot) for slot in range(len(parents))), default=0),
         chain=parents == tuple(range(-1, len(parents) - 1)),
     )
 
@@ -109,11 +153,16 @@ class Output(NamedTuple):
 class Draft:
     """What a drafter proposes for one pass.
 
+    Siblings lie in the order in which they were drawn: that order is what rules judge them in. A tree may be chosen as it is
+    drawn, as long as no token has a say in whether it is itself part of it.
+
     Attributes:
-        tokens: int64 `[B, T - 1]`, one per slot behind the root; siblings differ.
+        tokens: int64 `[B, T - 1]`, one per slot behind the root.
         tree: shape of the pass, root included.
-        probs: float32 `[B, T - 1, V]`, q: the probabilities each token was really drawn with, given what lies before it; None
-            for a deterministic proposal, whose probability is one on its token.
+        probs: float32 `[B, T - 1, V]`, q: the probabilities each token was really drawn with, given what lies before it. Of
+            siblings that were drawn without replacement, the elder ones have none, and the others sum to one; of siblings that
+            were drawn with replacement, all rows are alike. None for a deterministic proposal, whose probability is one on
+            its token.
         valid: bool `[B, T - 1]`, False where an image has no draft in a slot (its window is shorter than the batch's, or the
             grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
     """

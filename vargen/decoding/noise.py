@@ -48,6 +48,7 @@ _MIX2 = _signed(0x94D049BB133111EB)
 _GOLDEN32 = _signed(0x9E3779B9, 32)
 _LOW1 = _signed(0x7FEB352D, 32)
 _LOW2 = _signed(0x846CA68B, 32)
+_BRANCH = 1 << 32  # positions apart: more than any grid has
 _UNIT = 2.0**-31 * (1 - 2.0**-24)  # times 31 bits plus a half: in (0, 1), never 1 after rounding
 
 
@@ -222,9 +223,19 @@ class Noise:
     step: int = 0
     own: OwnNoise | None = None
 
+    def exponential(self, vocab: int, purpose: Purpose) -> Tensor:
+        """float32 `[B, T, V]` > 0; a token's probability over it is what a race is won by."""
+        if purpose == Purpose.TOKEN and self.own is not None:
+            return self.own.exponential(self.position, vocab)
+        return exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+
     def uniform(self, purpose: Purpose) -> Tensor:
         """float32 `[B, T]` in (0, 1)."""
         return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+
+    def coins(self, purpose: Purpose) -> Tensor:
+        """float64 `[B, T]` in (0, 1), for `categorical`."""
+        return coins(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def draw(self, probs: Tensor, purpose: Purpose) -> Tensor:
         """int64 `[B, T]`, drawn from probabilities `[B, T, V]`, which need not sum to 1.
@@ -232,10 +243,16 @@ class Noise:
         Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
         """
         if purpose == Purpose.TOKEN:
-            if self.own is None:
-                return race(probs, self.seeds, self.position)
-            return _winner(probs, self.own.exponential(self.position, probs.shape[-1]))
-        return categorical(probs, coins(self.seeds, self.position, purpose, self.step))
+            return _winner(probs, self.exponential(probs.shape[-1], purpose))
+        return categorical(probs, self.coins(purpose))
+
+    def branch(self, number: int | Tensor) -> Noise:
+        """Noise of its own for each of several draws at one position; 0 is this noise. Not for `Purpose.TOKEN`.
+
+        Args:
+            number: 0 or more, or int64 that broadcasts to the positions.
+        """
+        return replace(self, position=self.position + number * _BRANCH)
 
     def at(self, slot: Tensor) -> Noise:
         """The noise of one slot `[B]` of each image: T = 1."""

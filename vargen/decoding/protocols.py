@@ -64,6 +64,31 @@ class TokenModel(Protocol):
 
 
 @runtime_checkable
+class LayeredModel(Protocol):
+    """A `TokenModel` that can run without some of its layers."""
+
+    @property
+    def layers(self) -> int:
+        """How many it has, numbered from 0."""
+
+    def skipping(self, layers: Sequence[int]) -> TokenModel:
+        """The model without these layers, with states of its own. Nothing is copied.
+
+        Raises:
+            ValueError: for layers that it has not, or if it cannot just now, saying why.
+        """
+
+
+@runtime_checkable
+class ExampleModel(Protocol):
+    """A `TokenModel` that knows tokens of pictures, such as those that it was trained on."""
+
+    @property
+    def examples(self) -> Tensor | None:
+        """Integers `[M, N]`, the same tensor for as long as they are the same; None where there are none."""
+
+
+@runtime_checkable
 class ScaleModel(Protocol):
     """A next-scale model: the tokens of a scale are independent given the coarser scales, and drawn in one pass.
 
@@ -174,6 +199,27 @@ class PricedDrafter(Protocol):
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of drafting so many tokens for each of `images`, measured."""
+
+
+@runtime_checkable
+class BranchingDrafter(Protocol):
+    """A drafter whose slots have several children."""
+
+    def narrowed(self, vocab: int) -> Drafter[Any]:
+        """The drafter with no more children of a slot than a vocabulary of so many tokens has."""
+
+
+@runtime_checkable
+class OfferingDrafter(Protocol):
+    """A drafter that says how it draws, for rules that need more than to know q.
+
+    Attributes:
+        offers: `"fresh"` if every draft is drawn anew in every pass, with coins that no other draft depends on, in this pass or
+            another; `"replacement"` if siblings are drawn independently of each other, and as many whatever is drawn.
+    """
+
+    @property
+    def offers(self) -> tuple[str, ...]: ...
 
 
 @runtime_checkable

@@ -21,6 +21,8 @@ class DecodeStats:
         seconds: wall-clock of the loop, prefill included.
         accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
         fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
+        siblings: of methods that draft trees, by sibling rank `[offered, accepted]`: how often an accepted slot had a sibling
+            of this rank behind it, and how often that was the accepted one.
         scorer, scores, candidate_seeds: where a scorer chose: its name, and for each picture the scores and seeds of all its
             candidates; `images` and `tokens` count these, and `seeds` are those of the chosen.
         draft_fed: the same of the smaller model's passes, of next-scale models.
@@ -45,6 +47,7 @@ class DecodeStats:
     seeds: list[int] = field(default_factory=list)
     stopped: bool = False
     threads: int = 1
+    siblings: list[list[int]] = field(default_factory=list)
     scorer: str | None = None
     scores: list[list[float]] = field(default_factory=list)
     candidate_seeds: list[list[int]] = field(default_factory=list)
@@ -69,6 +72,7 @@ class DecodeStats:
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
+            siblings=_summed([run.siblings for run in runs]),
             scorer=runs[0].scorer,
             scores=[scores for run in runs for scores in run.scores],
             candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
@@ -85,6 +89,11 @@ class DecodeStats:
         """Mean tokens that a pass committed per unfinished image."""
         turns = sum(self.accepted_histogram)
         return self.tokens / turns if turns else 0.0
+
+    @property
+    def sibling_rates(self) -> list[float]:
+        """By rank, how often a sibling was the accepted one where there was one: what tells which tree to draft."""
+        return [accepted / offered if offered else 0.0 for offered, accepted in self.siblings]
 
     @property
     def relaxation_per_token(self) -> float:
@@ -108,9 +117,16 @@ class DecodeStats:
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, whose keys are text."""
         fed, drafted = ({str(width): passes for width, passes in each.items()} for each in (self.fed, self.draft_fed))
-        rates = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
+        rates: dict[str, Any] = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
+        rates["sibling_rates"] = self.sibling_rates
         rates["relaxation_per_token"] = self.relaxation_per_token
         return {**asdict(self), "fed": fed, "draft_fed": drafted, **rates}
+
+
+def _summed(tables: list[list[list[int]]]) -> list[list[int]]:
+    """Tables of like columns, row by row; some may have more rows."""
+    rows = zip_longest(*tables, fillvalue=[0, 0])
+    return [[sum(column) for column in zip(*row, strict=True)] for row in rows]
 
 
 def _added(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:

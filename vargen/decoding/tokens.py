@@ -15,6 +15,7 @@ from torch import Tensor
 from vargen.compat import outside_autocast
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import shared_noise
+from vargen.decoding.acceptance.siblings import offered_and_accepted
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
@@ -111,6 +112,8 @@ class _Images:
         length: int64 `[B]`, tokens drawn.
         relaxation: float32 `[B]`, granted so far.
         histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
+        siblings: int64 `[ranks, 2]`, see `DecodeStats`.
+        draft: the last one that was fed.
         widths: passes by the tokens they fed.
     """
 
@@ -123,6 +126,8 @@ class _Images:
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
+        self.siblings = torch.zeros(0, 2, dtype=torch.int64, device=device)
+        self.draft: Draft | None = None
         self.widths: dict[int, int] = {}
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
@@ -138,6 +143,7 @@ class _Images:
 
     def fed(self, draft: Draft) -> Tensor:
         """int64 `[B, T]`: the root, then the draft."""
+        self.draft = draft
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def noise(self, draft: Draft, step: int) -> Noise:
@@ -152,6 +158,10 @@ class _Images:
         self.histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation += verdict.relaxation * (count > 0)
+        if self.draft is not None and not self.draft.tree.chain:
+            ranks = self.draft.tree.widest
+            self.siblings = _longer(self.siblings, ranks)
+            self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0).sum(0)
         self.length = self.length + count
         self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
         return count
@@ -167,4 +177,10 @@ class _Images:
             relaxation=self.relaxation.tolist(),
             seeds=self.seeds.tolist(),
             threads=threads,
+            siblings=self.siblings.tolist(),
         )
+
+
+def _longer(table: Tensor, rows: int) -> Tensor:
+    """The table with at least so many rows, new ones of zeros."""
+    return torch.nn.functional.pad(table, (0, 0, 0, max(0, rows - len(table))))

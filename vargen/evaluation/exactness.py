@@ -38,10 +38,12 @@ from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.scale_table import ScaleTable
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
+from vargen.evaluation.tree_mistakes import TELLING, WRONG_TREES
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
 CHAINS = 150_000
+VOCAB = 3  # of the table models
 
 
 @dataclass(frozen=True)
@@ -55,10 +57,14 @@ class Case:
     forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
 
     def model(self) -> TableModel:
-        """The model, with another table as its draft model."""
-        arguments: dict[str, Any] = {"vocab": 3, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
+        """The model, with another table as its draft model, and what its trained drafters know."""
+        arguments: dict[str, Any] = {"vocab": VOCAB, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
+        generator = torch.Generator().manual_seed(5)
+        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that ask what looks alike
+        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
         model.draft_model = TableModel(seed=77, **arguments)
+        model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
         return model
 
 
@@ -175,10 +181,17 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
         raise ValueError(f"chains must be at least 1000, got {chains}")
     cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
     wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
-    findings = [measure(accelerator.fitted(case.tokens), case.model(), case.sampling, chains, case.name) for case in cases]
+    if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":
+        wrongs = {name: WRONG_TREES[name] for name in TELLING}
+    findings = [measure(_fitted(accelerator, case), case.model(), case.sampling, chains, case.name) for case in cases]
     first = cases[0]
     controls = [measure(wrong, first.model(), first.sampling, chains, name) for name, wrong in wrongs.items()]
     return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
+
+
+def _fitted(method: Method, case: Case | ScaleCase) -> Method:
+    """The method, cut to the case's model."""
+    return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
 
 
 # -- known-wrong variants -----------------------------------------------------------------------------------------------

@@ -5,10 +5,10 @@ Shape suffixes: B images, T fed tokens of one pass, A slots of the longest path,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from vargen.decoding.acceptance.rule import acceptance_rule
+from vargen.decoding.acceptance.siblings import followed
 from vargen.decoding.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 
@@ -25,13 +25,8 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     tree = draft.tree
     agrees = drawn.new_ones(drawn.shape).bool()
     agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))
-    if tree.chain:
-        count = agrees.cumprod(1).sum(1)
-        path = torch.arange(tree.longest, device=probs.device).expand_as(drawn)
-    else:
-        accepted = (agrees[:, None, :] | ~tree.ancestors).all(-1)  # itself and every ancestor agree
-        count = accepted.sum(1)
-        # Stable: accepted slots first, parents before children.
-        path = accepted.to(drawn.dtype).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
+    if tree.widest > 1:  # siblings may be alike
+        agrees = agrees & ~(agrees[:, None, :] & tree.elders).any(-1)
+    path, count, _ = followed(agrees, tree)
     last = path.gather(1, count[:, None] - 1)
     return Verdict(path=path, count=count, next_token=drawn.gather(1, last)[:, 0], drawn=drawn)

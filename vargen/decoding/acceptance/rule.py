@@ -21,6 +21,7 @@ class FunctionRule:
     judge: Judge
     exact: bool
     topologies: tuple[str, ...]
+    needs: tuple[str, ...] = ()  # of how drafts are drawn; see `OfferingDrafter`
 
     @property
     def __name__(self) -> str:
@@ -33,6 +34,9 @@ class FunctionRule:
         return self.judge(probs, draft, noise, relaxation)
 
 
-def acceptance_rule(*, exact: bool, topologies: tuple[str, ...] = ("chain",)) -> Callable[[Judge], FunctionRule]:
-    """Make a function an `AcceptanceRule`: does it keep the target's probabilities, and what can it judge?"""
-    return lambda judge: FunctionRule(judge, exact, topologies)
+def acceptance_rule(
+    *, exact: bool, topologies: tuple[str, ...] = ("chain",), needs: tuple[str, ...] = ()
+) -> Callable[[Judge], FunctionRule]:
+    """Make a function an `AcceptanceRule`: does it keep the target's probabilities, what can it judge, and what does it need of
+    how drafts are drawn (see `OfferingDrafter`)?"""
+    return lambda judge: FunctionRule(judge, exact, topologies, needs)

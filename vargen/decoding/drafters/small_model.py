@@ -87,6 +87,11 @@ class Speculative:
     def max_fed(self) -> int:
         return self.longest + 1
 
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """See `OfferingDrafter`."""
+        return () if self.shared_noise else ("fresh",)
+
     def small_model(self, model: TokenModel) -> TokenModel:
         """The small model that drafts for `model`.
 

@@ -1,0 +1,322 @@
+"""Exact rules on trees: one node summed exactly over drafts and coins, whole runs against the enumerated joint distribution.
+
+The known-wrong variants are mistakes of released implementations (LANTERN, Sequoia, SJD-PAC, MCSD); the same checks must find
+them.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    DynamicTree,
+    Jacobi,
+    JacobiTree,
+    Noise,
+    Sampling,
+    Speculative,
+    SpeculativeTree,
+    StaticTree,
+    Tree,
+    acceptance,
+    decode,
+    exact,
+    k_seq,
+    recursive_rejection,
+    shared_noise,
+    traversal,
+)
+from vargen.decoding.acceptance import acceptance_rule, sibling_by_sibling
+from vargen.decoding.trees import fan, k_ary
+from vargen.evaluation.exactness import CASES, measure
+from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.tree_mistakes import WRONG_TREES
+
+CHAINS = 50_000
+SHAPES = {
+    "chain": StaticTree((-1, 0, 1)),
+    "binary": StaticTree(k_ary(2, 2)),
+    "uneven": StaticTree((-1, 0, 0, 1, 1, 2, 4)),
+    "dynamic": DynamicTree(nodes=5, depth=3, children=2),
+    "all three": DynamicTree(nodes=7, depth=2, children=3),
+}
+
+
+def method(shape, drawing, rule) -> Accelerator:
+    return Accelerator(drafter=SpeculativeTree(SHAPES[shape], drawing), acceptance=rule)
+
+
+RULES = [
+    *itertools.product(SHAPES, ["sampled", "best"], [recursive_rejection, traversal]),
+    *itertools.product(["chain", "binary", "uneven"], ["independent"], [recursive_rejection, traversal, k_seq]),
+]
+NAMES = [f"{shape}, {drawing}, {rule.__name__}" for shape, drawing, rule in RULES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape,drawing,rule", RULES, ids=NAMES)
+def test_every_rule_reaches_the_joint_distribution_on_every_tree(shape, drawing, rule):
+    finding = measure(method(shape, drawing, rule), CASES[0].model(), Sampling(), CHAINS)
+    assert finding.exact, finding
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("shape,drawing,rule", [
+    ("dynamic", "sampled", recursive_rejection), ("dynamic", "sampled", traversal), ("binary", "independent", k_seq),
+], ids=lambda part: getattr(part, "__name__", str(part)))  # fmt: skip
+def test_filters_rows_and_certain_tokens_reach_the_joint_distribution(shape, drawing, rule, case):
+    finding = measure(method(shape, drawing, rule), case.model(), case.sampling, 20_000)
+    assert finding.exact, finding
+
+
+@pytest.mark.parametrize("initial", ["uniform", "mixture"])
+@pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
+def test_trees_of_a_jacobi_window_reach_the_joint_distribution(coupling, initial):
+    model = TableModel(vocab=3, tokens=6, seed=4, rows=3)
+    for shape in (fan(8, 2, 2), (-1, 0, 0, 1, 2, 3)):
+        accelerator = Accelerator(drafter=JacobiTree(shape, coupling, initial), acceptance=recursive_rejection)
+        finding = measure(accelerator, model, Sampling(), CHAINS)
+        assert finding.exact, finding
+
+
+@pytest.mark.parametrize("variant", WRONG_TREES)
+def test_the_check_finds_known_mistakes_on_trees(variant):
+    finding = measure(WRONG_TREES[variant], CASES[0].model(), Sampling(), 100_000)
+    assert not finding.exact and finding.times_the_floor > 1.6, finding
+
+
+# -- one node, summed exactly -------------------------------------------------------------------------------------------
+
+
+class Coins(Noise):
+    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be drawn from is kept instead of drawn."""
+
+    def __init__(self, coins: Tensor):
+        B, S = coins.shape
+        super().__init__(torch.zeros(B, dtype=torch.int64), torch.zeros(B, S + 1, dtype=torch.int64))
+        object.__setattr__(self, "given", coins)
+        object.__setattr__(self, "number", None)
+        object.__setattr__(self, "drawn_from", [])
+
+    def branch(self, number):
+        object.__setattr__(self, "number", number)
+        return self
+
+    def uniform(self, purpose):
+        if isinstance(self.number, int):  # a rank behind the root: the same for every slot that asks
+            return self.given[:, self.number, None].expand(-1, self.given.shape[1] + 1)
+        return torch.cat([self.given[:, :1], self.given], 1)  # of each slot; the root's does not matter
+
+    def draw(self, probs, purpose):
+        self.drawn_from.append(probs)
+        return probs.argmax(-1)
+
+    def at(self, slot):
+        return self
+
+
+def drafts(q: Tensor, count: int, drawing: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All tuples of `count` siblings `[M, count]`, how likely each is `[M]`, and q of each sibling `[M, count, V]`."""
+    V = len(q)
+    if drawing == "best":
+        return q.topk(count).indices[None], torch.ones(1, dtype=q.dtype), None
+    drawn = itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count)
+    tuples = list(drawn)
+    tokens, rows, weights = torch.tensor(tuples), [], torch.ones(len(tuples), dtype=q.dtype)
+    left = q.expand(len(tuples), V).clone()
+    for rank in range(count):
+        normed = left / left.sum(-1, keepdim=True)
+        rows.append(normed.nan_to_num(0.0))
+        weights = weights * rows[-1].gather(1, tokens[:, rank, None])[:, 0]
+        if drawing == "sampled":
+            left = left.scatter(1, tokens[:, rank, None], 0.0)
+    return tokens, weights, torch.stack(rows, 1)
+
+
+def one_node(rule, p: Tensor, q: Tensor, count: int, drawing: str) -> Tensor:
+    """The probabilities of the token behind a root with `count` children, summed over all drafts and coins, float64 `[V]`."""
+    tokens, weights, probs = drafts(q, count, drawing)
+    B, V = len(tokens), len(p)
+    tree = Tree.of((-1,) + (0,) * count)
+    draft = Draft(tokens, tree, probs)
+    rows = p.expand(B, count + 1, V)
+
+    def verdict(coins):
+        noise = Coins(coins)
+        return rule(rows, draft, noise, torch.zeros(B, dtype=p.dtype)), noise
+
+    total, remains = torch.zeros(V, dtype=p.dtype), torch.ones(B, dtype=p.dtype)
+    for rank in range(count):
+        low, high = torch.zeros(B, dtype=p.dtype), torch.ones(B, dtype=p.dtype)
+        for _ in range(60):
+            coins = torch.ones(B, count, dtype=p.dtype) * 1e300  # the others are refused
+            coins[:, rank] = (low + high) / 2
+            found, _ = verdict(coins)
+            accepted = (found.count == 2) & (found.path[:, 1] == rank + 1)
+            low, high = torch.where(accepted, coins[:, rank], low), torch.where(accepted, high, coins[:, rank])
+        total.index_add_(0, tokens[:, rank], weights * remains * low)
+        remains = remains * (1 - low)
+    _, noise = verdict(torch.full((B, count), 1e300, dtype=p.dtype))
+    left = noise.drawn_from[-1][:, 0]
+    return total + ((weights * remains)[:, None] * left / left.sum(-1, keepdim=True)).sum(0)
+
+
+@pytest.mark.parametrize("drawing", ["sampled", "independent", "best"])
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_one_node_sums_to_the_target(drawing, count):
+    generator = torch.Generator().manual_seed(count)
+    rules = {recursive_rejection, traversal} | ({k_seq} if drawing == "independent" else set())
+    for trial in range(3):
+        p, q = (torch.rand(2, 4, generator=generator, dtype=torch.float64) ** 3).unbind()
+        if trial % 2:  # tokens that only one of them knows
+            p[1], q[2] = 0, 0
+        p, q = p / p.sum(), q / q.sum()
+        for rule in rules:
+            if rule is not k_seq and drawing != "best" and trial % 2 and count == 3:
+                continue  # q has three tokens: a third sibling may have no probability left
+            error = (one_node(rule, p, q, count, drawing) - p).abs().max()
+            assert error < (1e-7 if rule is k_seq else 1e-12), rule.__name__  # rho ends 2^-30 above its root
+
+
+@acceptance_rule(exact=True, topologies=("tree",))
+def inverted(probs, draft, noise, relaxation):
+    """LANTERN's static trees as released: what is left at a refusal has the wrong sign."""
+
+    def test(siblings):
+        p, q = siblings.own
+        return acceptance.Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+
+    return sibling_by_sibling(test, probs, draft, noise)
+
+
+def test_the_sum_over_one_node_finds_an_inverted_residual():
+    p, q = torch.tensor([0.6, 0.3, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
+    assert (one_node(inverted, p, q, 2, "sampled") - p).abs().max() > 0.05
+
+
+# -- laws beyond exactness ----------------------------------------------------------------------------------------------
+
+
+def random_chain(B: int, drafts: int, V: int) -> tuple[Tensor, Draft, Noise]:
+    generator = torch.Generator().manual_seed(7)
+    probs = torch.rand(B, drafts + 1, V, generator=generator).softmax(-1)
+    q = (torch.rand(B, drafts, V, generator=generator) * 2).softmax(-1)
+    valid = torch.rand(B, drafts, generator=generator) > 0.1
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, drafts)
+    noise = Noise(torch.arange(B), torch.arange(drafts + 1).expand(B, -1) + 3, step=2)
+    return probs, Draft(tokens, Tree.of_chain(drafts), q, valid), noise
+
+
+def test_on_a_chain_recursive_rejection_is_the_exact_rule():
+    probs, draft, noise = random_chain(400, 5, 6)
+    one, other = (rule(probs, draft, noise, torch.zeros(400)) for rule in (exact, recursive_rejection))
+    assert torch.equal(one.count, other.count) and torch.equal(one.next_token, other.next_token)
+    assert other.count.float().mean() > 1.5
+
+
+def test_a_tree_of_each_image_is_judged_as_that_tree_alone():
+    shapes = [(-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 3, 4), (-1, 0, 0, 0, 3, 3)]
+    generator = torch.Generator().manual_seed(3)
+    B, T, V = 3, 6, 7
+    probs = torch.rand(B, T, V, generator=generator).softmax(-1)
+    for trial in range(40):
+        q = torch.rand(B, T - 1, V, generator=generator).softmax(-1)
+        tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, T - 1)
+        noise = Noise(torch.arange(B) + 10 * trial, torch.zeros(B, T, dtype=torch.int64), 1)
+        together = Draft(tokens, Tree.per_image(torch.tensor(shapes), longest=6, widest=3), q)
+        for rule in (recursive_rejection, traversal, shared_noise, k_seq):
+            verdict = rule(probs, together, noise, torch.zeros(B))
+            for row, parents in enumerate(shapes):
+                alone = Draft(tokens[row : row + 1], Tree.of(parents), q[row : row + 1])
+                own = Noise(noise.seeds[row : row + 1], noise.position[row : row + 1], 1)
+                single = rule(probs[row : row + 1], alone, own, torch.zeros(1))
+                count = int(single.count)
+                assert count == int(verdict.count[row])
+                assert torch.equal(single.path[0, :count], verdict.path[row, :count])
+                assert int(single.next_token) == int(verdict.next_token[row])
+
+
+@pytest.mark.parametrize("rule", [recursive_rejection, traversal, k_seq])
+def test_what_is_not_valid_is_refused_and_changes_nothing(rule):
+    """A draft with invalid slots is judged as the draft without them."""
+    generator = torch.Generator().manual_seed(5)
+    parents, kept = (-1, 0, 0, 1, 1, 2), (-1, 0, 1, 1)  # without slots 2 and 5
+    probs = torch.rand(200, 6, 5, generator=generator).softmax(-1)
+    q = torch.rand(200, 1, 5, generator=generator).softmax(-1).expand(-1, 5, -1)
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(200, 5)
+    valid = torch.tensor([True, False, True, True, False]).expand(200, -1)
+    noise = Noise(torch.arange(200), torch.zeros(200, 6, dtype=torch.int64))
+    masked = rule(probs, Draft(tokens, Tree.of(parents), q, valid), noise, torch.zeros(200))
+    slots = [1, 3, 4]
+    less = Draft(tokens[:, [s - 1 for s in slots]], Tree.of(kept), q[:, :3])
+    small = Noise(noise.seeds, noise.position[:, :4])
+    if rule is traversal:  # coins are of slots: let both agree on which
+        reached = masked.count > 1
+        assert not torch.isin(masked.path[reached, 1], torch.tensor([2, 5])).any()
+        return
+    plain = rule(probs[:, [0, *slots]], less, small, torch.zeros(200))
+    assert torch.equal(masked.count, plain.count) and torch.equal(masked.next_token, plain.next_token)
+
+
+def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
+    """A rule that would accept everything, on trees of its own for each image."""
+
+    def generous(budget):
+        def test(siblings):
+            chance = siblings.exact_chance
+            granted = 1 - chance
+            if siblings.room is not None:
+                granted = torch.minimum(granted, siblings.room)
+            return acceptance.Tested(chance + granted, siblings.left, granted)
+
+        @acceptance_rule(exact=False, topologies=("tree",))
+        def rule(probs, draft, noise, relaxation):
+            return sibling_by_sibling(test, probs, draft, noise, relaxation, budget)
+
+        return rule
+
+    generator = torch.Generator().manual_seed(9)
+    B, parents = 500, torch.tensor([[-1, 0, 0, 1, 1, 3], [-1, 0, 1, 1, 2, 0]]).repeat(250, 1)
+    probs = (3 * torch.rand(B, 6, 8, generator=generator)).softmax(-1)
+    q = (3 * torch.rand(B, 5, 8, generator=generator)).softmax(-1)
+    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, 5)
+    draft = Draft(tokens, Tree.per_image(parents, 6, 3), q)
+    noise, none = Noise(torch.arange(B), torch.zeros(B, 6, dtype=torch.int64)), torch.zeros(B)
+    free = generous(None)(probs, draft, noise, none)
+    assert free.relaxation.max() > 1 and (free.count == free.count.max()).float().mean() > 0.4
+    spent_before = torch.rand(B, generator=generator) * 0.5
+    capped = generous(0.6)(probs, draft, noise, spent_before)
+    assert (capped.relaxation <= 0.6 - spent_before + 1e-5).all() and capped.relaxation.mean() > 0.15
+    assert capped.count.float().mean() < free.count.float().mean()
+    nothing, plain = generous(0.0)(probs, draft, noise, none), recursive_rejection(probs, draft, noise, none)
+    assert torch.equal(nothing.count, plain.count) and torch.equal(nothing.next_token, plain.next_token)
+    assert (nothing.relaxation == 0).all()
+
+
+def test_traversal_accepts_more_than_recursive_rejection():
+    found = {}
+    for rule in (recursive_rejection, traversal):
+        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(k_ary(2, 3)), "sampled"), acceptance=rule)
+        model = TableModel(vocab=6, tokens=40, seed=2)
+        model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
+        stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
+        found[rule] = stats.tokens_per_pass
+    assert found[traversal] > found[recursive_rejection] > 1.5
+
+
+@pytest.mark.parametrize("drafter,rule,message", [
+    (Jacobi(4), traversal, "drawn anew in every pass"),
+    (JacobiTree(fan(8, 2, 2)), traversal, "drawn anew in every pass"),
+    (Speculative(3, shared_noise=True), traversal, "drawn anew in every pass"),
+    (SpeculativeTree(StaticTree("binary-3"), "coupled"), traversal, "drawn anew in every pass"),
+    (SpeculativeTree(), k_seq, "with replacement"),
+    (JacobiTree(fan(8, 2, 2)), k_seq, "with replacement"),
+    (SpeculativeTree(), exact, "cannot judge a tree"),
+], ids=lambda part: type(part).__name__)  # fmt: skip
+def test_parts_that_would_not_be_exact_together_are_refused(drafter, rule, message):
+    with pytest.raises(ValueError, match=message):
+        Accelerator(drafter=drafter, acceptance=rule)

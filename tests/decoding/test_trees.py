@@ -1,0 +1,403 @@
+"""Trees: shapes, growth on the device, the best tree for given rates, what statistics say of siblings, and bad input."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from vargen.decoding import (
+    Accelerator,
+    AutoTree,
+    Draft,
+    DynamicTree,
+    JacobiTree,
+    Noise,
+    Sampling,
+    SpeculativeTree,
+    StaticTree,
+    Tree,
+    cost,
+    decode,
+    recursive_rejection,
+    shared_noise,
+    traversal,
+)
+from vargen.decoding.best_tree import best_tree, expected_tokens, tree_by_cost
+from vargen.decoding.growth import Frontier, grow
+from vargen.decoding.noise import exponential
+from vargen.decoding.tree_choice import Ranks
+from vargen.decoding.trees import STATIC, branching, checked_parents, fan, k_ary, of_widths
+from vargen.evaluation.exactness import CASES, measure
+from vargen.evaluation.table_model import TableModel
+
+
+def depths(parents):
+    found = [0]
+    for parent in parents[1:]:
+        found.append(found[parent] + 1)
+    return found
+
+
+def test_static_trees_have_the_shape_that_they_are_named_for():
+    assert k_ary(2, 2) == (-1, 0, 0, 1, 1, 2, 2)
+    assert branching([3, 1]) == (-1, 0, 0, 0, 1, 2, 3)
+    assert fan(8, 2, 1) == (-1, 0, 0, 1, 3, 4, 5, 6)
+    for widths in [(4, 5, 4, 2), (1, 1, 1), (3, 9)]:
+        found = depths(of_widths(widths))
+        assert [found.count(step) for step in range(1, len(widths) + 1)] == list(widths)
+    for name, parents in STATIC.items():
+        assert checked_parents(name) == parents == checked_parents(list(parents))
+    assert StaticTree(k_ary(2, 3)).cut(2).slots == k_ary(2, 2)
+    assert StaticTree(k_ary(3, 2)).narrowed(2).slots == k_ary(2, 2)
+
+
+def test_children_ranks_and_postorder_follow_the_parents():
+    tree = Tree.of((-1, 0, 0, 1, 1, 2, 4))
+    assert tree.rank.tolist() == [0, 0, 1, 0, 1, 0, 0] and tree.widest == 2
+    assert tree.children.tolist() == [[1, 2], [3, 4], [5, 0], [0, 0], [6, 0], [0, 0], [0, 0]]
+    assert tree.postorder.argsort().tolist() == [3, 6, 4, 1, 5, 2, 0]
+    together = Tree.per_image(tree.parents.expand(2, -1), 4, 2)
+    for part in ("rank", "children", "postorder", "elders"):
+        assert torch.equal(getattr(together, part)[1], getattr(tree, part))
+    assert Tree.of_chain(0).children.shape == (1, 0)
+
+
+# -- growth ---------------------------------------------------------------------------------------------------------------
+
+
+def table(B: int, V: int, seed: int = 0, peaky: float = 2.0):
+    """What follows a token, `[B, V + 1, V]`: a first-order model."""
+    logits = peaky * torch.randn(B, V + 1, V, generator=torch.Generator().manual_seed(seed))
+    return logits.softmax(-1)
+
+
+def grown(shape, drawing, q, step=1, total=1000):
+    B, V = len(q), q.shape[-1]
+    image = torch.arange(B)[:, None]
+    root = torch.full((B,), V)
+    frontiers = []
+
+    def expand(frontier: Frontier):
+        frontiers.append(frontier)
+        assert torch.equal(frontier.fed[:, -frontier.tokens.shape[1] :], frontier.tokens)
+        return q[image, frontier.tokens]
+
+    noise = Noise(torch.arange(B), torch.full((B, 1), 5), step)
+    return grow(expand, shape, drawing, root, noise, total), frontiers
+
+
+def paths(draft: Draft, row: int, root: int) -> dict[tuple[int, ...], int]:
+    """The slot of each path of tokens from the root."""
+    parents, tokens = draft.tree.parents.expand(len(draft.tokens), -1)[row].tolist(), [root, *draft.tokens[row].tolist()]
+    found: list[tuple[int, ...]] = [()]
+    for slot in range(1, len(parents)):
+        assert 0 <= parents[slot] < slot
+        found.append((*found[parents[slot]], tokens[slot]))
+    assert len(set(found)) == len(found), "siblings differ"
+    return {path: slot for slot, path in enumerate(found)}
+
+
+def test_a_dynamic_tree_of_the_best_is_that_of_eagle():
+    """Level by level the likeliest K of the last level's candidates are expanded, and the likeliest N of all stay."""
+    B, V, K, N, D = 20, 12, 3, 9, 4
+    q = table(B, V)
+    draft, frontiers = grown(DynamicTree(N, D, K), "best", q)
+    assert draft.probs is None and [f.tokens.shape[1] for f in frontiers] == [1, 3, 3, 3]
+    for row in range(B):
+        level, pool = [((), 0.0)], []
+        for _ in range(D):
+            candidates = []
+            for path, score in level:
+                after = q[row, path[-1] if path else V].log()
+                candidates += [((*path, t), score + after[t].item()) for t in after.topk(K).indices.tolist()]
+            pool += candidates
+            level = sorted(candidates, key=lambda each: -each[1])[:K]
+        kept = {path for path, _ in sorted(pool, key=lambda each: -each[1])[:N]}
+        assert set(paths(draft, row, V)) == kept | {()}
+
+
+@pytest.mark.parametrize("drawing", ["best", "sampled", "coupled"])
+def test_ties_never_part_a_child_from_its_parent(drawing):
+    """Certain tokens, and tokens that are all alike: children are worth as much as their parents."""
+    V = 6
+    certain = torch.nn.functional.one_hot((torch.arange(V + 1) + 1) % V, V).float().expand(3, -1, -1)
+    even = torch.full((3, V + 1, V), 1 / V)
+    for q in (certain, even, torch.cat([certain[:1], even[:2]])):
+        for nodes in (3, 7, 12):
+            draft, _ = grown(DynamicTree(nodes, 4, 3), drawing, q)
+            assert draft.valid is not None
+            parents = draft.tree.parents
+            assert (parents[:, 1:] < torch.arange(1, nodes + 1)).all() and (parents[:, 1:] >= 0).all()
+            above = torch.nn.functional.pad(draft.valid, (1, 0), value=True).gather(1, parents[:, 1:])
+            assert (above | ~draft.valid).all(), "what follows an invalid slot is invalid"
+    draft, _ = grown(DynamicTree(4, 4, 3), "best", certain)
+    assert draft.valid is not None and draft.valid.all(), "the certain chain, and none of what has no probability"
+    assert draft.tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
+
+
+def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
+    """Kool et al. 2019: the largest of log q + G, which are a sequential draw; q of each is what its elders left."""
+    B, V = 4000, 5
+    q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
+    draft, _ = grown(StaticTree((-1, 0, 0, 0)), "sampled", q)
+    keys = (q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log())
+    assert torch.equal(draft.tokens, keys.topk(3).indices)
+    p = q[0, 0]
+    for first, second in itertools.permutations(range(V), 2):
+        expected = p[first] * p[second] / (1 - p[first])
+        share = ((draft.tokens[:, 0] == first) & (draft.tokens[:, 1] == second)).float().mean()
+        assert abs(share - expected) < 5 * math.sqrt(expected / B)
+    assert draft.probs is not None
+    assert torch.allclose(draft.probs.sum(-1), torch.ones(B, 3))
+    assert (draft.probs[:, 2].gather(1, draft.tokens[:, :2]) == 0).all()
+    assert torch.allclose(draft.probs[:, 0], q[:, 0])
+
+
+def test_branches_draw_with_coins_of_their_own():
+    V = 400
+    q = torch.full((50, V + 1, V), 1 / V)
+    for shape in (StaticTree(k_ary(2, 2)), DynamicTree(6, 2, 2)):
+        draft, _ = grown(shape, "sampled", q)
+        parents = draft.tree.parents.expand(50, -1)
+        one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
+        other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
+        assert (one == other).float().mean() < 0.05
+    again, _ = grown(StaticTree(k_ary(2, 2)), "sampled", q, step=2)
+    assert (again.tokens == grown(StaticTree(k_ary(2, 2)), "sampled", q)[0].tokens).float().mean() < 0.05
+
+
+def test_coupled_children_hold_what_the_noise_of_the_image_draws():
+    """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
+    q = table(30, 9, seed=2)
+    draft, _ = grown(StaticTree(k_ary(2, 2)), "coupled", q)
+    ratio = q[:, 9] / exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
+    assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
+
+
+@pytest.mark.parametrize("drawing", ["best", "sampled", "coupled"])
+@pytest.mark.parametrize("shape", [DynamicTree(7, 3, 3), DynamicTree(5, 3, 2, frontier=4), StaticTree("wide-15")], ids=str)
+def test_rows_equal_their_solo_runs(shape, drawing):
+    rule = shared_noise if drawing == "coupled" else recursive_rejection
+    model = TableModel(vocab=6, tokens=24, seed=5, rows=4)
+    model.draft_model = TableModel(vocab=6, tokens=24, seed=5, rows=4, spread=1.0)
+    condition, seeds = torch.arange(5) % 2, torch.arange(50, 55)
+    accelerator = Accelerator(drafter=SpeculativeTree(shape, drawing), acceptance=rule)
+    together = decode(model, condition, seeds, accelerator)
+    assert together.length.tolist() == [24] * 5 and together.stats.passes < 24
+    for row in range(5):
+        alone = decode(model, condition[row : row + 1], seeds[row : row + 1], accelerator)
+        assert torch.equal(alone.tokens[0], together.tokens[row])
+
+
+def test_what_lies_past_the_grid_is_not_valid():
+    draft, _ = grown(DynamicTree(7, 3, 3), "sampled", table(4, 6), total=7)
+    assert draft.valid is not None
+    assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
+
+
+@pytest.mark.parametrize("drafter", [
+    JacobiTree(fan(12, 2, 2), "gumbel"), JacobiTree((-1, 0, 0, 0, 1, 2, 3, 4, 5, 7), "gumbel", "previous"),
+    SpeculativeTree(DynamicTree(9, 4, 3), "coupled"), SpeculativeTree("wide-15", "coupled"), SpeculativeTree(drawing="sampled"),
+], ids=lambda drafter: type(drafter).__name__)  # fmt: skip
+def test_the_picture_of_ar_whatever_the_tree(drafter):
+    model = TableModel(vocab=8, tokens=40, seed=5, rows=5)
+    model.draft_model = TableModel(vocab=8, tokens=40, seed=5, rows=5, spread=1.2)
+    condition, seeds = torch.arange(9) % 2, torch.arange(100, 109)
+    for sampling in (Sampling(), Sampling(0.8, 5, 0.95)):
+        plain = decode(model, condition, seeds, "ar", sampling)
+        fast = decode(model, condition, seeds, Accelerator(drafter=drafter), sampling)
+        assert torch.equal(plain.tokens, fast.tokens) and fast.stats.tokens_per_pass > 1.2
+
+
+# -- the best tree ------------------------------------------------------------------------------------------------------
+
+
+def sequoia(rates, nodes, depth):
+    """The dynamic programme of Sequoia: most tokens of a tree with so many slots, its root included."""
+
+    def root(slots, steps):  # a slot with slots - 1 below it
+        if slots == 1 or steps == 0:
+            return 1.0 if slots == 1 else -math.inf
+        return 1.0 + below(slots - 1, steps, 0)
+
+    def below(slots, steps, rank):  # so many slots in the subtrees of the children from this rank on
+        if slots == 0:
+            return 0.0
+        if rank == len(rates):
+            return -math.inf
+        return max(
+            rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1)
+        )
+
+    return root(nodes + 1, depth)
+
+
+@pytest.mark.parametrize("rates", [(0.6, 0.2, 0.1), (0.9, 0.05), (0.3, 0.25, 0.2, 0.15)])
+@pytest.mark.parametrize("depth", [2, 4])
+def test_the_best_tree_is_that_of_the_dynamic_programme(rates, depth):
+    for nodes in range(1, 8):
+        wanted = sequoia(rates, nodes, depth)
+        parents = best_tree([rates], nodes, depth)
+        if math.isinf(wanted):
+            assert len(parents) <= nodes
+        else:
+            assert len(parents) == nodes + 1 and math.isclose(expected_tokens(parents, [rates]), wanted, rel_tol=1e-9)
+            assert checked_parents(parents) == parents and max(depths(parents)) <= depth
+
+
+def test_expected_tokens_are_what_a_run_commits():
+    """A model whose drafts are accepted with known rates, at every rank alike: tokens per pass as foretold."""
+    rates = [(0.55, 0.2), (0.7, 0.1)]
+    parents = best_tree(rates, 6)
+    generator = torch.Generator().manual_seed(0)
+    runs, total = 20_000, 0
+    for _ in range(runs):
+        at, step = 0, 0
+        while True:
+            children = [slot for slot in range(len(parents)) if parents[slot] == at]
+            coin, row = torch.rand((), generator=generator).item(), rates[min(step, 1)]
+            ranked = [sum(row[: rank + 1]) for rank in range(len(children))]
+            chosen = next((slot for slot, upto in zip(children, ranked, strict=True) if coin < upto), None)
+            if chosen is None:
+                break
+            at, step = chosen, step + 1
+        total += step + 1
+    assert math.isclose(total / runs, expected_tokens(parents, rates), rel_tol=0.02)
+
+
+def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_passes_get_dearer():
+    rates = [(0.6, 0.15, 0.05)]
+    free = tree_by_cost(rates, {fed: 1.0 for fed in (1, 2, 4, 8, 16)})
+    assert len(free) == 16 and StaticTree(free).children == 3
+    chain = tree_by_cost(rates, {1: 1.0, 2: 1.1, 3: 1.25, 4: 1.4, 8: 3.0, 16: 6.0})
+    assert len(chain) > 2 and StaticTree(chain).children == 1
+    assert tree_by_cost(rates, {fed: float(fed) for fed in (1, 2, 4, 8)}) == (-1,)
+    dear = tree_by_cost(rates, {fed: 1.0 for fed in (1, 2, 4, 8, 16)}, lambda parents: 0.6 * max(depths(parents)))
+    assert max(depths(dear)) < max(depths(free)), "each level of drafting costs"
+
+
+def test_statistics_count_siblings_by_rank():
+    model = TableModel(vocab=6, tokens=30, seed=2)
+    model.draft_model = TableModel(vocab=6, tokens=30, seed=2, spread=1.0)
+    seen = []
+
+    class Seen(SpeculativeTree):
+        def observe(self, state, step):
+            seen.append(step)
+
+    method = Accelerator(drafter=Seen(StaticTree((-1, 0, 0, 0, 1, 1, 2))), acceptance=traversal)
+    stats = decode(model, torch.zeros(40, dtype=torch.int64), torch.arange(40), method).stats
+    table = [[0, 0] for _ in range(3)]
+    for step in seen:
+        for row in torch.arange(40)[step.count > 0].tolist():
+            path = step.verdict.path[row, : int(step.verdict.count[row])].tolist()
+            for slot in path:
+                for rank, child in enumerate(step.draft.tree.children[slot].tolist()):
+                    if child and step.draft.valid[row, child - 1]:
+                        table[rank][0] += 1
+                        table[rank][1] += child in path
+    assert stats.siblings == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
+    extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.accepted_histogram))
+    assert 0 <= extra <= 40, "the token behind the last of a picture is past the grid"
+    joined = type(stats).joined([stats, stats])
+    assert joined.siblings == [[2 * part for part in row] for row in table]
+    assert stats.to_dict()["siblings"] == table
+
+
+@pytest.mark.parametrize("make", [
+    lambda shape: Accelerator(drafter=SpeculativeTree(shape, "coupled")),
+    lambda shape: Accelerator(drafter=JacobiTree(shape, "gumbel")),
+], ids=["small model", "jacobi"])  # fmt: skip
+@pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
+def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
+    """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
+    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01)
+    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
+    target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
+    condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
+    plain = decode(target, condition, seeds, "ar")
+    result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
+    assert torch.equal(result.tokens, plain.tokens)
+    widest = max(result.stats.fed)
+    if dear == 0.0:
+        assert widest == 16 and len(result.stats.siblings) > 1
+    elif dear == 10.0:
+        assert set(result.stats.fed) == {1}
+    else:
+        assert 1 < widest < 16
+
+
+@pytest.mark.parametrize("make", [
+    lambda: SpeculativeTree(AutoTree(6, 3, 2), "sampled"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
+], ids=["small model", "jacobi"])  # fmt: skip
+def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
+    """A tree, a chain, nothing, another tree."""
+    shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
+    monkeypatch.setattr("vargen.decoding.tree_choice.TreeChoice.next", lambda choice: choice.parents)
+    monkeypatch.setattr(
+        "vargen.decoding.tree_choice.TreeChoice.observe", lambda choice, step, total: setattr(choice, "parents", next(shapes))
+    )
+    accelerator = Accelerator(drafter=make(), acceptance=recursive_rejection)
+    finding = measure(accelerator, CASES[0].model(), Sampling(), 50_000)
+    assert finding.exact, finding
+
+
+def test_an_automatic_tree_learns_which_siblings_are_accepted():
+    ranks = Ranks(AutoTree(nodes=15, depth=8, children=3))
+    before = ranks.tree(8)
+    for _ in range(60):  # at the first position only second and third siblings are accepted, at the others the first
+        table = torch.zeros(3, 3, 2)
+        table[0] = torch.tensor([[10, 0], [10, 5], [10, 5]])
+        table[1:, 0] = torch.tensor([10, 9])
+        ranks.see(table, 1)
+    assert ranks.rates[1][0] > 0.85 and ranks.rates[0][0] < 0.05
+    assert ranks.tokens(8) < Ranks(AutoTree(nodes=15, depth=8, children=3)).tokens(8)
+    assert ranks.tree(8) != before
+
+
+# -- bad input ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make,error,message", [
+    (lambda: StaticTree((-1, 0, 3)), ValueError, "parents that start with -1 and then name earlier slots"),
+    (lambda: StaticTree((0, 0)), ValueError, "start with -1"),
+    (lambda: StaticTree((-1, 0.5)), ValueError, "start with -1"),
+    (lambda: StaticTree((-1,)), ValueError, "from 2 to 256 slots"),
+    (lambda: StaticTree(tuple(range(-1, 300))), ValueError, "from 2 to 256 slots"),
+    (lambda: StaticTree("wide-16"), ValueError, "did you mean .*'wide-15'"),
+    (lambda: StaticTree(7), TypeError, "a name or a sequence of parents"),
+    (lambda: DynamicTree(nodes=0), ValueError, "nodes of a tree must be a whole number from 1"),
+    (lambda: DynamicTree(depth=2.5), ValueError, "depth of a tree"),
+    (lambda: DynamicTree(nodes=50, depth=2, children=3), ValueError, "at most the 12 candidates"),
+    (lambda: DynamicTree(frontier=0), ValueError, "frontier must be"),
+    (lambda: DynamicTree(acceptance=(0.5, 0.6)), ValueError, "less than 1 in sum"),
+    (lambda: DynamicTree(acceptance=()), ValueError, "a rate in"),
+    (lambda: SpeculativeTree(drawing="warm"), ValueError, "drawing must be one of best, sampled"),
+    (lambda: SpeculativeTree(DynamicTree(), "independent"), ValueError, "needs a StaticTree"),
+    (lambda: JacobiTree((-1, 0, 0, 2, 3)), ValueError, "first children of a JacobiTree must reach its depth of 3"),
+    (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree or an AutoTree"),
+    (lambda: AutoTree(nodes=0), ValueError, "nodes of a tree"),
+    (lambda: JacobiTree("binary-3", "warm"), ValueError, "unknown coupling"),
+    (lambda: fan(6, 3, 2), ValueError, "are 13 slots"),
+])  # fmt: skip
+def test_bad_trees_are_refused(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
+    model = TableModel(vocab=3, tokens=4)
+    model.draft_model = TableModel(vocab=3, tokens=4)
+    for drafter, message in [
+        (SpeculativeTree(DynamicTree(4, 4, 2)), "depth of a tree must be from 1 to 3"),
+        (SpeculativeTree(DynamicTree(4, 2, 4)), "at most the vocabulary of 3 tokens, got 4"),
+        (JacobiTree((-1, 0, 0, 0, 0)), "at most the vocabulary of 3 tokens, got 4"),
+        (JacobiTree("chain-4"), "depth of a tree must be from 1 to 3"),
+        (SpeculativeTree(DynamicTree(4, 2, 2), model=TableModel(vocab=4, tokens=4)), "share the target's vocabulary"),
+    ]:
+        rule = recursive_rejection
+        with pytest.raises(ValueError, match=message):
+            decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=drafter, acceptance=rule))
+    assert model.passes == []

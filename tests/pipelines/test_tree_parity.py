@@ -1,0 +1,134 @@
+"""What is left of a tree after acceptance is the cache of its path alone: keys, values and the next logits, to rounding."""
+
+import pytest
+import torch
+from tiny_models import tiny_transformer
+
+from vargen.decoding import (
+    Accelerator,
+    DynamicTree,
+    JacobiTree,
+    Sampling,
+    SpeculativeTree,
+    Tree,
+    decode,
+    recursive_rejection,
+    traversal,
+)
+from vargen.decoding.trees import fan
+from vargen.models.condition import Condition
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+GRID, T, VOCAB = 4, 7, 64
+CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # float32 sums in another order
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+def model_and_condition(kind: str, scale: float, images: int, compress: bool) -> tuple[LlamaGenTokens, Condition]:
+    model = LlamaGenTokens(tiny_transformer(kind, grid_size=GRID), scale, compress_prefix=compress)
+    if kind == "class":
+        return model, Condition(class_labels=torch.arange(images) % 10)
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.arange(12) >= torch.randint(11, (images, 1), generator=generator)
+    rows = torch.randn(images, 12, 384, generator=generator) * mask[..., None]
+    return model, Condition(caption_embeds=rows, caption_mask=mask)
+
+
+def random_tree(images: int, per_image: bool, generator: torch.Generator) -> Tree:
+    rows = [[-1, *(int(torch.randint(slot, (), generator=generator)) for slot in range(1, T))] for _ in range(images)]
+    return Tree.per_image(torch.tensor(rows), longest=T) if per_image else Tree.of(tuple(rows[0]))
+
+
+def random_paths(tree: Tree, images: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A path from the root to any slot of each image's tree, and the number of its slots."""
+    ancestors, path, count = tree.ancestors.expand(images, T, T), torch.zeros(images, tree.longest, dtype=torch.int64), []
+    for image in range(images):
+        end = int(torch.randint(T, (), generator=generator))
+        slots = ancestors[image, end].nonzero()[:, 0]
+        path[image, : len(slots)] = slots
+        count.append(len(slots))
+    return path, torch.tensor(count)
+
+
+@pytest.mark.parametrize("per_image", [False, True])
+@pytest.mark.parametrize("kind,scale,compress", [("class", 1.0, True), ("class", 3.0, True), ("text", 2.0, False)])
+def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, per_image):
+    """Random trees, batches whose images go on at their own pace, over the ends of rows and of the grid."""
+    for images in (1, 4):
+        generator = torch.Generator().manual_seed(images)
+        model, condition = model_and_condition(kind, scale, images, compress)
+        cache, _ = model.prefill(condition, T)
+        total, held, moved = GRID * GRID, [[] for _ in range(images)], False
+        tokens = torch.randint(VOCAB, (images, total), generator=generator)
+        for _ in range(5):
+            tree = random_tree(images, per_image, generator)
+            fed = torch.randint(VOCAB, (images, T), generator=generator)
+            model.forward(fed, cache, tree)
+            path, count = random_paths(tree, images, generator)
+            count = torch.minimum(count, torch.tensor([total - len(row) for row in held]))  # at its end, an image keeps less
+            moved |= bool((path[:, 1:] > torch.arange(1, tree.longest)).any())
+            model.commit(cache, path, count, tree)
+            for image, row in enumerate(held):
+                row += fed[image, path[image, : count[image]]].tolist()
+        lengths = [len(row) for row in held]
+        assert cache.length.tolist() == lengths * model.halves and max(lengths) > GRID and moved
+        for image, row in enumerate(held):
+            alone, _ = model.prefill(_of(condition, image), total)
+            model.forward(torch.tensor([row]), alone, Tree.of_chain(len(row) - 1))
+            end = cache.prefix + len(row)
+            for half in range(model.halves):
+                mine = image + half * images
+                for store in ("k", "v"):
+                    kept, fresh = getattr(cache, store)[:, mine, :, :end], getattr(alone, store)[:, half, :, :end]
+                    torch.testing.assert_close(kept, fresh, **CLOSE)
+            if len(row) < total:
+                alone.advance(len(row))
+                fresh = model.forward(tokens[:1, :1], alone, Tree.of_chain(0)).logits[0]
+                kept = model.forward(tokens[:1, :1].expand(images, 1), cache, Tree.of_chain(0)).logits[image]
+                torch.testing.assert_close(kept, fresh, **CLOSE)
+
+
+def _of(condition: Condition, image: int) -> Condition:
+    rows = slice(image, image + 1)
+    if condition.class_labels is not None:
+        return Condition(class_labels=condition.class_labels[rows])
+    return Condition(caption_embeds=condition.caption_embeds[rows], caption_mask=condition.caption_mask[rows])
+
+
+@pytest.mark.parametrize("drafter,rule", [
+    (SpeculativeTree(DynamicTree(7, 3, 3), "sampled"), traversal), (JacobiTree(fan(9, 2, 2)), recursive_rejection),
+], ids=["dynamic", "jacobi"])  # fmt: skip
+def test_probabilities_behind_a_whole_run_are_those_of_one_pass(drafter, rule):
+    """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""
+    model, condition = model_and_condition("class", 2.0, 3, True)
+    model.draft_model = LlamaGenTokens(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)
+    seen = []
+
+    class Watched(type(model)):
+        def forward(self, tokens, state, tree):
+            out = super().forward(tokens, state, tree)
+            seen.append((state.length[:3].clone(), tree, out.logits, tokens))
+            return out
+
+    model.__class__ = Watched
+    result = decode(model, condition, torch.arange(3), Accelerator(drafter=drafter, acceptance=rule), Sampling())
+    joined = condition.join(model.transformer.null_condition(condition))
+    teacher = model.transformer(result.tokens.repeat(2, 1), joined, guidance=torch.tensor(2.0)).logits
+    compared = 0
+    for length, tree, logits, tokens in seen:
+        for image in range(3):
+            n = int(length[image])
+            depth = tree.depth.expand(3, -1)[image].tolist()
+            ancestors = tree.ancestors.expand(3, -1, -1)[image]
+            for slot in range(len(depth)):
+                path = tokens[image, ancestors[slot].nonzero()[:, 0]]
+                upto = n + len(path)
+                if upto < GRID * GRID and torch.equal(path, result.tokens[image, n:upto]):
+                    torch.testing.assert_close(logits[image, slot], teacher[image, upto], atol=1e-4, rtol=1e-4)
+                    compared += depth[slot] > 0
+    assert compared > 6, "slots behind the root are among them"

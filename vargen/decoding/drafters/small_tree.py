@@ -1,0 +1,170 @@
+"""Speculative drafting of trees: a smaller model of the same vocabulary grows a tree that the target then judges.
+
+Shape suffixes: B images, F slots of one level, E slots that were expanded so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.best_tree import best_tree
+from vargen.decoding.cost import interpolated, pass_costs
+from vargen.decoding.draft import Draft, Output, Step, Tree
+from vargen.decoding.drafters.small_model import Speculative
+from vargen.decoding.growth import DRAWINGS, Drawing, Frontier, check_drawing, check_vocabulary, grow
+from vargen.decoding.noise import Noise
+from vargen.decoding.protocols import TokenModel
+from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree_choice import TreeChoice, sizes
+from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree, TreeShape, tree_of
+from vargen.values import shown
+
+
+@dataclass
+class _State:
+    """`choice`: of the tree of each pass, where it is chosen."""
+
+    model: TokenModel
+    held: Any
+    sampling: Sampling
+    seeds: Tensor
+    total: int
+    choice: TreeChoice | None = None
+
+
+@dataclass(frozen=True)
+class SpeculativeTree:
+    """Trees from a smaller model: one pass of it for each level.
+
+    Args:
+        shape: a `DynamicTree`, or a `StaticTree`, also by name or by its parents; `"auto"` or an `AutoTree` chooses static
+            trees by measured costs and recent acceptance, and drafts nothing where that does not pay.
+        drawing: how the children of a slot are chosen: `"sampled"`, without replacement; `"independent"`, with replacement, in
+            static trees; `"best"`, the most probable; `"coupled"`, with the image's own noise, for the rule `shared_noise`.
+        model: the small model. None: the target's own `draft_model`.
+
+    Raises:
+        ValueError: for an unknown tree or drawing; by `bind` for a tree that the grid does not hold or with more children than
+            there are tokens, if there is no small model, or one of another vocabulary or grid.
+        TypeError: for a shape that is none, or a model that is none.
+    """
+
+    shape: TreeShape | AutoTree | str | tuple[int, ...] = field(default_factory=DynamicTree)
+    drawing: Drawing = "sampled"
+    model: TokenModel | None = None
+    topology: str = field(default="tree", init=False)
+
+    def __post_init__(self) -> None:
+        check_drawing(self.drawing, self.tree)
+        Speculative(model=self.model)
+
+    @property
+    def tree(self) -> TreeShape | AutoTree:
+        """The shape."""
+        return tree_of(self.shape)
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """See `OfferingDrafter`."""
+        return DRAWINGS[self.drawing]
+
+    @property
+    def max_fed(self) -> int:
+        return self.tree.nodes + 1
+
+    def bind(self, model: TokenModel) -> SpeculativeTree:
+        """This drafter; an automatic tree is cut to the grid."""
+        tokens = model.grid[0] * model.grid[1]
+        Speculative(1, self.model).small_model(model)
+        check_vocabulary(self.tree, model.vocab)
+        self.check_grid(tokens)
+        return self.fitted(tokens)
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
+        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
+            raise ValueError(
+                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {shown(self.tree.depth)}"
+            )
+
+    def fitted(self, tokens: int) -> SpeculativeTree:
+        """The drafter with a tree that fits behind the first of so many tokens."""
+        return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+
+    def narrowed(self, vocab: int) -> SpeculativeTree:
+        """The drafter with no more children of a slot than so many tokens."""
+        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
+
+    def resized(self, window: int | str) -> SpeculativeTree:
+        """This drafter: windows are for chains."""
+        return self
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        small, choice = Speculative(1, self.model).small_model(model), None
+        if isinstance(self.tree, AutoTree):
+            images, settled = len(seeds), model.device.type != "cpu"
+            drafting = pass_costs(small, condition, images, sizes(self.tree))
+            seconds = pass_costs(model, condition, images, sizes(self.tree))
+            choice = TreeChoice(self.tree, seconds, lambda parents: self._drafting(drafting, StaticTree(parents)), settled)
+        held, _ = small.prefill(condition, max(self.tree.depth + 2, self.tree.expanded))
+        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], choice)
+
+    def _drafting(self, seconds: Mapping[int, float], tree: TreeShape) -> float:
+        """Seconds of the small model's passes behind a tree, of those over some numbers of tokens."""
+        fed = [self.tree.depth + 2, *accumulate(tree.widths())][: tree.depth + 1]
+        del fed[1:2]  # the first level is the pass that catches up
+        return sum(interpolated(seconds, tokens) for tokens in fed)
+
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of the small model's passes behind a tree of `drafts`, measured."""
+        if not drafts:
+            return 0.0
+        tree = self.tree
+        if isinstance(tree, AutoTree):
+            tree = StaticTree(best_tree([tree.acceptance], drafts, tree.depth))
+        widths = [1, 2, 4, 8, 16, 32, 64]
+        return self._drafting(pass_costs(Speculative(1, self.model).small_model(model), condition, images, widths), tree)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+        """Level by level. The small model keeps no drafts: each level feeds the root and all that was expanded, and the first
+        one what was committed in the meantime."""
+        model, held = state.model, state.held
+
+        def expand(frontier: Frontier) -> Tensor:
+            if frontier.depth:
+                logits = model.forward(frontier.fed, held, frontier.tree).logits[:, -frontier.tokens.shape[1] :]
+            else:
+                logits = self._catch_up(model, held, tokens, length)
+            return to_probs(logits, state.sampling)
+
+        shape = self.tree
+        if state.choice is not None:
+            parents = state.choice.next()
+            if len(parents) == 1:
+                return Draft.empty(len(tokens), model.vocab, tokens.device)
+            shape = StaticTree(parents)
+        assert not isinstance(shape, AutoTree)
+        root = tokens.gather(1, length[:, None] - 1)[:, 0]
+        return grow(expand, shape, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
+
+    def _catch_up(self, model: TokenModel, held: Any, tokens: Tensor, length: Tensor) -> Tensor:
+        """Logits `[B, 1, V]` behind the root; all before it is held then. A pass commits no more than depth + 1 tokens."""
+        W = self.tree.depth + 2
+        start = (length - W).clamp(min=0)
+        last, slots = Tree.of_chain(W - 1, tokens.device), torch.arange(W, device=tokens.device)
+        model.rollback(held, start)
+        logits = model.forward(tokens.gather(1, start[:, None] + slots), held, last).logits
+        root = length - 1 - start
+        model.commit(held, slots.expand(len(tokens), W), root, last)
+        return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
+
+    def observe(self, state: _State, step: Step) -> None:
+        """Of the drafts nothing: the next proposal catches up with what was committed."""
+        if state.choice is not None:
+            state.choice.observe(step, state.total)

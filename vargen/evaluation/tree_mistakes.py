@@ -1,0 +1,154 @@
+"""Known mistakes with trees of drafts, of released implementations and likely ones: an exactness check has to find each.
+
+Shape suffixes: B images, S drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import (
+    Accelerator,
+    Draft,
+    JacobiTree,
+    Noise,
+    SpeculativeTree,
+    StaticTree,
+    Tree,
+    Verdict,
+    acceptance_rule,
+    recursive_rejection,
+    traversal,
+)
+from vargen.decoding.acceptance import Siblings, Tested, sibling_by_sibling
+from vargen.decoding.trees import fan, k_ary
+
+TREE = ("chain", "tree")
+PAIRS = StaticTree(k_ary(2, 2))
+
+
+# -- rules --------------------------------------------------------------------------------------------------------------
+
+
+def _inverted(siblings: Siblings) -> Tested:
+    p, q = siblings.own
+    assert siblings.q is not None
+    return Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+
+
+@acceptance_rule(exact=True, topologies=TREE)
+def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """LANTERN's static trees as released: at a refusal q less p is left instead of p less q."""
+    return sibling_by_sibling(_inverted, probs, draft, noise)
+
+
+class _OneCoin(Noise):
+    def branch(self, number: Any) -> Noise:
+        return self
+
+
+@acceptance_rule(exact=True, topologies=TREE)
+def one_coin(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """The same coin for all siblings."""
+    return recursive_rejection(probs, draft, _OneCoin(noise.seeds, noise.position, noise.step), relaxation)
+
+
+@acceptance_rule(exact=True, topologies=TREE)
+def coins_of_the_first_pass(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Sequoia as released: coins are drawn once for the slots of a tree, and used again in every pass."""
+    return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
+
+
+stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.judge)
+
+
+# -- drafters -----------------------------------------------------------------------------------------------------------
+
+
+def _first_of_pair(tree: Tree) -> Tensor:
+    """Of each draft `[S]` the draft that is its parent's first child, itself or its elder."""
+    return tree.children[tree.parents[1:], 0] - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ElderForgotten(SpeculativeTree):
+    """SJD-PAC as released: drawn without replacement, recorded with the probabilities of the first sibling."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.probs is not None
+        return dataclasses.replace(draft, probs=draft.probs[:, _first_of_pair(draft.tree)])
+
+
+@dataclasses.dataclass(frozen=True)
+class ElderRemoved(SpeculativeTree):
+    """Drawn with replacement, recorded as without."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.probs is not None
+        elder = draft.tokens[:, _first_of_pair(draft.tree)]
+        less = draft.probs.scatter(2, elder[..., None], 0.0)
+        less = less / less.sum(-1, keepdim=True).clamp_min(1e-30)
+        younger = (draft.tree.rank[1:] > 0)[:, None]
+        return dataclasses.replace(draft, probs=torch.where(younger, less, draft.probs))
+
+
+@dataclasses.dataclass(frozen=True)
+class LikelierFirst(SpeculativeTree):
+    """Draw order lost: of two siblings the likelier one comes first, as if it had been drawn first."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        q = draft.probs[:, :1]
+        tokens = draft.tokens.gather(1, q[:, 0].gather(1, draft.tokens).argsort(1, descending=True))
+        less = q.scatter(2, tokens[:, :1, None], 0.0)
+        return dataclasses.replace(draft, tokens=tokens, probs=torch.cat([q, less / less.sum(-1, keepdim=True)], 1))
+
+
+@dataclasses.dataclass(frozen=True)
+class LikeliestKept(SpeculativeTree):
+    """Re-ranking of what was drawn: of two siblings only the likelier one stays, with the q that it was drawn with."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        draft = super().propose(*arguments)
+        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        best = draft.probs[:, 0].gather(1, draft.tokens).argmax(1, keepdim=True)
+        probs = draft.probs[torch.arange(len(best))[:, None], best]
+        return Draft(draft.tokens.gather(1, best), Tree.of_chain(1, best.device), probs, draft.valid)
+
+
+@dataclasses.dataclass(frozen=True)
+class BestAsDrawn(SpeculativeTree):
+    """MCSD as released, at temperature 0: the most probable children, recorded as if they had been drawn."""
+
+    def propose(self, *arguments: Any) -> Draft:
+        best = super().propose(*arguments)
+        drawn = dataclasses.replace(self, drawing="sampled")
+        probs = super(BestAsDrawn, drawn).propose(*arguments).probs
+        assert probs is not None
+        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.longest == 2 else probs)
+
+
+TWINS = StaticTree((-1, 0, 0))
+WRONG_TREES = {
+    "an inverted residual": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=inverted_residual),
+    "one coin for all siblings": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=one_coin),
+    "coins of the first pass in all": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=coins_of_the_first_pass),
+    "without replacement, recorded as with": Accelerator(drafter=ElderForgotten(PAIRS), acceptance=recursive_rejection),
+    "with replacement, recorded as without": Accelerator(
+        drafter=ElderRemoved(PAIRS, "independent"), acceptance=recursive_rejection
+    ),
+    "siblings sorted after the draw": Accelerator(drafter=LikelierFirst(TWINS), acceptance=recursive_rejection),
+    "the likeliest of two drawn kept": Accelerator(drafter=LikeliestKept(TWINS), acceptance=recursive_rejection),
+    "the most probable recorded as drawn": Accelerator(drafter=BestAsDrawn(TWINS, "best"), acceptance=recursive_rejection),
+    "a Jacobi window judged by traversal": Accelerator(
+        drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal
+    ),
+}
+TELLING = ("an inverted residual", "with replacement, recorded as without", "the likeliest of two drawn kept")
