@@ -22,6 +22,10 @@ def main() -> None:
     )
     parser.add_argument("--port", type=int, help="default: GRADIO_SERVER_PORT, else the first free one from 7860")
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU where there is one")
+    parser.add_argument(
+        "--scorer", metavar="NAME", help="scores pictures, as of `vargen score`; none: nothing does (default: emoji-scorer for "
+        "packaged models)"
+    )  # fmt: skip
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as many as pay, measured)")
     options = parser.parse_args()
@@ -47,15 +51,19 @@ def main() -> None:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
         from vargen.pipelines.loading import default_dtype
         from vargen.pipelines.registry import describe, open_pipeline
+        from vargen.scoring.registry import default_scorer, open_scorer
 
         try:
             device = pick_device(options.device)
             saved = describe(options.model).folder
+            name = options.scorer or default_scorer(options.model) or "none"
+            scorer = None if name == "none" else open_scorer(name, device)
             pipe = open_pipeline(saved, torch_dtype=default_dtype(saved, device)).to(device)
-        except (ValueError, OSError, RuntimeError) as error:
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.
-        engine = Engine(pipe, Path(options.model).resolve().name if Path(options.model).is_dir() else options.model)
+        shown = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
+        engine = Engine(pipe, shown, scorer, name)
         if not address.local:
             print("Everyone who reaches this machine can draw here; nothing asks for a password.", flush=True)
         served = page.build(engine, options.concurrency)

@@ -6,7 +6,7 @@ Command, page and evaluation use this interface alone, so that a family is named
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -15,12 +15,13 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
-from vargen.decoding import DEFAULT, Progress, methods_of, resolve_accelerator
+from vargen.decoding import DEFAULT, methods_of, resolve_accelerator
 from vargen.files import expanded, whole_files
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
-from vargen.pipelines import checks
+from vargen.pipelines.borrowed import FILE as BORROWED_FILE
+from vargen.pipelines.borrowed import lenders, load_borrowed
 from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Decoder, Description, Method
 from vargen.pipelines.families import FAMILIES
@@ -46,11 +47,13 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
 
     Attributes:
         family: which presets it runs; see `vargen.decoding.Accelerator`.
+        output: class of a call's result, of `images` and `stats`.
         baseline: preset that ratios of speed are against. default_method: what a call draws with.
         usual_sampling: where neither a call nor a checkpoint says another.
     """
 
     family: ClassVar[str]
+    output: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
     default_method: ClassVar[str] = DEFAULT
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
@@ -112,7 +115,8 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
         kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.read(folder)
+            kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
+        kwargs |= load_borrowed(folder, kwargs)
         return super().from_pretrained(str(folder), **kwargs)
 
     @classmethod
@@ -138,8 +142,9 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.write(staged)
+        (folder / BORROWED_FILE).unlink(missing_ok=True)  # of another model that was saved here
         if self.prompt_names is None:
-            (folder / NAMES_FILE).unlink(missing_ok=True)  # of another model that was saved here
+            (folder / NAMES_FILE).unlink(missing_ok=True)
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 
@@ -259,23 +264,3 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
         if self._compiled is None or self._compiled._orig_mod is not self.transformer:
             self._compiled = torch.compile(self.transformer, dynamic=False)
         return self._compiled
-
-    def _callback(self, bar: Any, on_step_end: Any) -> Callable[[Progress], bool | None]:
-        """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
-
-        def callback(progress: Progress) -> bool | None:
-            # Reading a length waits for the device: on CUDA only now and then.
-            if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
-                drawn = int(progress.length.amin())
-                bar.update(drawn - bar.n)
-            if on_step_end is None:
-                return not self._interrupt
-            left_out = progress.tokens < 0  # whole scales, by some schedules
-            answer = on_step_end(self, progress.step - 1, drawn, {"latents": progress.tokens})
-            answer = checks.check_answer(answer, progress.tokens, self.vocab, left_out)
-            latents = answer.get("latents")
-            if latents is not None and latents is not progress.tokens:
-                progress.tokens.copy_(latents)
-            return not (answer.get("stop", False) or self._interrupt)
-
-        return callback

@@ -46,7 +46,7 @@ class BestOf:
 
     def choose(
         self, result: Decoded, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]
-    ) -> tuple[Decoded, Tensor]:
+    ) -> Decoded:
         """The best candidate of each picture; all scores and seeds go into the statistics.
 
         Args:
@@ -54,7 +54,7 @@ class BestOf:
             texts: prompts of the pictures, without repetition.
 
         Returns:
-            The result with its chosen rows alone, and their places int64 `[images]` among the candidates.
+            The result with its chosen rows alone.
 
         Raises:
             NonFiniteScoreError: for a score that is no number.
@@ -70,4 +70,4 @@ class BestOf:
         stats.candidate_seeds = [asked[i : i + self.count] for i in range(0, len(asked), self.count)]
         stats.seeds = [asked[i] for i in chosen.tolist()]
         canvas = None if result.canvas is None else result.canvas[rows]
-        return Decoded(result.tokens[rows], result.length[rows], stats, result.finished, canvas), chosen
+        return Decoded(result.tokens[rows], result.length[rows], stats, result.finished, canvas)

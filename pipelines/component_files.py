@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vargen.models.compact import CompactModel
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
@@ -84,7 +85,7 @@ def check_component(folder: Path, kind: type, variant: str | None = None) -> Map
 
 
 def _check_network(network: nn.Module, found: Header, where: str) -> None:
-    if isinstance(network, MiniLMTextEncoder):
+    if isinstance(network, CompactModel) and network.config.weight_format is not None:
         check_weights(found, network.stored_shapes(), where, network.stored_dtypes())
     else:
         check_weights(found, {key: tuple(value.shape) for key, value in network.state_dict().items()}, where)

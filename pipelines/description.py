@@ -41,6 +41,7 @@ class Description:
         vocab: tokens V to draw from. tokens: N that a picture has.
         has_draft: whether it has a smaller model to draft with.
         steps: passes of the baseline.
+        image_size: side in pixels of pictures that a call may start from; None where it starts from none.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Description:
     id2label: dict[int, str]
     has_draft: bool
     steps: int
+    image_size: int | None = None
 
 
 class Decoder(Protocol):

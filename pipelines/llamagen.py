@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, decode
+from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
@@ -20,10 +20,9 @@ from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
-from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.description import Description
+from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
-from vargen.pipelines.memory import within_memory
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
@@ -70,6 +69,7 @@ class LlamaGenPipeline(VisualPipeline):
     """
 
     family: ClassVar[str] = "next-token"
+    output: ClassVar[Any] = LlamaGenPipelineOutput
 
     def __init__(
         self,
@@ -207,49 +207,26 @@ class LlamaGenPipeline(VisualPipeline):
             NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
                 NonFiniteScoreError: likewise the scorer.
         """
-        if self.transformer is None or self.vqvae is None:
-            raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
-        checks.check_output_type(output_type)
-        check_compile(compile, self._device_of(self.transformer))
+        inputs = callback_on_step_end_tensor_inputs
+        check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         preset = self.resolved(accelerator)
         if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
             preset = self.resolved("gumbel")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
-        scale, sampling = checks.check_sampling(chosen)
+        scale, sampling = chosen_sampling(self, given)
         guidance_interval = checks.check_guidance_interval(guidance_interval)
-        sampling.check_vocabulary(self.transformer.config.vocab_size)
-        checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        if negative_prompt is not None:
-            checks.check_prompts(negative_prompt, "negative_prompt")
-        num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
         best = BestOf.checked(num_candidates, scorer)
+        asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)
+        unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
 
-        condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
-        images = count * checks.check_count(num_images_per_prompt, count)
-        best.check_images(images)
-        texts = [] if best.scorer is None else self.scored_texts(prompt, condition)
-        seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
-        condition = repeated(condition, drawn // count)
-        unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        negative = self.negative_condition(*unwanted, clean_prompt, count, drawn)
-        self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.transformer.tokens, False
-        with self.progress_bar(total=self.transformer.tokens) as bar:
-            callback = self._callback(bar, callback_on_step_end)
+        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> Decoded:
+            negative = request.negative and request.negative.rows(chosen)
+            model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
+            condition, seeds = request.condition.rows(chosen), request.seeds.noise[chosen]
+            return decode(model, condition, seeds, preset, sampling, callback=callback)
 
-            def run(chosen: slice) -> Decoded:
-                rows = negative and negative.rows(chosen)
-                model = self.token_model(scale, guidance_interval, rows, compress_prefix, compile)
-                return decode(model, condition.rows(chosen), seeds.noise[chosen], preset, sampling, callback=callback)
-
-            result = within_memory(run, drawn)
-        result.stats.seeds = seeds.asked
-        if best.scorer is not None:
-            pictures = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, "pt")
-            result, _ = best.choose(result, seeds, pictures, [text for text in texts for _ in range(num_images_per_prompt)])
-        output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-        self.maybe_free_model_hooks()
-        return LlamaGenPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
+        return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
     def token_model(
         self,

@@ -16,6 +16,7 @@ from vargen.device import fast_dtype
 from vargen.files import expanded
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import read_header
+from vargen.pipelines.borrowed import lenders
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
 from vargen.pipelines.families import FAMILIES, Family
 from vargen.pipelines.parts import check_parts
@@ -69,6 +70,18 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
             damaged, of another shape or type than their configuration says, or do not belong together.
     """
+    folder, index = indexed_folder(name, pipeline, hub_options)
+    check_no_code(folder)
+    _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
+    return folder
+
+
+def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+    """The folder of a model and its `model_index.json`, of which alone it is known that it names classes of vargen's.
+
+    Raises:
+        ValueError: as `checked_folder`, of the name and the index.
+    """
     check_options(hub_options)
     folder = _locate(name, hub_options)
     index_file = folder / "model_index.json"
@@ -85,9 +98,7 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
     check_no_code_keys(index, index_file)
     check_classes(index, index_file)
-    check_no_code(folder)
-    _check_components(folder, index, FAMILIES[kind], hub_options)
-    return folder
+    return folder, index
 
 
 def _check_components(folder: Path, index: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
@@ -95,15 +106,17 @@ def _check_components(folder: Path, index: dict[str, Any], family: Family, given
     variant = given.get("variant")
     named = {part: index[part][1] for part in family.classes() if part not in given and (index.get(part) or [None, None])[1]}
     configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in family.classes()}
+    places = {part: lender / part for part, lender in lenders(folder).items()}
+    encoder, words = (places.get(part, folder / part) for part in ("text_encoder", "tokenizer"))
     for part, kind in family.networks.items():
         if part in named:
             configs[part] = check_component(folder / part, kind, variant)
     if named.get("text_encoder") == MiniLMTextEncoder.__name__:
-        configs["text_encoder"] = check_component(folder / "text_encoder", MiniLMTextEncoder, variant)
+        configs["text_encoder"] = check_component(encoder, MiniLMTextEncoder, variant)
     elif "text_encoder" in named:
-        configs["text_encoder"] = check_t5(folder / "text_encoder")
+        configs["text_encoder"] = check_t5(encoder)
     if "tokenizer" in named:
-        check_tokenizer(folder / "tokenizer", named["tokenizer"])
+        check_tokenizer(words, named["tokenizer"])
     try:
         kept = (given.get(name, index.get(name)) for name in ("id2label", "defaults", "prompt_styles"))
         check_parts(family, configs, *kept)

@@ -14,7 +14,7 @@ from vargen.decoding import Decoded
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.description import Decoder, Description
 from vargen.pipelines.families import FAMILIES
-from vargen.pipelines.loading import checked_folder
+from vargen.pipelines.loading import checked_folder, indexed_folder
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -32,9 +32,8 @@ def open_pipeline(name: Any, **options: Any) -> VisualPipeline:
     Raises:
         ValueError: see `VisualPipeline.from_pretrained`.
     """
-    folder = checked_folder(name, None, options)
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    return pipeline_class(index["_class_name"]).from_pretrained(folder, **options)
+    folder, index = indexed_folder(name, None, options)
+    return pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # which checks the rest of the folder
 
 
 def describe(name: Any) -> Description:

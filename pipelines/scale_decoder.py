@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Decoded, DecodeStats, Progress, Sampling, ScaleModel, Schedule, decode_scales
+from vargen.decoding.cost import timed
 
 Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
 
@@ -90,16 +90,7 @@ def _times(
 ) -> list[float]:
     """Seconds of equal passes, behind the scales before `first`; the first pass, a warm-up, is left out."""
     pass_ = scale_pass(model, condition, batch, first, last, guidance)
-    # Of the processor where one thread works, so that other programs do not count; else of the clock.
-    now = time.thread_time if model.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    found = []
-    for _ in range(repeats + 1):
-        _wait(model.device)
-        start = now()
-        pass_()
-        _wait(model.device)
-        found.append(now() - start)
-    return found[1:]
+    return [timed(pass_, model.device)[0] for _ in range(repeats + 1)][1:]
 
 
 @torch.no_grad()
@@ -123,8 +114,3 @@ def scale_pass(
         return out
 
     return run
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

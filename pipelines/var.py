@@ -12,17 +12,15 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.convert.var import DEFAULTS
-from vargen.decoding import Decoded, DecodeStats, Schedule, decode_scales
-from vargen.device import check_compile
+from vargen.decoding import Decoded, DecodeStats, Progress, Schedule, decode_scales
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
-from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.description import Description
-from vargen.pipelines.memory import within_memory
+from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.redraw import check_source
 from vargen.pipelines.scale_decoder import ScaleDecoder
@@ -66,6 +64,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
     """
 
     family: ClassVar[str] = "next-scale"
+    output: ClassVar[Any] = VARPipelineOutput
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"
     usual_sampling: ClassVar[dict[str, Any]] = DEFAULTS
@@ -94,12 +93,13 @@ class VARPipeline(ScalePictures, VisualPipeline):
     def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
         with torch.device("meta"):  # fills in what the file leaves to the defaults
             transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
+            side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         config = transformer.config
         return Description(
             folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
-            len(transformer.scales),
+            len(transformer.scales), side,
         )  # fmt: skip
 
     @classmethod
@@ -201,56 +201,32 @@ class VARPipeline(ScalePictures, VisualPipeline):
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
             NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
         """
-        if self.transformer is None or self.vqvae is None:
-            raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
-        checks.check_output_type(output_type)
-        check_compile(compile, self._device_of(self.transformer))
+        inputs = callback_on_step_end_tensor_inputs
+        check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         schedule = self.resolved(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        chosen = {**self.default_sampling, **{k: v for k, v in given.items() if v is not None}}
-        scale, sampling = checks.check_sampling(chosen)
-        sampling.check_vocabulary(self.vocab)
-        checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
-        if negative_prompt is not None:
-            checks.check_prompts(negative_prompt, "negative_prompt")
-        num_images_per_prompt = checks.check_count(num_images_per_prompt, 1)
+        scale, sampling = chosen_sampling(self, given)
         best = BestOf.checked(num_candidates, scorer)
         source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
         self.check_runs(schedule)
+        asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)
+        unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
+        kept, keep = self._source(source, request.prompts, request.drawn // request.prompts)
 
-        condition, count = self.condition(prompt, class_labels, prompt_embeds, prompt_mask, clean_prompt)
-        images = count * checks.check_count(num_images_per_prompt, count)
-        best.check_images(images)
-        texts = [] if best.scorer is None else self.scored_texts(prompt, condition)
-        seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
-        kept, keep = self._source(source, count, drawn // count)
-        condition = repeated(condition, drawn // count)
-        unwanted = (negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        negative = self.negative_condition(*unwanted, clean_prompt, count, drawn)
-        self._guidance_scale, self._num_timesteps, self._interrupt = scale, self.steps, False
-        with self.progress_bar(total=self.tokens) as bar:
-            callback = self._callback(bar, callback_on_step_end)
+        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> Decoded:
+            return decode_scales(
+                self.scale_model(scale, request.negative and request.negative.rows(chosen), compile),
+                request.condition.rows(chosen),
+                request.seeds.noise[chosen],
+                schedule,
+                sampling,
+                given=[tokens[chosen] for tokens in kept],
+                keep=keep and keep.rows(chosen),
+                callback=callback,
+            )
 
-            def run(chosen: slice) -> Decoded:
-                return decode_scales(
-                    self.scale_model(scale, negative and negative.rows(chosen), compile),
-                    condition.rows(chosen),
-                    seeds.noise[chosen],
-                    schedule,
-                    sampling,
-                    given=[tokens[chosen] for tokens in kept],
-                    keep=keep and keep.rows(chosen),
-                    callback=callback,
-                )
-
-            result = within_memory(run, drawn)
-        result.stats.seeds = seeds.asked
-        if best.scorer is not None:
-            pictures = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, "pt")
-            result, _ = best.choose(result, seeds, pictures, [text for text in texts for _ in range(num_images_per_prompt)])
-        output = self.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
-        self.maybe_free_model_hooks()
-        return VARPipelineOutput(images=output, stats=result.stats) if return_dict else (output,)
+        return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
     def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScales:
         """The transformer, and the one it may draft with, as `vargen.decoding.decode_scales` sees them; arguments as in a

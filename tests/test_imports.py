@@ -14,8 +14,8 @@ import vargen
 
 # Part -> the parts it may import. Everything may also import itself and what _COMMON lists.
 _ALLOWED: dict[str, set[str]] = {
-    "app": {"pipelines", "demo"},
-    "demo": {"pipelines", "decoding"},  # the methods that it lists are data of decoding
+    "app": {"pipelines", "demo", "scoring"},
+    "demo": {"pipelines", "decoding", "scoring"},  # the methods that it lists are data of decoding
     "cli": {"pipelines", "models", "decoding", "scoring", "convert", "kernels", "evaluation", "training"},
     "pipelines": {"models", "decoding", "scoring", "convert"},
     "evaluation": {"pipelines", "models", "decoding", "scoring"},

@@ -80,7 +80,7 @@ def test_generator_gets_its_recipe_and_folders(
 
     seen: dict[str, Any] = {}
 
-    def train(recipe: Any, data: Any, tokenizer: Path, encoder: Path, folder: Path, device: Any) -> dict[str, float]:
+    def train(recipe: Any, data: Any, tokenizer: Path, encoder: Path, folder: Path, device: Any, init: Any) -> dict[str, float]:
         seen.update(recipe=recipe, data=data, tokenizer=tokenizer, encoder=encoder, folder=folder, device=device)
         return {"held_out_loss": 1.5}
 
@@ -157,3 +157,20 @@ def test_bad_input(run: Any, words: list[str], said: list[str]) -> None:
     for part in said:
         assert part in result.stderr, result.stderr
     assert sorted(p.name for p in Path().iterdir()) == ["bad.toml", "empty"]
+
+
+def test_a_sheet_for_viewers_is_drawn(run: Any, text_model: Any) -> None:
+    Path("prompts.txt").write_text("# two\na cat\na dog\n")
+    result = run("train", "sheet", "--model", text_model, "--prompts", "prompts.txt", "-o", "sheet.png", "--temperature", 0.8)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout) == {"sheet": "sheet.png", "key": "sheet.key.json", "pictures": 2}
+    assert sorted(json.loads(Path("sheet.key.json").read_text()).values()) == ["a cat", "a dog"]
+    assert Path("sheet.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("verb", ["recall", "sheet"])
+def test_a_transformer_that_is_none_is_named(run: Any, text_model: Any, verb: str) -> None:
+    Path("empty").mkdir()
+    more = ("-o", "sheet.png") if verb == "sheet" else ()
+    result = run("train", verb, "--model", text_model, "--transformer", "empty", *more)
+    assert result.exit_code != 0 and "transformer must be a run's folder with transformer/" in result.output

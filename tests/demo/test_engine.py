@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from vargen.demo import figures, inputs
 from vargen.demo.engine import Engine
 from vargen.demo.explore_tab import KNOBS
 from vargen.demo.generate_tab import command_line
+from vargen.demo.png import read_parameters
 from vargen.demo.runs import Runs
 from vargen.demo.settings import Settings
+from vargen.scoring.protocol import Images, as_scorer, pil_images
 
 WANTED = Settings("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)
 
@@ -128,3 +131,53 @@ def test_the_token_map_of_scales_shows_each() -> None:
 def test_what_people_type_is_inert() -> None:
     assert figures.text("<b>`${x}{{y}}`") == "&lt;b&gt;&#96;&#36;&#123;x&#125;&#123;&#123;y&#125;&#125;&#96;"
     assert "<script" not in figures.stage([None], "<script>") + figures.note("<script>")
+
+
+def brightness(images: Images, prompts: list[str]) -> list[float]:
+    assert all(prompt == "a red apple" for prompt in prompts)
+    return [float(torch.tensor(list(image.convert("L").tobytes())).float().mean()) for image in pil_images(images)]
+
+
+@pytest.fixture
+def scoring(engine: Engine) -> Engine:
+    other = Engine(engine.pipe, "tiny", as_scorer(brightness))
+    yield other
+    other.close()
+
+
+def test_a_picture_has_its_score(scoring: Engine) -> None:
+    drawn = scoring.start(WANTED, previews=False).result()
+    scores = brightness(drawn.images, ["a red apple"] * 2)
+    assert [each["score"] for each in drawn.told] == pytest.approx(scores) and drawn.told[0]["scorer"] == "brightness"
+    assert [each["seed"] for each in drawn.told] == [3, 4]
+    assert figures.scored(drawn.told[0]) == f"score {scores[0]:.1f}"
+
+
+def test_the_best_candidate_is_kept_and_can_be_drawn_again_alone(scoring: Engine) -> None:
+    drawn = scoring.start(replace(WANTED, num_candidates=4), previews=False).result()
+    assert len(drawn.images) == 2
+    for number, (image, told) in enumerate(zip(drawn.images, drawn.told, strict=True)):
+        assert told["score"] == max(told["candidates"]) and len(told["candidates"]) == 4 and told["asked_seed"] == 3 + number
+        alone = scoring.start(replace(WANTED, seed=told["seed"], num_images=1), previews=False).result()
+        assert alone.images[0].tobytes() == image.tobytes()
+        saved = read_parameters(scoring.save(drawn)[number])
+        assert saved["seed"] == told["seed"] and saved["score"] == told["score"] and "num_candidates" not in saved
+    assert figures.scored(drawn.told[0]).count(",") == 3, "its own score, and three others"
+    assert "--best-of 4" in command_line(scoring, drawn.settings)
+
+
+def test_candidates_need_a_scorer(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="no scorer here"):
+        engine.check(Settings("a", num_candidates=2))
+    drawn = engine.start(WANTED, previews=False).result()
+    assert drawn.told == [{"seed": 3}, {"seed": 4}] and figures.scored(drawn.told[0]) == ""
+
+
+def test_a_scorer_that_fails_loses_no_picture(engine: Engine) -> None:
+    broken = Engine(engine.pipe, "tiny", as_scorer(lambda images, prompts: [float("nan")] * len(images), "broken"))
+    try:
+        assert broken.start(WANTED, previews=False).result().told == [{"seed": 3}, {"seed": 4}]
+        with pytest.raises(ValueError, match="broken gave nan"):
+            broken.start(replace(WANTED, num_candidates=2), previews=False).result()
+    finally:
+        broken.close()

@@ -14,7 +14,8 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.convert.minilm import pack_minilm
-from vargen.models.text_encoder import MiniLMTextEncoder, dequantize_rows, quantize_rows
+from vargen.models.compact import dequantize_rows, quantize_rows
+from vargen.models.text_encoder import MiniLMTextEncoder
 
 from diffusers import DiffusionPipeline  # isort: skip  (after the torchvision guard)
 

@@ -146,7 +146,7 @@ def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None
     scores = scorer.score(images, PROMPTS)
     model = scorer.model
     with torch.inference_mode():
-        cosine = (model.encode_image(prepared(model, pixels(images))) * scorer._texts(PROMPTS)).sum(-1)
+        cosine = (model.encode_image(prepared(model, pixels(images))) * scorer.embed_captions(PROMPTS)).sum(-1)
     assert torch.allclose(scores, model.pair_scale.exp() * cosine + model.pair_bias, atol=1e-4)
     assert not torch.allclose(scores, scorer.score(images, PROMPTS[::-1])), "prompts make no difference"
 

@@ -10,8 +10,9 @@ import torch
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.training import multi_scale_tokenizer as trainer
 from vargen.training.emoji import EmojiDataset
+from vargen.training.focus import Focus
 from vargen.training.multi_scale_codebook import Perturbation, ScaleCodebook, quantise
-from vargen.training.multi_scale_recipe import Focus, MultiScaleTokenizerRecipe
+from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import Schedule
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from vargen import compat
 from vargen.files import whole_file
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
-from vargen.training import generator, generator_data, generator_losses, tokenizer
+from vargen.training import generator, generator_data, generator_losses, tokenizer, variants
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe, Schedule, TokenizerRecipe
 from vargen.training.run import TrainingRun
@@ -39,8 +39,8 @@ def data(count: int = 24, size: int = 16) -> EmojiDataset:
         images[i, 4:12, 4:12] = random.integers(0, 255, 3)
         records.append(
             {
-                "label": f"thing {i % 5}", "tags": ["round"], "synonyms": [], "tones": [], "skin_tone": False,
-                "group": "objects",
+                "label": f"thing {i % 5}", "concept": f"{i}", "tags": ["round"], "synonyms": [], "tones": [],
+                "skin_tone": False, "group": "objects",
                 "style": ("3d", "flat", "noto", "twemoji")[i % 4], "weight": 1.0, "split": "validation" if i < 4 else "train",
             }
         )  # fmt: skip
@@ -66,7 +66,7 @@ def generator_recipe(**changes) -> GeneratorRecipe:
     }  # fmt: skip
     base = {
         "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
-        "dropout": 0.1, "token_noise": 0.1, "plan_weight": 1.0, "plan_captions": 5,
+        "dropout": 0.1, "token_noise": 0.1, "drawn": 0, "mirrored": 0.5, "recoloured": 0.3,
         "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
     return GeneratorRecipe(model=model, **{**base, **changes})
@@ -76,11 +76,11 @@ def train_tokenizer(folder, recipe=None):
     return tokenizer.train_tokenizer(recipe or tokenizer_recipe(), data(), folder, CPU)
 
 
-def train_generator(folder, recipe=None):
+def train_generator(folder, recipe=None, init=None):
     vq = folder.parent / "vq"
     if not vq.exists():
         tiny_vq().save_pretrained(vq)
-    return generator.train_generator(recipe or generator_recipe(), data(), vq, ENCODER, folder, CPU)
+    return generator.train_generator(recipe or generator_recipe(), data(), vq, ENCODER, folder, CPU, init)
 
 
 TRAINERS = {
@@ -113,7 +113,7 @@ def test_a_run_that_could_not_draw_its_curves_does_not_begin(tmp_path, monkeypat
 
 def test_a_run_that_diverged_says_so(tmp_path, monkeypatch):
     nothing = {"held_out_loss": float("nan"), "entropy": float("nan")}
-    monkeypatch.setattr(generator, "evaluate_generator", lambda *args, **kwargs: nothing)
+    monkeypatch.setattr(generator.Evaluation, "held_out", lambda *args, **kwargs: nothing)
     with pytest.raises(ValueError, match="diverged"):
         train_generator(tmp_path / "run")
     assert not (tmp_path / "run" / "transformer").exists()
@@ -180,23 +180,6 @@ def test_a_decoder_needs_codes_to_learn_from(tmp_path, steps):
     with pytest.raises(ValueError, match=message):
         train_tokenizer(tmp_path / "run", tokenizer_recipe(decoder_steps=steps))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("of_mixes", "share"), [([1.5, 1.2, 1.0], 0.7), ([0.5], 0.9), ([1.1] * 9, 0.0)])
-def test_as_much_of_the_last_weights_as_loses_nothing(tmp_path, monkeypatch, of_mixes, share):
-    """Where the held-out loss rises, the best weights take up the last ones as far as their loss stays."""
-    losses, states = iter([1.0, 2.0, *of_mixes, 3.0]), []
-
-    def rising(model, *args, **kwargs):
-        states.append({k: v.clone() for k, v in model.state_dict().items()})
-        return {"held_out_loss": next(losses), "entropy": 0.0}
-
-    monkeypatch.setattr(generator, "evaluate_generator", rising)
-    train_generator(tmp_path / "run")
-    saved = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer").state_dict()
-    assert next(losses, None) is None
-    assert all(torch.allclose(saved[k], states[0][k].lerp(states[1][k], share), rtol=0, atol=1e-6) for k in saved)
-    assert not torch.allclose(states[0]["output.weight"], states[1]["output.weight"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -298,12 +281,21 @@ def test_a_damaged_line_of_the_log_is_dropped(tmp_path):
     assert run.records() == [{"step": 1}]
 
 
-@pytest.mark.parametrize("kept", [b"", b"PK\x03\x04 half", np.array([{}]).dumps()])
+@pytest.mark.parametrize("kept", [b"", b"no array" * 9999, np.zeros(9999, np.float32)])
 def test_damaged_tokens_are_named(tmp_path, kept):
-    (tmp_path / "tokens.npz").write_bytes(kept)
-    with pytest.raises(ValueError, match=r"tokens\.npz is damaged or not of vargen's .*remove it") as caught:
-        generator_data.TokenStore(tmp_path / "tokens.npz", data().images, tiny_vq(), generator_recipe(), CPU)
-    assert "allow_pickle" not in str(caught.value)
+    store = generator_data.TokenStore(tmp_path, data().images, tiny_vq(), generator_recipe(), CPU)
+    (path,) = tmp_path.glob("tokens-*.npy")
+    whole = path.stat().st_size
+    if isinstance(kept, bytes):
+        path.write_bytes(kept * (1 + whole // max(len(kept), 1)) if kept else kept)
+    else:
+        np.save(path, np.resize(kept, whole))
+    if isinstance(kept, bytes) and not kept:  # killed before it was made
+        generator_data.TokenStore(tmp_path, data().images, tiny_vq(), generator_recipe(), CPU)([1], [0])
+        return
+    with pytest.raises(ValueError, match=r"tokens-.*\.npy is damaged or not of vargen's .*remove it") as caught:
+        generator_data.TokenStore(tmp_path, data().images, tiny_vq(), generator_recipe(), CPU)
+    assert "allow_pickle" not in str(caught.value) and store is not None
 
 
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
@@ -346,56 +338,12 @@ def test_noise_takes_tokens_from_anywhere_in_the_batch():
     assert torch.isin(generator_losses.noisy(tokens, 1.0), tokens).all()
 
 
-def test_a_plan_asks_for_what_is_still_to_be_drawn():
-    """Row 5 of 8 is being drawn: the plan's loss there sees the pixels of that row and of those below, and no others."""
-    plan = generator_losses.Plan(dim=6, grid_size=8, side=4)
-    features = torch.zeros(1, 64, 6)
-    features[:, 5 * 8 : 6 * 8] = torch.randn(1, 8, 6)
-    pixels = torch.rand(1, 3, 32, 32).requires_grad_()
-
-    # What differs from no features at all is what the positions of row 5 say.
-    (gradient,) = torch.autograd.grad(plan(features, pixels) - plan(features * 0, pixels), pixels)
-    seen = gradient.abs().sum((0, 1, 3)) > 1e-12
-    assert seen.tolist() == [False] * 16 + [True] * 16  # cells of two rows each: rows 4 and 5 share one
-    with torch.no_grad():
-        plan.colours.weight.zero_()
-        plan.colours.bias.fill_(1.0)
-    white = torch.ones(1, 3, 32, 32)
-    assert plan(features, white) == 0
-    assert torch.isclose(plan(features, -white), 4 * plan.to_come.mean())
-    assert plan(features[:, :1], -white) == 4  # position 0 has all before it
-
-
-def test_a_run_begun_without_a_plan_goes_on_with_one(tmp_path):
-    train_generator(tmp_path / "run", generator_recipe(plan_weight=0.0, plan_captions=0))
-    schedule = Schedule(steps=40, learning_rate=3e-3, warmup_steps=2)
-    train_generator(tmp_path / "run", generator_recipe(schedule=schedule, plan_weight=2.0, token_noise=0.2))
-    errors = [r["plan"] for r in TrainingRun(tmp_path / "run", {}, 0).records() if "plan" in r]
-    assert len(errors) == 3 and errors[-1] < errors[0]
-    trained = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer")  # an ordinary model
-    assert not [name for name in trained.state_dict() if "plan" in name]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"token_noise": 1.5}, "token_noise must be a share from 0 to 1, got 1.5"),
-        ({"plan_weight": -1.0}, "got plan_weight -1.0"),
-        ({"plan_weight": 0.0, "plan_captions": 8}, "captions need a weight above 0"),
-    ],
-)
-def test_impossible_plans_are_refused_before_anything_is_written(tmp_path, changes, message):
-    with pytest.raises(ValueError, match=message):
-        train_generator(tmp_path / "run", generator_recipe(**changes))
-    assert not (tmp_path / "run").exists()
-
-
 def test_shifted_moves_and_fills_with_white():
     picture = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3)
-    moved = generator_data.shifted(picture, 1, -2)
+    moved = variants.shifted(picture, 1, -2)
     assert (moved[:, 0] == 255).all() and (moved[:, :, 2:] == 255).all()
     assert np.array_equal(moved[:, 1:, :2], picture[:, :3, 2:])
-    assert np.array_equal(generator_data.shifted(picture, 0, 0), picture)
+    assert np.array_equal(variants.shifted(picture, 0, 0), picture)
 
 
 def test_codebook_revives_what_nothing_chooses():
@@ -472,44 +420,82 @@ def test_training_brings_plain_patches_to_one_code(tmp_path):
     assert 1 <= together < apart
 
 
-def test_tokens_of_another_tokenizer_are_made_again(tmp_path, caplog):
+def test_tokens_are_kept_until_the_tokenizer_changes(tmp_path):
     """Decoder weights have no say in tokens; encoder and codebook have."""
     recipe, images, model = generator_recipe(), data().images, tiny_vq()
-    indices, variants = np.arange(4), np.zeros(4, dtype=np.int64)
 
     def store() -> generator_data.TokenStore:
-        return generator_data.TokenStore(tmp_path / "tokens.npz", images, model, recipe, CPU)
+        return generator_data.TokenStore(tmp_path, images, model, recipe, CPU)
 
-    first = store()
-    tokens = first(indices, variants)
-    first.save()
+    tokens = store()(range(4), [0] * 4)
+    expected = model.encode(tokenizer.to_pixels(images[:4], CPU)).flatten(1)
+    assert torch.equal(tokens, expected)
     with torch.no_grad():
         next(model.decoder.parameters()).add_(1)
-    assert (store().tokens[:4, 0] == tokens.numpy()).all() and not caplog.records
+    assert (store().kept[:4, 0] == tokens.numpy() + 1).all()
     with torch.no_grad():
         model.quantize.embedding.weight.copy_(model.quantize.embedding.weight.roll(1, 0))
     again = store()
-    assert (again.tokens == -1).all() and "tokenising again" in caplog.text
-    assert torch.equal(again(indices, variants), (tokens + 1) % model.config.codebook_size)
+    assert not again.kept.any()
+    assert torch.equal(again(range(4), [0] * 4), (tokens + 1) % model.config.codebook_size)
 
 
-@pytest.mark.parametrize("same", [True, False])
-def test_the_best_loss_counts_only_on_the_same_tokens(tmp_path, same):
-    """Resumed on another tokenizer's tokens, the best weights so far are no candidates any more; on the same ones they are."""
-    run = tmp_path / "run"
-    train_generator(run)
-    state = torch.load(run / "state.pt", weights_only=True)
-    torch.save({**state, "best": -1.0}, run / "state.pt")
-    if not same:
-        torch.manual_seed(5)
-        other = VQModel.from_pretrained(tmp_path / "vq")
-        with torch.no_grad():
-            other.quantize.embedding.weight.normal_()
-        other.save_pretrained(tmp_path / "vq")
-        train_generator(run)  # not a step more: the weights that the run ended with are the only ones
-        ended = LlamaGenTransformer.from_pretrained(run / "transformer").state_dict()
-        assert torch.equal(ended["norm.weight"], state["model"]["norm.weight"])
-    train_generator(run, generator_recipe(schedule=Schedule(steps=21, learning_rate=3e-3, warmup_steps=2)))
-    saved = LlamaGenTransformer.from_pretrained(run / "transformer").state_dict()
-    kept = all(torch.equal(saved[key], state["best_weights"][key]) for key in saved)
-    assert kept == same
+def test_mirror_images_are_variants_of_their_own(tmp_path):
+    pictures = data()
+    store = generator_data.TokenStore(tmp_path, pictures.images, tiny_vq(), generator_recipe(), CPU)
+    assert store.kept.shape[1] == 2 * len(store.offsets) + len(variants.COLOURS)
+    assert np.array_equal(store.picture(3, store.mirrored), pictures.images[3][:, ::-1])
+    moved = variants.shifted(pictures.images[3:4, :, ::-1], *store.offsets[1])[0]
+    assert np.array_equal(store.picture(3, store.mirrored + 1), moved)
+    looks = variants.Looks(pictures, store, generator_recipe(mirrored=1.0, recoloured=0.0))
+    assert all(variant >= store.mirrored for variant in looks(0, 8)[1])
+    written = [{**record, "group": "symbols"} for record in pictures.records]
+    looks = variants.Looks(EmojiDataset(pictures.images, written), store, generator_recipe(mirrored=1.0, recoloured=0.0))
+    assert all(variant < len(store.offsets) for variant in looks(0, 8)[1])
+
+
+def test_a_run_belongs_to_its_tokenizer(tmp_path):
+    train_generator(tmp_path / "run")
+    other = VQModel.from_pretrained(tmp_path / "vq")
+    with torch.no_grad():
+        other.quantize.embedding.weight.neg_()
+    other.save_pretrained(tmp_path / "vq")
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        train_generator(tmp_path / "run")
+
+
+def test_a_run_starts_from_given_weights(tmp_path):
+    """They are what the first step sees, the shared weights included; a model of another shape is refused."""
+    train_generator(tmp_path / "first")
+    given = tmp_path / "first" / "transformer"
+    still = generator_recipe(schedule=Schedule(steps=3, learning_rate=0.0, warmup_steps=0), adamw_learning_rate=0.0)
+    train_generator(tmp_path / "still", still, given)
+    first, second = (LlamaGenTransformer.from_pretrained(tmp_path / run / "transformer") for run in ("first", "still"))
+    second = second.state_dict()
+    assert all(torch.allclose(value, second[name], atol=1e-6) for name, value in first.state_dict().items())
+    wider = dataclasses.replace(still, model={**still.model, "n_layer": 1})
+    with pytest.raises(ValueError, match=r"holds a model of \{'n_layer': 2\}, and the recipe asks for \{'n_layer': 1\}"):
+        train_generator(tmp_path / "other", wider, given)
+    assert not (tmp_path / "other").exists()
+    with pytest.raises(ValueError, match="holds a run of another recipe"):
+        train_generator(tmp_path / "still", still)
+
+
+def test_the_last_weights_are_averaged(tmp_path, monkeypatch):
+    """Of a run that is resumed to more steps, those of its new end."""
+    monkeypatch.setattr(generator, "_AVERAGE_EVERY", 1)
+    seen = []
+    fold = generator.CodePrior.folded
+
+    def folded(self, model):
+        weights = fold(self, model)
+        seen.append(weights["output.weight"].clone())
+        return weights
+
+    monkeypatch.setattr(generator.CodePrior, "folded", folded)
+    for steps, last in ((10, 3), (14, 4)):
+        seen.clear()
+        recipe = generator_recipe(averaged=0.3, schedule=Schedule(steps, 3e-3, 2), evaluate_every=99)
+        train_generator(tmp_path / "run", recipe)
+        saved = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer").state_dict()
+        assert len(seen) == last and torch.allclose(saved["output.weight"], torch.stack(seen).mean(0), atol=1e-6)

@@ -21,6 +21,7 @@ from vargen.training.emoji_captions import STYLES
 from vargen.training.package_scorer import package_scorer
 from vargen.training.recipe import Schedule, ScorerRecipe
 from vargen.training.scorer_captions import CaptionTable, colours_of, full_captions, recoloured_caption, without_style
+from vargen.training.variants import mirrors
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -145,10 +146,10 @@ def test_a_changed_colour_changes_picture_and_caption_together() -> None:
 
 
 def test_only_pictures_without_sides_or_writing_are_mirrored() -> None:
-    mirrors = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
-               ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
-    for group, label, expected in mirrors:
-        assert scorer._mirrors({"group": group, "label": label}) is expected
+    cases = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
+           ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
+    for group, label, expected in cases:
+        assert mirrors({"group": group, "label": label}) is expected
 
 
 def test_captions_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

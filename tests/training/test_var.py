@@ -17,14 +17,17 @@ from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training import var
+from vargen.training.caption_bank import CaptionBank
+from vargen.training.caption_choice import evaluation_groups
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
+from vargen.training.focus import Focus
+from vargen.training.head_loss import head_loss
 from vargen.training.recipe import Schedule, load_recipe
 from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
 from vargen.training.self_correction import Corrector
-from vargen.training.var_data import Batches, CaptionBank, LatentStore, looks
+from vargen.training.var_data import Batches, LatentStore
 from vargen.training.var_draw import draw_tokens
-from vargen.training.var_evaluation import evaluation_groups
-from vargen.training.var_loss import distillation, head_loss, scale_weights
+from vargen.training.var_loss import distillation, scale_weights
 from vargen.training.var_recipe import VARRecipe
 
 CPU = torch.device("cpu")
@@ -187,15 +190,16 @@ def test_shares_outside_the_unit_interval_are_refused():
 # -- losses ------------------------------------------------------------------------------------------------------
 
 
-def test_the_head_and_its_loss_in_one_are_the_head_and_its_loss(monkeypatch):
-    monkeypatch.setattr("vargen.training.var_loss._ROWS", 7)
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_head_and_its_loss_in_one_are_the_head_and_its_loss(monkeypatch, biased):
+    monkeypatch.setattr("vargen.training.head_loss._ROWS", 7)
     torch.manual_seed(0)
-    head, features = torch.nn.Linear(8, 20), torch.randn(3, 5, 8, requires_grad=True)
+    head, features = torch.nn.Linear(8, 20, bias=biased), torch.randn(3, 5, 8, requires_grad=True)
     targets, weights = torch.randint(20, (3, 5)), torch.rand(5)
-    parameters = [features, head.weight, head.bias]
+    parameters = [features, *head.parameters()]
     plain = F.cross_entropy(head(features).flatten(0, 1), targets.flatten(), reduction="none").view(3, 5)
     expected = torch.autograd.grad((plain * weights).sum(), parameters)
-    loss, each = head_loss(head, features, targets, weights, torch.float32)
+    loss, each = head_loss(head.weight, head.bias, features, targets, weights, torch.float32)
     torch.testing.assert_close(each, plain.detach())
     for found, right in zip(torch.autograd.grad(2 * loss, parameters), expected, strict=True):
         torch.testing.assert_close(found, 2 * right)
@@ -259,15 +263,16 @@ def test_held_out_cells_and_concepts_are_never_drawn(tmp_path):
     assert len(held) > 8 and len({pictures.records[i]["split"] for i in held}) == 2
     store = LatentStore(tmp_path, pictures.images, tiny_vq(), recipe(), CPU)
     batches = Batches(pictures, store, CaptionBank(ENCODER, 12, CPU), recipe())
-    assert not held & set(batches.indices.tolist())
-    groups = evaluation_groups(pictures)
+    assert not held & set(batches.looks.indices.tolist())
+    groups = evaluation_groups(pictures, Focus())
     assert set(groups["styles"]) | set(groups["concepts"]) <= held and not set(groups["seen"]) & held
 
 
 def test_weights_of_styles_tones_and_groups():
     record = {"style": "3d", "skin_tone": False, "group": "objects"}
-    assert looks(record) == 1.0 and looks({**record, "style": "noto"}) == 0.2
-    assert looks({**record, "skin_tone": True}) == 0.05 and looks({**record, "group": "flags"}) == 0.5
+    factor = Focus().factor
+    assert factor(record) == 1.0 and factor({**record, "style": "noto"}) == 0.2
+    assert factor({**record, "skin_tone": True}) == 0.05 and factor({**record, "group": "flags"}) == 0.5
 
 
 def test_latents_are_kept_and_variants_are_what_they_say(tmp_path):

@@ -110,9 +110,8 @@ def make_instruments(
     quiet_libraries()
     check_range(resize, "resize", 16)
 
-    from vargen.evaluation.evaluate import default_scorer
     from vargen.evaluation.measuring import Instruments
-    from vargen.scoring.registry import split_specs
+    from vargen.scoring.registry import default_scorer, split_specs
 
     packaged = default_scorer(model) if model else None
     chosen = ([packaged] if packaged else []) if scorers is None else [s for s in split_specs(scorers) if s != "none"]

@@ -38,6 +38,7 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
+from vargen.cli.sources import Source
 from vargen.cli.subjects import class_numbers, say_names, subjects_of
 from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
@@ -76,6 +77,16 @@ def generate(
     model: ModelName = "emoji",
     class_label: Annotated[
         list[str] | None, typer.Option(metavar="N|NAME", help="Class to draw, instead of a prompt; may be repeated.")
+    ] = None,
+    image: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="A picture to start from, of the model's size (next-scale models).")
+    ] = None,
+    mask: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="White where the image is drawn anew; as large as it is.")
+    ] = None,
+    strength: Annotated[
+        float | None,
+        typer.Option(metavar="X", help="Share of the scales drawn anew, 0 to 1. Default: 0.8, and 1 with a mask."),
     ] = None,
     seed: Annotated[
         int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
@@ -119,22 +130,26 @@ def generate(
     places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])
     sheet_place = None if sheet is None else targets(sheet, ["sheet"], "sheet")[0]
     listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
-    check_apart({"output": places, "sheet": [sheet_place]}, {"prompt_file": [listed], "a file of model": model_files(model)})
+    source = Source.of(image, mask, strength)
+    read = {"prompt_file": [listed], **source.files(), "a file of model": model_files(model)}
+    check_apart({"output": places, "sheet": [sheet_place]}, read)
     quiet_libraries()
     opened, method = _check_against(model, accelerator, given, bool(class_label), negative_prompt)
+    given_pictures = source.opened(opened)
     drawn: list[Any] = class_numbers(repeated, opened) if class_label else repeated
     jobs = [Job(subject, first + k, place) for k, (subject, place) in enumerate(zip(drawn, places, strict=True))]
 
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import open_scorer
+    from vargen.scoring.registry import PACKAGED, open_scorer
 
-    judge = open_scorer(scorer or "emoji-scorer", chosen_device) if best_of > 1 or scorer else None
+    judge = open_scorer(scorer or PACKAGED, chosen_device) if best_of > 1 or scorer else None
     chosen_dtype = pick_dtype(dtype, chosen_device, opened.folder)
     started = time.perf_counter()
     pipe = open_pipeline(opened.folder, torch_dtype=chosen_dtype).to(chosen_device)
     seconds_load = time.perf_counter() - started
     options: dict[str, Any] = {**given, "accelerator": method, "negative_prompt": negative_prompt}
-    parameters = _parameters(pipe, model, options, chosen_dtype)
+    parameters = {**_parameters(pipe, model, options, chosen_dtype), **source.told()}
+    options |= given_pictures
     if judge is not None:
         options |= {"num_candidates": best_of, "scorer": judge}
     if compile:
@@ -261,7 +276,7 @@ def _draw(
             runs.append(result.stats)
             before = len(images)
             for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                said = {key: job.subject, **_chosen(result.stats, number, job.seed)}
+                said = {key: job.subject, **result.stats.picture(number)}
                 try:
                     path = save_image(image, job.target, {**said, **parameters})
                 except OSError as error:
@@ -279,16 +294,6 @@ def _draw(
             say(f"{len(images)} of {len(jobs)} images were written before this")
         raise
     return images, runs, seconds
-
-
-def _chosen(stats: Any, number: int, seed: int) -> dict[str, Any]:
-    """The seed that draws a picture of a batch, and, where a scorer chose it, how it was scored."""
-    if stats.scorer is None:
-        return {"seed": seed}
-    scores = stats.scores[number]
-    at = stats.candidate_seeds[number].index(stats.seeds[number])
-    candidates = {"candidates": scores, "asked_seed": seed} if len(scores) > 1 else {}
-    return {"seed": stats.seeds[number], "scorer": stats.scorer, "score": scores[at], **candidates}
 
 
 def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, check_range, pick_device
+from vargen.cli.options import Device, Guidance, Temperature, TopK, TopP, check_range, given_options, pick_device
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -89,6 +89,9 @@ def generator(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
     config: Annotated[str, _CONFIG] = "emoji-generator",
     data: Annotated[Path | None, _DATA] = None,
+    init: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Start from these weights: a generator's run, or a saved transformer.")
+    ] = None,
     text_encoder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
     ] = None,
@@ -106,9 +109,10 @@ def generator(
     recipe = _recipe(config, GeneratorRecipe, steps)
     encoder = _text_encoder(text_encoder)
     codes = _saved(tokenizer, "vqvae", "tokenizer")
+    start = _saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = _open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_generator(recipe, pictures, codes, encoder, output, place)
+    figures = train_generator(recipe, pictures, codes, encoder, output, place, start)
     print_json({"model": str(output / "transformer"), **figures})
 
 
@@ -202,6 +206,32 @@ def package_scorer(
     print_json({"scorer": str(folder), **join(expanded(run, "run"), parts, _open_data(data), folder, note)})
 
 
+@app.command()
+def package_var(
+    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A run of var-tokenizer.")] = Path("runs/var-tokenizer"),
+    run: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of var.")] = Path("runs/var"),
+    small: Annotated[Path | None, typer.Option(metavar="DIR", help="A finished run of a small model, for late scales.")] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Join finished next-scale runs to a model folder in int8, with a card that says how far training got."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.pipelines import checks
+    from vargen.training.package_var import package_var as join
+
+    given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    checks.check_sampling(given)
+    packaged = Path(vargen.assets.__file__).parent
+    place = expanded(output, "output") if output else packaged / "emoji-var"
+    chosen = small and expanded(small, "small")
+    print(join(expanded(tokenizer, "tokenizer"), expanded(run, "run"), place, packaged / "emoji", chosen, given, note))
+
+
 def _recipe(config: str, kind: type[R], steps: int | None) -> R:
     from vargen.training.recipe import load_recipe
 
@@ -222,6 +252,80 @@ def _saved(folder: Path, part: str, name: str) -> Path:
         if (place / "config.json").is_file():
             return place
     raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved model, got {str(folder)!r}")
+
+
+_MODEL = typer.Option(metavar="NAME|DIR", help="A packaged model or a folder.")
+_TRANSFORMER = typer.Option(metavar="DIR", help="In the place of the model's own: a generator's run, or a saved transformer.")
+_GUIDANCE = typer.Option(metavar="S", help="Guidance scale. Default: the model's.")
+_TEMPERATURE = typer.Option(metavar="T", help="Default: the model's.")
+
+
+@app.command()
+def recall(
+    model: Annotated[str, _MODEL] = "emoji",
+    transformer: Annotated[Path | None, _TRANSFORMER] = None,
+    num: Annotated[int | None, typer.Option(metavar="N", help="Draw about so many pictures. Default: 448.")] = None,
+    guidance: Annotated[float | None, _GUIDANCE] = None,
+    temperature: Annotated[float | None, _TEMPERATURE] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture.")] = 0,
+    data: Annotated[Path | None, _DATA] = None,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Draw captions of the data and let the packaged scorer look for each among 1,000; print how often it finds them."""
+    quiet_libraries()
+    from vargen.scoring.packaged import PackagedScorer
+    from vargen.training.focus import Focus
+    from vargen.training.recall import Recall, pipeline_draw
+
+    check_range(num, "num", 1)
+    pipe = _opened(model, transformer)
+    settings = _settings(guidance, temperature)
+    judge = Recall(_open_data(data), Focus(), PackagedScorer())
+    fix_threads(threads)
+    figures = judge(pipeline_draw(pipe, **settings), num, seed)
+    print_json({"model": str(transformer or model), **settings, **figures})
+
+
+@app.command()
+def sheet(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The PNG. Its key lies beside it, as JSON.")],
+    prompts: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Repeatable. Default: the packaged sheet.txt and everyday.txt.")
+    ] = None,
+    model: Annotated[str, _MODEL] = "emoji",
+    transformer: Annotated[Path | None, _TRANSFORMER] = None,
+    guidance: Annotated[float | None, _GUIDANCE] = None,
+    temperature: Annotated[float | None, _TEMPERATURE] = None,
+    seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture.")] = 0,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Draw prompts for a viewer who has to name them: numbers in the place of prompts, in another order."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.cli.subjects import read_prompts
+    from vargen.evaluation.sheet import blind_sheet
+    from vargen.training.recall import pipeline_draw
+
+    target = expanded(output, "output")
+    packaged = Path(vargen.assets.__file__).parent
+    files = [expanded(file, "prompts") for file in prompts or (packaged / "sheet.txt", packaged / "everyday.txt")]
+    texts = [text for file in files for text in read_prompts(file)]
+    pipe = _opened(model, transformer)
+    fix_threads(threads)
+    key = blind_sheet(texts, pipeline_draw(pipe, **_settings(guidance, temperature)), target, seed)
+    print_json({"sheet": str(target), "key": str(key), "pictures": len(texts)})
+
+
+def _opened(model: str, transformer: Path | None) -> Any:
+    from vargen.training.recall import open_pipeline
+
+    place = _saved(expanded(transformer, "transformer"), "transformer", "transformer") if transformer else None
+    return open_pipeline(model, place)
+
+
+def _settings(guidance: float | None, temperature: float | None) -> dict[str, float]:
+    given = {"guidance_scale": guidance, "temperature": temperature}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 @app.command()

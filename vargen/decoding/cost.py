@@ -10,10 +10,10 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,6 +32,7 @@ WORTH = 1.25  # how much faster a pass has to be with twice the threads, which o
 _MONTH = 30 * 86400.0  # seconds
 
 Place = tuple[Any, ...]
+T = TypeVar("T")
 _measured: dict[Place, dict[int, float]] = {}
 _nameless: WeakKeyDictionary[TokenModel, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
 
@@ -106,15 +107,24 @@ def pays(seconds: float, half_as_many: float) -> bool:
     return seconds * WORTH <= half_as_many
 
 
-def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
-    """Seconds of one pass: of the processor where one thread works, so that other programs do not count; else of the clock."""
-    now = time.thread_time if model.device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
-    _wait(model.device)
+def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+    """Seconds of a call, and its result.
+
+    Seconds of the processor where one thread works, so that other programs do not count; else of the clock.
+    """
+    now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
+    _wait(device)
     start = now()
-    model.forward(tokens, state, Tree.of_chain(width - 1, model.device))
-    _wait(model.device)
-    return now() - start
+    result = run()
+    _wait(device)
+    return now() - start, result
+
+
+def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
+    """Seconds of one pass over a chain of `width` tokens."""
+    tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
+    tree = Tree.of_chain(width - 1, model.device)
+    return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
 def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:

@@ -18,8 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.modes import ordinary_tensors
+from vargen.values import shown
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -58,6 +60,24 @@ class Decoded:
 
 
 Callback = Callable[[Progress], bool | None]
+
+
+def check_call(seeds: Any, sampling: Any, callback: Any) -> None:
+    """What every loop asks of its arguments.
+
+    Raises:
+        TypeError: unless seeds are int64 `[B]`, sampling is a `Sampling`, and the callback is a function or None.
+        ValueError: for no seeds.
+    """
+    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
+        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
+        raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")
+    if not len(seeds):
+        raise ValueError("seeds must hold one number per image, got none")
+    if not isinstance(sampling, Sampling):
+        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
+    if callback is not None and not callable(callback):
+        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")
 
 
 class Run:

@@ -32,12 +32,14 @@ class Draws(Protocol):
 
 
 class Drafts:
-    """Scales that the draft model proposed, from the present one on: tokens, probabilities, and what each feeds the next."""
+    """Scales that the draft model proposed, from the present one on: tokens, probabilities, what each feeds the next, and what
+    the scales add up to with it."""
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
         self.probs: list[Tensor] = []
         self.inputs: list[Tensor | None] = []
+        self.canvases: list[Tensor] = []
 
 
 class Images:
@@ -134,6 +136,7 @@ class Images:
             drafts.tokens.append(tokens)
             drafts.probs.append(probs)
             drafts.inputs.append(following)
+            drafts.canvases.append(canvas)
         return drafts
 
     def judged(self, logits: Sequence[Tensor], drafts: Drafts) -> int:
@@ -159,7 +162,7 @@ class Images:
                     own = noise.draw(probs, Purpose.TOKEN)
                     tokens = torch.where(judged[:, None], tokens, own)
                     same = torch.where(judged, same, (own == draft).all(1))
-                canvas, _ = self.model.add(canvas, draft, scale)
+                canvas = drafts.canvases[i]
                 self.by_scale[scale]["drafted"] += int((fresh & judged).sum())
                 self.by_scale[scale]["kept"] += int((fresh & judged & same).sum())
             else:

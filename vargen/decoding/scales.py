@@ -22,7 +22,7 @@ from torch import Tensor
 from vargen.compat import outside_autocast
 from vargen.decoding.presets import resolve_accelerator
 from vargen.decoding.protocols import ScaleModel
-from vargen.decoding.run import Callback, Decoded, Run
+from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import Images, Keep
 from vargen.decoding.schedule import Schedule, Stage
@@ -69,7 +69,10 @@ def decode_scales(
     """
     schedule = resolve_accelerator(schedule, Schedule.family)
     sampling = Sampling() if sampling is None else sampling
-    _check(model, seeds, sampling, callback, given)
+    if isinstance(model, type) or not isinstance(model, ScaleModel):
+        raise TypeError(f"model must be a ScaleModel, got {shown(model)}")
+    check_call(seeds, sampling, callback)
+    _check_given(given, model, len(seeds))
     sampling.check_vocabulary(model.vocab)
     stages = schedule.bind(model)
     run = Run(model.device, sum(model.scale_tokens), callback, profile)
@@ -147,22 +150,11 @@ class _Players:
                 self.held[name] = scale
 
 
-def _check(model: Any, seeds: Any, sampling: Any, callback: Any, given: Sequence[Tensor]) -> None:
-    if isinstance(model, type) or not isinstance(model, ScaleModel):
-        raise TypeError(f"model must be a ScaleModel, got {shown(model)}")
-    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
-        kind = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
-        raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {kind}")
-    if not len(seeds):
-        raise ValueError("seeds must hold one number per image, got none")
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")
+def _check_given(given: Sequence[Tensor], model: ScaleModel, images: int) -> None:
     if len(given) > len(model.scale_tokens):
         raise ValueError(f"given must hold at most the model's {len(model.scale_tokens)} scales, got {len(given)}")
     for scale, tokens in enumerate(given):
-        wanted, codes = [len(seeds), model.scale_tokens[scale]], model.scale_codes[scale]
+        wanted, codes = [images, model.scale_tokens[scale]], model.scale_codes[scale]
         if list(tokens.shape) != wanted or tokens.dtype != torch.int64:
             raise ValueError(f"given[{scale}] must be int64 {wanted}, got {tokens.dtype} {list(tokens.shape)}")
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:

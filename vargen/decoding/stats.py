@@ -100,6 +100,20 @@ class DecodeStats:
         """Acceptance granted beyond the exact rule, per token; 0 for exact rules."""
         return sum(self.relaxation) / self.tokens if self.tokens else 0.0
 
+    def picture(self, number: int) -> dict[str, Any]:
+        """What draws picture `number` again, and, where a scorer saw it, how it was scored.
+
+        Returns:
+            `seed`, and with a scorer `scorer` and `score`; of several candidates also `candidates`, the scores of all, and
+            `asked_seed`, which drew the first.
+        """
+        if self.scorer is None:
+            return {"seed": self.seeds[number]}
+        scores, seeds = self.scores[number], self.candidate_seeds[number]
+        several = {"candidates": scores, "asked_seed": seeds[0]} if len(scores) > 1 else {}
+        score = scores[seeds.index(self.seeds[number])]
+        return {"seed": self.seeds[number], "scorer": self.scorer, "score": score, **several}
+
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON, whose keys are text."""
         fed, drafted = ({str(width): passes for width, passes in each.items()} for each in (self.fed, self.draft_fed))

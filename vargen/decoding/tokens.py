@@ -22,7 +22,7 @@ from vargen.decoding.drafters import Sequential
 from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
 from vargen.decoding.protocols import TokenModel
-from vargen.decoding.run import Callback, Decoded, Run
+from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 from vargen.modes import ordinary_tensors, quick_passes
@@ -62,7 +62,9 @@ def decode(
     """
     accelerator = resolve_accelerator(accelerator)
     sampling = Sampling() if sampling is None else sampling
-    _check(model, seeds, sampling, callback)
+    if isinstance(model, type) or not isinstance(model, TokenModel):
+        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
+    check_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if accelerator.drafter is None else accelerator.drafter.max_fed
     with suitable_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
@@ -182,17 +184,3 @@ class _Images:
 def _longer(table: Tensor, rows: int) -> Tensor:
     """The table with at least so many rows, new ones of zeros."""
     return torch.nn.functional.pad(table, (0, 0, 0, max(0, rows - len(table))))
-
-
-def _check(model: Any, seeds: Any, sampling: Any, callback: Any) -> None:
-    if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
-    if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
-        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
-        raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")
-    if not len(seeds):
-        raise ValueError("seeds must hold one number per image, got none")
-    if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
-    if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")

@@ -23,9 +23,12 @@ _LOOK_SECONDS = 0.25  # how often it is looked whether the caller is still there
 def build(engine: Engine, draw_options: dict[str, Any]) -> None:
     """Register the endpoints with the page that is being built."""
 
-    def settings(prompt: str, method: str, seed: int | None, num_images: int, given: dict[str, Any]) -> Settings:
+    def settings(
+        prompt: str, method: str, seed: int | None, given: dict[str, Any], num_images: int = 1, num_candidates: int = 1
+    ) -> Settings:
         chosen = {**engine.defaults, **{name: value for name, value in given.items() if value is not None}}
-        found = Settings(prompt, method, new_seed() if seed is None else seed, num_images=num_images, **chosen)
+        chosen |= {"num_images": num_images, "num_candidates": num_candidates}
+        found = Settings(prompt, method, new_seed() if seed is None else seed, **chosen)
         engine.check(found)
         return found
 
@@ -39,18 +42,19 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
         top_p: float | None = None,
         negative_prompt: str | None = None,
         num_images: int = 1,
+        num_candidates: int = 1,
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Draw pictures of a prompt (for a model of classes: a class's name or number).
 
         What is left out takes the model's default, the seed a random one; top_k 0 keeps every token. Picture k has seed
-        + k. Returns the PNG files, which carry their parameters, and the parameters with the statistics of the run. A caller
-        that listens gets, while it draws, no files and the tokens drawn so far. A job that is cancelled, or whose caller is
-        gone, is not drawn to its end.
+        + k. Of several candidates of each, the scorer keeps the best. Returns the PNG files, which carry their parameters,
+        and the parameters with the statistics of the run. A caller that listens gets, while it draws, no files and the tokens
+        drawn so far. A job that is cancelled, or whose caller is gone, is not drawn to its end.
         """
         with told_plainly():
             given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}
             given |= {"top_p": top_p, "negative_prompt": negative_prompt}
-            wanted = settings(prompt, method or engine.default_method, seed, num_images, given)
+            wanted = settings(prompt, method or engine.default_method, seed, given, num_images, num_candidates)
             drawn = yield from _drawn(engine.start(wanted, previews=False))
             yield [_file(path) for path in engine.save(drawn)], _report(engine, drawn)
 
@@ -67,7 +71,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
             if not isinstance(methods, list) or not 2 <= len(methods) <= MOST_LANES:
                 raise ValueError(f"Give a list of two to {MOST_LANES} methods.")
             seed = new_seed() if seed is None else seed
-            wanted = [settings(prompt, method, seed, 1, {}) for method in methods]
+            wanted = [settings(prompt, method, seed, {}) for method in methods]
             drawn: list[Drawn] = []
             told: list[dict[str, Any]] = []
             for each in wanted:
@@ -108,4 +112,4 @@ def _file(path: str) -> dict[str, Any]:
 
 def _report(engine: Engine, drawn: Drawn) -> dict[str, Any]:
     parameters = engine.parameters(drawn.settings, drawn)
-    return {**parameters, "tokens_per_second": drawn.tokens_per_second, "stats": drawn.stats.to_dict()}
+    return {**parameters, "tokens_per_second": drawn.tokens_per_second, "pictures": drawn.told, "stats": drawn.stats.to_dict()}

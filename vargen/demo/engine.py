@@ -20,6 +20,8 @@ from vargen.demo.settings import MOST_LANES, Settings
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.captions import unreadable_hint
 from vargen.pipelines.description import Method
+from vargen.scoring.protocol import Scorer, checked_scores
+from vargen.scoring.registry import PACKAGED
 
 logger = logging.getLogger("vargen")
 
@@ -39,6 +41,7 @@ class Drawn:
         stats: of the decoding loop.
         seconds: of the loop, less what previews took.
         stopped: whether it was stopped before the end.
+        told: for each picture, its seed and how it was scored; see `DecodeStats.picture`.
     """
 
     settings: Settings
@@ -47,6 +50,7 @@ class Drawn:
     stats: DecodeStats
     seconds: float
     stopped: bool
+    told: list[dict[str, Any]]
 
     @property
     def tokens_per_second(self) -> float:
@@ -105,10 +109,12 @@ class Engine:
     Args:
         pipe: of any family, on its device.
         name: what people call the model; no path.
+        scorer: says how well a picture shows its prompt, and chooses among candidates; None: nothing is scored.
+        scorer_name: as `vargen generate --scorer` takes it.
     """
 
-    def __init__(self, pipe: VisualPipeline, name: str):
-        self.pipe, self.name = pipe, name
+    def __init__(self, pipe: VisualPipeline, name: str, scorer: Scorer | None = None, scorer_name: str = PACKAGED):
+        self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.by_class
         self.grids, self.total = pipe.grids, pipe.tokens  # of a picture: in drawing order, and all of its tokens
@@ -167,6 +173,8 @@ class Engine:
             why = f": {method.reason}" if method else ""
             names = ", ".join(each.name for each in self.available)
             raise ValueError(f"The method {settings.method!r} is not available here{why}. Choose one of: {names}.")
+        if settings.num_candidates > 1 and self.scorer is None:
+            raise ValueError("There is no scorer here to choose among candidates: draw one of each picture.")
         if settings.top_k > self.vocab:
             raise ValueError(f"Top-k must be at most {self.vocab}, the tokens that this model knows; 0 keeps all.")
         if self.by_class and settings.negative_prompt:
@@ -249,8 +257,10 @@ class Engine:
                 due = now + spent + max(_PREVIEW_SECONDS, _PREVIEW_SHARE * spent)
             return {}
 
+        several = {"num_candidates": settings.num_candidates, "scorer": self.scorer} if settings.num_candidates > 1 else {}
         result = self.pipe(
             **self._subject(settings),
+            **several,
             num_images_per_prompt=settings.num_images,
             guidance_scale=settings.guidance_scale,
             temperature=settings.temperature,
@@ -264,7 +274,22 @@ class Engine:
         tokens, stats = result.images, result.stats
         length = torch.full((len(tokens),), run.tokens) if stats.stopped else None
         images = self.pipe.decode_tokens(tokens, length)
-        return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped)
+        told = [stats.picture(k) for k in range(len(images))]
+        if not several and not stats.stopped:
+            told = [{**each, **score} for each, score in zip(told, self._scored(settings, images), strict=True)]
+        return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped, told)
+
+    def _scored(self, settings: Settings, images: list[Image.Image]) -> list[dict[str, Any]]:
+        """The score of each picture; a picture whose score fails is still one."""
+        if self.scorer is None:
+            return [{}] * len(images)
+        try:
+            words = settings.prompt if self.by_class else self.pipe.read_prompt(settings.prompt).text
+            scores = checked_scores(self.scorer, images, [words] * len(images)).tolist()
+        except Exception:
+            logger.exception("the scorer %s failed", self.scorer_name)
+            return [{}] * len(images)
+        return [{"scorer": self.scorer.name, "score": score} for score in scores]
 
     def _preview(self, tokens: torch.Tensor, drawn: int) -> list[bytes]:
         """Partial pictures as small files, transparent where nothing is drawn."""
@@ -295,7 +320,7 @@ class Engine:
         found = []
         for number, image in enumerate(drawn.images):
             parameters = self.parameters(drawn.settings.picture(number), drawn)
-            found.append(str(self.pictures.save(image, {**parameters, **(extra or {})})))
+            found.append(str(self.pictures.save(image, {**parameters, **drawn.told[number], **(extra or {})})))
         return found
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import html
 import io
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from PIL import Image
 
@@ -35,10 +36,22 @@ def picture(image: Image.Image | bytes | None, alt: str) -> str:
     return f'<img class="vg-picture" alt="{text(alt)}" src="data:image/{kind};base64,{data}">'
 
 
-def stage(images: Sequence[Image.Image | bytes | None], alt: str) -> str:
-    """One to four pictures, as large as they fit."""
-    cells = "".join(picture(image, alt if len(images) == 1 else f"{alt}, picture {k}") for k, image in enumerate(images, 1))
-    return f'<div class="vg-stage vg-n{len(images)}">{cells}</div>'
+def stage(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = ()) -> str:
+    """Pictures, as large as they fit, each with its caption if there are any."""
+    cells = [picture(image, alt if len(images) == 1 else f"{alt}, picture {k}") for k, image in enumerate(images, 1)]
+    if captions:
+        pairs = zip(cells, captions, strict=True)
+        cells = [f"<figure>{cell}<figcaption>{text(caption)}</figcaption></figure>" for cell, caption in pairs]
+    return f'<div class="vg-stage vg-n{min(len(images), 5)}">{"".join(cells)}</div>'
+
+
+def scored(told: dict[str, Any]) -> str:
+    """A caption of what `DecodeStats.picture` says; empty where nothing was scored."""
+    if "score" not in told:
+        return ""
+    others = sorted((each for each in told.get("candidates", ())), reverse=True)[1:]
+    beside = f", chosen before {', '.join(f'{each:.1f}' for each in others)}" if others else ""
+    return f"score {told['score']:.1f}{beside}"
 
 
 def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gradio as gr
@@ -11,7 +11,8 @@ import gradio as gr
 from vargen.demo import figures, inputs
 from vargen.demo.engine import Engine, Run
 from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import MOST_PICTURES, Settings
+from vargen.demo.settings import MOST_CANDIDATES, MOST_PICTURES, Settings
+from vargen.scoring.registry import PACKAGED
 
 _KEPT = 24  # pictures of a session's gallery
 _IDLE = "Press Generate, or Enter in the prompt."
@@ -28,6 +29,11 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
         count = gr.Dropdown(
             [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
             value=1, show_label=False, label="Pictures", container=False, min_width=110, scale=1, elem_id="count",
+        )  # fmt: skip
+        best = gr.Dropdown(
+            [("each as it comes", 1), *((f"best of {n}", n) for n in (2, 4, MOST_CANDIDATES))],
+            value=1, show_label=False, label="Candidates", container=False, min_width=130, scale=1, elem_id="best",
+            visible=engine.scorer is not None,
         )  # fmt: skip
         go = gr.Button(
             "Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=inputs.START
@@ -47,23 +53,23 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     ticket = gr.Textbox(visible=False)
 
     def press(request: gr.Request, *values: Any) -> list[Any]:
-        *own, method_name, number, locked = values
+        *own, method_name, number, candidates, locked = values
         with told_plainly():
             seed = own[2] if locked else inputs.new_seed()
             own[2] = seed
-            wanted = inputs.settings(engine, tuple(own), method_name, number)
+            wanted = inputs.settings(engine, tuple(own), method_name, number, candidates)
         if cut := engine.ignored(wanted.prompt):
             gr.Warning(figures.text(cut))
         news = figures.note("Waiting for a free place …")
         return [runs.begin(request.session_hash or ""), seed, gr.Button(interactive=False), gr.Button(interactive=True), news]
 
     def draw(number: str, *values: Any) -> Iterator[list[Any]]:
-        *own, method_name, pictures, files = values
+        *own, method_name, pictures, candidates, files = values
         if (taken := runs.start(number)) is None:
             return
         try:
             with told_plainly():
-                wanted = inputs.settings(engine, tuple(own), method_name, pictures)
+                wanted = inputs.settings(engine, tuple(own), method_name, pictures, candidates)
                 run = engine.start(wanted, stop=taken.stop)
                 yield [figures.note(f"Drawing “{wanted.prompt}” by {method_name} …"), *[gr.skip()] * 5]
                 while not run.done.wait(0.25):
@@ -77,7 +83,8 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
                     return
                 new = engine.save(drawn)
                 files = [*reversed(new), *files][:_KEPT]
-                view = _stage(drawn.images, run.counts, engine, run.total, drawn.seconds, wanted.prompt)
+                captions = [figures.scored(told) for told in drawn.told] if engine.scorer else []
+                view = _stage(drawn.images, run.counts, engine, run.total, drawn.seconds, wanted.prompt, captions)
                 yield [
                     figures.note(f"Drawn in {drawn.seconds:.1f} seconds and {drawn.stats.passes} passes, seed {wanted.seed}."),
                     view,
@@ -95,14 +102,14 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
     pressed = go.click(
         press,
-        [*shared.values, method, count, shared.lock],
+        [*shared.values, method, count, best, shared.lock],
         [ticket, shared.seed, go, stop, note],
         trigger_mode="once",
         **inputs.TALKING,
     )
     drawing = pressed.success(
         draw,
-        [ticket, *shared.values, method, count, kept],
+        [ticket, *shared.values, method, count, best, kept],
         [note, stage, gallery, download, command, kept],
         show_progress="hidden",
         **draw_options,
@@ -115,14 +122,16 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
 
 def _running(run: Run, engine: Engine) -> str:
-    images: list[Any] = [*run.preview] or [None] * run.settings.num_images
+    images: list[Any] = [*run.preview] or [None] * (run.settings.num_images * run.settings.num_candidates)
     return _stage(images, list(run.counts), engine, run.tokens, run.seconds, f"{run.settings.prompt}, unfinished")
 
 
-def _stage(images: Any, counts: list[int], engine: Engine, drawn: int, seconds: float, alt: str) -> str:
+def _stage(
+    images: Any, counts: list[int], engine: Engine, drawn: int, seconds: float, alt: str, captions: Sequence[str] = ()
+) -> str:
     slowest = " of the slowest picture" if len(images) > 1 else ""
     return (
-        f'<div class="vg-duo"><div><h3>Picture</h3>{figures.stage(images, alt)}</div>'
+        f'<div class="vg-duo"><div><h3>Picture</h3>{figures.stage(images, alt, captions)}</div>'
         f"<div><h3>Token map{slowest}</h3>{figures.token_map(counts, engine.grids)}{figures.legend()}"
         f"{figures.progress(drawn, engine.total)}"
         f"{figures.numbers(figures.speed(seconds, drawn, counts, len(images)))}</div></div>"
@@ -137,5 +146,8 @@ def command_line(engine: Engine, wanted: Settings) -> str:
     parts += ["--top-k", str(wanted.top_k or engine.vocab), "--top-p", f"{wanted.top_p:g}"]
     parts += ["--negative-prompt", wanted.negative_prompt] if wanted.negative_prompt else []
     parts += ["-n", str(wanted.num_images)] if wanted.num_images > 1 else []
+    if wanted.num_candidates > 1:
+        parts += ["--best-of", str(wanted.num_candidates)]
+        parts += ["--scorer", engine.scorer_name] if engine.scorer_name != PACKAGED else []
     parts += ["--model", engine.name] if engine.name != "emoji" else []
     return shlex.join(parts)

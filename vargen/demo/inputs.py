@@ -53,7 +53,9 @@ class Inputs:
         ]  # fmt: skip
 
 
-def settings(engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1) -> Settings:
+def settings(
+    engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1, num_candidates: int = 1
+) -> Settings:
     """The checked settings of what the page holds.
 
     Raises:
@@ -63,7 +65,7 @@ def settings(engine: Engine, values: tuple[Any, ...], method: str, num_images: i
     words = f"{style} style"
     if style and style != ANY_STYLE and isinstance(prompt, str) and prompt.strip() and words not in prompt.lower():
         prompt = f"{prompt.strip()}, {words}"
-    found = Settings(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images)
+    found = Settings(prompt, method, seed, guidance, temperature, top_k, top_p, negative, num_images, num_candidates)
     engine.check(found)
     return found
 

@@ -111,6 +111,8 @@ def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn |
         elif baseline is not None and baseline is not drawn and not baseline.stopped:
             caption += f", {baseline.seconds / drawn.seconds:.2f} times as fast as {engine.baseline}"
             badge = f"identical picture to {engine.baseline}" if identical(drawn, baseline) else ""
+        if score := figures.scored(drawn.told[0]):
+            caption += f", {score}"
         if kind == "relaxed":
             caption += f", relaxation {drawn.relaxation_per_token:.3f} per token"
     per_pass = run.tokens / len(run.counts) if run.counts else 0.0

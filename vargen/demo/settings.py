@@ -11,6 +11,7 @@ from vargen.options import OPTIONS
 
 LONGEST_PROMPT = 300  # characters
 MOST_PICTURES = 4
+MOST_CANDIDATES = 8  # of a picture
 MOST_LANES = 4  # methods of a race
 MOST_STEPS = 6  # pictures of a strip
 LARGEST_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
@@ -20,6 +21,7 @@ RANGES: dict[str, tuple[float, float, bool, str]] = {
     "seed": (0, LARGEST_SEED, True, "The seed"),
     **{name: (*option.slider[:2], option.whole, option.label) for name, option in OPTIONS.items()},
     "num_images": (1, MOST_PICTURES, True, "The number of pictures"),
+    "num_candidates": (1, MOST_CANDIDATES, True, "The number of candidates"),
 }
 
 
@@ -35,6 +37,7 @@ class Settings:
         top_k: 0 keeps every token.
         negative_prompt: empty for none.
         num_images: pictures.
+        num_candidates: drawn of each picture, of which a scorer keeps the best.
 
     Raises:
         ValueError: for a value outside its limits, in words for the person who typed it.
@@ -49,6 +52,7 @@ class Settings:
     top_p: float = 1.0
     negative_prompt: str = ""
     num_images: int = 1
+    num_candidates: int = 1
 
     def __post_init__(self) -> None:
         for name in ("prompt", "negative_prompt"):
@@ -63,13 +67,13 @@ class Settings:
     def parameters(self) -> dict[str, Any]:
         """As `vargen generate` writes them into a PNG, so that either reads the other's pictures."""
         values = asdict(self)
-        del values["num_images"]
+        del values["num_images"], values["num_candidates"]
         values["accelerator"] = values.pop("method")
         return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
 
     def picture(self, number: int) -> Settings:
         """The settings that draw picture `number` of several alone."""
-        return replace(self, seed=self.seed + number, num_images=1)
+        return replace(self, seed=self.seed + number, num_images=1, num_candidates=1)
 
 
 def settings_of(parameters: dict[str, Any], defaults: dict[str, Any]) -> Settings:
@@ -80,7 +84,7 @@ def settings_of(parameters: dict[str, Any], defaults: dict[str, Any]) -> Setting
     """
     prompt = parameters.get("prompt", parameters.get("class_label"))
     values = {**parameters, "prompt": None if prompt is None else str(prompt), "method": parameters.get("accelerator", "ar")}
-    known = {field.name for field in fields(Settings)} - {"num_images"}
+    known = {field.name for field in fields(Settings)} - {"num_images", "num_candidates"}
     given = {name: value for name, value in values.items() if name in known and value is not None}
     return Settings(**{**defaults, **({"top_k": 0} if "top_k" in parameters else {}), **given})
 

@@ -43,12 +43,6 @@ class Evaluation:
     measured: dict[str, Measured]
 
 
-def default_scorer(model: str) -> str | None:
-    """The packaged scorer of a packaged model's pictures: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
-    name = f"{model.split('-')[0]}-scorer"
-    return name if name in packaged_scorers() else None
-
-
 def default_reference(extractor: str | None) -> Path | None:
     """Statistics that are packaged with an extractor."""
     if extractor not in packaged_scorers():

@@ -7,7 +7,6 @@ floating-point operations at the rate of a large matrix product. Both rates are 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from vargen.decoding.cost import timed
 from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork
@@ -85,20 +85,16 @@ def measure_pictures(
     published_draw, published_pixels = network.published(batch)
     seconds: dict[str, list[float]] = {}
 
-    def timed(name: str, run: Callable[[], Any]) -> Any:
-        now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-        _wait(device)
-        start = now()
-        result = run()
-        _wait(device)
-        seconds.setdefault(name, []).append(now() - start)
+    def part(name: str, run: Callable[[], Any]) -> Any:
+        spent, result = timed(run, device)
+        seconds.setdefault(name, []).append(spent)
         return result
 
     for done in range(rounds + 1):
-        drawn = timed("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
-        timed("decoding", partial(network.pixels, drawn))
-        canvas = timed("published_drawing", published_draw)
-        timed("published_decoding", partial(published_pixels, canvas))
+        drawn = part("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
+        part("decoding", partial(network.pixels, drawn))
+        canvas = part("published_drawing", published_draw)
+        part("published_decoding", partial(published_pixels, canvas))
         if progress:
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
@@ -140,17 +136,4 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 def _least(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
     """Seconds of the fastest of several runs."""
-    now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    found = []
-    for _ in range(times + 1):
-        _wait(device)
-        start = now()
-        run()
-        _wait(device)
-        found.append(now() - start)
-    return min(found[1:])
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return min([timed(run, device)[0] for _ in range(times + 1)][1:])

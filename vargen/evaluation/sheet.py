@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
+import torch
 from PIL import Image, ImageDraw, ImageFont
+from torch import Tensor
+
+from vargen.files import whole_file
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
@@ -28,3 +34,27 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], column
             caption = caption.rstrip("…")[:-1] + "…"
         draw.text((x, y + cell + 1), caption, fill="#444", font=font)
     return sheet
+
+
+def blind_sheet(
+    prompts: Sequence[str], draw: Callable[[Sequence[str], int], Tensor], target: Path, seed: int = 0, batch: int = 32
+) -> Path:
+    """A PNG of numbered pictures in another order than the prompts', for viewers; returns its key's file.
+
+    Args:
+        draw: prompts and a seed to pictures `[N, 3, Y, X]` in [0, 1].
+
+    The key, `{number: prompt}`, lies beside the PNG.
+    """
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    pictures = []
+    for start in range(0, len(order), batch):
+        images = draw([prompts[n] for n in order[start : start + batch]], seed + start)
+        pictures += [Image.fromarray(each) for each in (images * 255).round().byte().permute(0, 2, 3, 1).numpy()]
+    sheet = contact_sheet(pictures, [str(n + 1) for n in range(len(pictures))])
+    key = target.with_suffix(".key.json")
+    with whole_file(key) as temporary:
+        temporary.write_text(json.dumps({n + 1: prompts[place] for n, place in enumerate(order)}, indent=1) + "\n", "utf-8")
+    with whole_file(target) as temporary:
+        sheet.save(temporary, format="PNG")
+    return key

@@ -36,8 +36,9 @@ from vargen.modes import ordinary_tensors
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
+
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
 
 # The official sizes: width, layers, heads.
 SIZES: dict[str, dict[str, int]] = {
@@ -66,7 +67,7 @@ def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
 
 
-class LlamaGenTransformer(ModelMixin, ConfigMixin):
+class LlamaGenTransformer(CompactModel, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -78,6 +79,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
         dropout: of embeddings and residuals, in training only.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
 
     Raises:
         ValueError: for an unknown condition, a grid outside 1 to 256, or a width that the heads or the two rotary axes do not
@@ -109,8 +111,10 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         norm_eps: float = 1e-5,
         rope_base: float = 10000.0,
         dropout: float = 0.0,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        check_format(weight_format)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")
         if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
@@ -224,6 +228,10 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
         logits = self.output(features if guidance is None else guided(features, guidance)).float()
         return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
 
+    def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
+        """Teacher forcing without the head: features `[B, N, D]` after the final norm."""
+        return self.norm(self._teacher_forced(tokens_BN, condition))
+
     def _embed(self, condition: Condition) -> Tensor:
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
@@ -244,9 +252,7 @@ class LlamaGenTransformer(ModelMixin, ConfigMixin):
             visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding sees itself only
             visible = visible[:, None]
         for layer in self.layers:
-            attention = layer.attention
-            q, k, v = attention.project(layer.attention_norm(x), rotary)
-            x = layer.finish(x, attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
+            x = layer(x, rotary, visible)
         return x[:, P - 1 :]
 
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:

@@ -25,10 +25,10 @@ from vargen.compat import ensure_torchvision
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
 from vargen.models.hybrid_vq import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
 
@@ -136,7 +136,7 @@ class MultiScaleQuantizer(nn.Module):
         return self.shrink(f_hat_BCRG, k).flatten(2).transpose(1, 2)
 
 
-class MultiScaleVQModel(ModelMixin, ConfigMixin):
+class MultiScaleVQModel(CompactModel, ConfigMixin):
     """VAR's image tokenizer, and a small variant of it.
 
     Args:
@@ -151,6 +151,7 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
         scale_gains: whether the codes of each scale have a factor of their own.
         patch_size, transformer_blocks: of the hybrid: side of the patches that its finest level sees, and blocks of the
             encoder's transformer (the decoder has one more), which takes the place of the last level's convolutions.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
 
     Raises:
         ValueError: for an unknown architecture, scales that do not grow from a first of at least 1, codes per scale that do not
@@ -158,6 +159,8 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "TransformerBlock"]
+
+    kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "ema_vocab_hit_SV")
 
     @register_to_config
     def __init__(
@@ -174,8 +177,10 @@ class MultiScaleVQModel(ModelMixin, ConfigMixin):
         scale_gains: bool = False,
         patch_size: int = 4,
         transformer_blocks: int = 3,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        check_format(weight_format)
         scales = tuple(scales)
         scale_codes = tuple(scale_codes) if scale_codes is not None else (codebook_size,) * len(scales)
         _check(architecture, scales, scale_codes, codebook_size, shared_phi, ch, tuple(ch_mult))

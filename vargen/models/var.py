@@ -29,9 +29,9 @@ from vargen.models.condition import Condition
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
 from vargen.models.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import Block, HeadNorm, Modulation, ScaleCache, modulated, two_layers
 
@@ -56,7 +56,7 @@ class VAROutput(BaseOutput):
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
 
 
-class VARTransformer(ModelMixin, ConfigMixin):
+class VARTransformer(CompactModel, ConfigMixin):
     """The next-scale transformer.
 
     Args:
@@ -69,6 +69,7 @@ class VARTransformer(ModelMixin, ConfigMixin):
         mlp_ratio: width of the feed-forward, in widths.
         shared_aln: one modulation network for all blocks, as in the official 512 pixel model, instead of one in each.
         attn_l2_norm: unit queries and keys, as in all released weights.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
 
     Raises:
         ValueError: for an unknown condition, a width that the heads do not divide, or scales that do not grow.
@@ -97,8 +98,10 @@ class VARTransformer(ModelMixin, ConfigMixin):
         mlp_ratio: float = 4.0,
         shared_aln: bool = False,
         attn_l2_norm: bool = True,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        check_format(weight_format)
         width, heads, sides = dim or 64 * depth, n_head or depth, tuple(scales)
         if condition not in ("class", "text"):
             raise ValueError(f"condition must be 'class' or 'text', got {condition!r}")

@@ -20,10 +20,10 @@ from vargen.compat import ensure_torchvision
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.models.modeling_utils import ModelMixin
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
 from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
 
 _NAMING = Naming(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
@@ -83,7 +83,7 @@ class VectorQuantizer(nn.Module):
         return F.normalize(self.embedding(indices_BRG).float(), dim=-1).movedim(-1, 1)
 
 
-class VQModel(ModelMixin, ConfigMixin):
+class VQModel(CompactModel, ConfigMixin):
     """LlamaGen's image tokenizer.
 
     Args:
@@ -94,12 +94,15 @@ class VQModel(ModelMixin, ConfigMixin):
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
         z_channels: width of the features around the quantiser.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
 
     Raises:
         ValueError: if a width is not divisible by 32, or encoder and decoder have different numbers of levels.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
+
+    kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "codebook_used")
 
     @register_to_config
     def __init__(
@@ -113,8 +116,10 @@ class VQModel(ModelMixin, ConfigMixin):
         z_channels: int = 256,
         in_channels: int = 3,
         out_channels: int = 3,
+        weight_format: str | None = None,
     ):
         super().__init__()
+        check_format(weight_format)
         if len(encoder_ch_mult) != len(decoder_ch_mult):
             raise ValueError(
                 f"encoder_ch_mult {tuple(encoder_ch_mult)} and decoder_ch_mult {tuple(decoder_ch_mult)} must have equal length"

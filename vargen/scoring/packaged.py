@@ -73,15 +73,20 @@ class PackagedScorer(BatchedScorer):
         captions = settings.get("captions") or []
         self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
-            self.fixed = self._texts(captions) if captions else None
+            self.fixed = self.embed_captions(captions) if captions else None
 
-    def _texts(self, texts: Sequence[str]) -> Tensor:
+    def embed_captions(self, texts: Sequence[str]) -> Tensor:
+        """Unit vectors `[len(texts), E]`; the cosine with a picture's says how well the two fit."""
         return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
 
+    def embed_images(self, images: Images) -> Tensor:
+        """Unit vectors `[N, E]` of pictures."""
+        return self.model.encode_image(prepared(self.model, pixels(images).to(self.device)))
+
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        image = self.model.encode_image(prepared(self.model, pixels(images).to(self.device)))
+        image = self.embed_images(images)
         scale = self.model.pair_scale.exp().clamp(max=100)
-        fits = scale * (image * self._texts(prompts)).sum(-1)
+        fits = scale * (image * self.embed_captions(prompts)).sum(-1)
         if self.fixed is not None:
             return fits - (scale * image @ self.fixed.T).mean(1)
         return fits + self.model.pair_bias

@@ -33,8 +33,17 @@ def _packaged(**options: Any) -> Scorer:
     return PackagedScorer(**options)
 
 
+PACKAGED = "emoji-scorer"  # what scores where nobody chose
 # Name -> what opens it; any other name is that of a packaged scorer or a folder of one.
 SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward}
+
+
+def default_scorer(model: str) -> str | None:
+    """The packaged scorer of a packaged model's pictures: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
+    from vargen.scoring.packaged import packaged_scorers
+
+    name = f"{model.split('-')[0]}-scorer"
+    return name if name in packaged_scorers() else None
 
 
 def split_specs(text: str | Sequence[str]) -> list[str]:

@@ -1,9 +1,8 @@
-"""What a generator's training adds to the next-token loss: dropped captions, noise, a plan of the picture, shared weights."""
+"""What a generator's training adds to the next-token loss: dropped captions, noise, shared weights."""
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.models.condition import Condition
@@ -28,44 +27,19 @@ def noisy(tokens_BN: Tensor, most: float) -> Tensor:
     return torch.where(torch.rand(tokens_BN.shape, device=tokens_BN.device) < share, others, tokens_BN)
 
 
-class Plan(nn.Module):
-    """A training loss that asks every position for what is still to be drawn, as a thumbnail of the whole picture.
-
-    A caption tells about 9 of the 500 nats in a picture, most of them at its first few tokens, so next-token loss alone hardly
-    asks to read it. Colours and outline of all that is to come, at every position, ask for it everywhere. One linear map of
-    the model's features, which is thrown away after training.
-
-    Args:
-        dim: width of the features. grid_size: side of the token grid. side: of the thumbnail, which divides the grid's.
-    """
-
-    def __init__(self, dim: int, grid_size: int, side: int):
-        super().__init__()
-        self.side = side
-        self.colours = nn.Linear(dim, 3 * side * side)
-        last = torch.arange(side).repeat_interleave(side) + 1
-        row = torch.arange(grid_size * grid_size) // grid_size  # of the token that a position predicts
-        self.register_buffer("to_come", (last[None] * (grid_size // side) > row[:, None]).float(), persistent=False)
-
-    def forward(self, features_BNC: Tensor, pixels: Tensor) -> Tensor:
-        """Mean squared error of the colours at the first n positions `[B, n, dim]` of pictures `[B, 3, Y, X]` in [-1, 1].
-
-        Cells drawn already count zero.
-        """
-        target = F.adaptive_avg_pool2d(pixels, self.side).flatten(2)  # [B, 3, S]
-        error = (self.colours(features_BNC).unflatten(-1, (3, -1)) - target[:, None]).square().mean(2)
-        return (error * self.to_come[: error.shape[1]]).mean()
-
-
 class CodePrior(nn.Module):
     """Weights that tokens share by where their codes lie, added to the embedding and the head while training.
 
     A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like
     codes get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into
     plain weights, so the trained model is an ordinary one.
+
+    Args:
+        codes_VE: the codebook. dim: width of the model. given: whether the model's own weights are trained ones, which the sums
+            must not change before the first step.
     """
 
-    def __init__(self, codes_VE: Tensor, dim: int):
+    def __init__(self, codes_VE: Tensor, dim: int, given: bool = False):
         super().__init__()
         E = codes_VE.shape[1]
         i, j = torch.triu_indices(E, E)
@@ -73,7 +47,7 @@ class CodePrior(nn.Module):
         features = torch.cat([codes_VE, products], dim=1)
         features = (features - features.mean(0)) / features.std(0).clamp_min(1e-6)
         self.register_buffer("features", features, persistent=False)
-        self.embedding = nn.Parameter(torch.randn(features.shape[1], dim) * 0.02)
+        self.embedding = nn.Parameter(torch.randn(features.shape[1], dim) * (0.0 if given else 0.02))
         self.head = nn.Parameter(torch.zeros(features.shape[1], dim))
 
     def weights(self, model: LlamaGenTransformer) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from vargen.training.emoji import STYLES
 from vargen.training.generator_data import check_tokens
 from vargen.training.run import TrainingRun
 
-DEFAULTS = {"guidance_scale": 2.0, "temperature": 0.6, "top_k": 500, "top_p": 1.0}
+DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_k": 500, "top_p": 1.0}
 
 
 def package(
@@ -81,7 +81,7 @@ def package(
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
         without_traces(staged)
-        figures = {part: _figures(run) for part, run in runs.items()}
+        figures = {part: figures_of(run) for part, run in runs.items()}
         card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -98,7 +98,7 @@ def without_traces(folder: Path) -> None:
         file.chmod(0o644)  # diffusers leaves them readable to their owner alone
 
 
-def _figures(run: Path) -> dict[str, float]:
+def figures_of(run: Path) -> dict[str, float]:
     """The last logged value of everything in a run, with its steps and seconds."""
     figures: dict[str, float] = {}
     for record in TrainingRun(run, {}, 0).records():
@@ -159,9 +159,8 @@ Default sampling: {defaults}.
 | generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
 entropy {generator["final_entropy"]:.3f} nats per token |
 {draft_row}
-Held out are 86 of 1,959 concepts, with all their styles. The generator's weights are the best by
-held-out loss, mixed with as much of the last as does not make them worse.
-{_verdict(tokenizer)}{" " + note if note else ""}
+Held out are 86 of 1,959 concepts, with all their styles; the generator's weights are the average of its last ones.
+{_recall(generator)}{_verdict(tokenizer)}{" " + note if note else ""}
 
 ## Train it further
 
@@ -177,6 +176,17 @@ vargen generate --prompt-file assets/prompts.txt -o pictures/ --sheet assets/emo
 Limits: emoji subjects on white only; no lettering; text in any language but English is noise to it. People and skin tones are
 drawn as the emoji sets draw them.
 """
+
+
+def _recall(generator: dict[str, float]) -> str:
+    """What the packaged scorer makes of its pictures, where training had it look."""
+    named = {"seen": "training captions", "styles": "held-out styles of known concepts", "concepts": "held-out concepts"}
+    told = [
+        f"{generator[f'top5_{group}']:.0%} ({generator[f'top1_{group}']:.0%} first) of {what}"
+        for group, what in named.items()
+        if f"top5_{group}" in generator
+    ]
+    return f"The packaged scorer finds the caption among the first 5 of 1,000 for {', '.join(told)}.\n" if told else ""
 
 
 def _verdict(tokenizer: dict[str, float]) -> str:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from vargen.training.focus import Focus
+
 logger = logging.getLogger("vargen")
 
 PACKAGED = Path(__file__).parent / "recipes"
@@ -76,24 +78,35 @@ class GeneratorRecipe:
 
     model: dict[str, Any]
     schedule: Schedule = field(default_factory=Schedule)
+    focus: Focus = field(default_factory=Focus)
     seed: int = 0
     batch_size: int = 32
     caption_dropout: float = 0.1
-    shift_pixels: int = 4  # augmentation: each picture is tokenised at several offsets up to this
-    shift_variants: int = 2
+    caption_rows: int = 16  # longer captions are cut: one shape for all batches
+    shift_pixels: int = 8  # augmentation: each picture is tokenised at several offsets up to this
+    shift_variants: int = 0
+    mirrored: float = 0.0  # share of pictures that are mirrored, where nothing is written and no side is named
+    recoloured: float = 0.15  # share of the pictures of one dominant colour that get another, and its word in the caption
     dropout: float = 0.0
-    token_noise: float = 0.0  # share of input tokens taken from elsewhere in the batch, per picture from 0 to this
-    plan_weight: float = 0.0  # of the loss on what is still to be drawn, see `Plan`
-    plan_captions: int = 0  # more captions a step that plan a picture without drawing it: a tenth of a picture's cost each
+    token_noise: float = 0.1  # share of input tokens taken from elsewhere in the batch, per picture from 0 to this
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
     adamw_learning_rate: float = 3e-3
+    adamw_beta2: float = 0.996
     weight_decay: float = 0.05
+    averaged: float = 0.05  # last part of training whose weights are averaged
+    drawn: int = 64  # pictures that are drawn and judged at each evaluation; 0 for none
+    compile: bool = False
     evaluate_every: int = 250
     checkpoint_every: int = 100
 
     def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
-        at_least(self, 0, "shift_pixels", "shift_variants", "caption_dropout", "dropout")
+        at_least(self, 1, "batch_size", "caption_rows", "evaluate_every", "checkpoint_every")
+        at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "drawn")
+        for name in ("caption_dropout", "mirrored", "recoloured", "token_noise", "averaged", "adamw_beta2"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
+        if self.optimizer not in ("muon", "adamw"):
+            raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
 
 
 @dataclass(frozen=True)

@@ -38,11 +38,10 @@ from vargen.training.scorer_captions import (
     without_style,
 )
 from vargen.training.tokenizer import to_pixels
+from vargen.training.variants import mirrors
 
 logger = logging.getLogger("vargen")
 
-_SIDED = frozenset("left right west east clockwise anticlockwise clock o’clock keycap button flag".split())
-_UNWRITTEN = frozenset({"animals & nature", "food & drink", "travel & places", "activities", "objects", "smileys & emotion"})
 _TAGGED = 0.15  # share of concept captions that are keywords or synonyms rather than the name
 
 
@@ -102,7 +101,7 @@ class Batches:
                 order[COLOURS.index(one)], order[COLOURS.index(other)] = COLOURS.index(other), COLOURS.index(one)
                 picture, others, number = picture[..., order], [text, *others][: len(others)], -1
                 text = recoloured_caption(text, one, other)
-            if _mirrors(record) and draw.random() < 0.5:
+            if mirrors(record) and draw.random() < 0.5:
                 picture = picture[:, ::-1]
             pictures.append(picture)
             concept.append(number)
@@ -134,11 +133,6 @@ class Batches:
             pixels = self.vqvae.decode(mixed).float().clamp(-1, 1)
         pictures = ((pixels + 1) * 127.5).round().byte().permute(0, 2, 3, 1).cpu().numpy()
         self.copies.update(zip(chosen.tolist(), pictures, strict=True))
-
-
-def _mirrors(record: dict[str, Any]) -> bool:
-    """Whether a picture's mirror image fits its caption: nothing is written in it, and no side is named."""
-    return record["group"] in _UNWRITTEN and not _SIDED & set(record["label"].lower().replace("-", " ").split())
 
 
 def augmented(pixels_BCYX: Tensor, size: int, draw: np.random.Generator) -> Tensor:

@@ -22,14 +22,16 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weights import weights_digest
 from vargen.pipelines.loading import check_component
+from vargen.training.caption_bank import CaptionBank
 from vargen.training.emoji import EmojiDataset
+from vargen.training.head_loss import head_loss
 from vargen.training.muon import Muon
 from vargen.training.run import TrainingRun
 from vargen.training.self_correction import Corrector
-from vargen.training.var_data import Batch, Batches, CaptionBank, LatentStore
+from vargen.training.var_data import Batch, Batches, LatentStore
 from vargen.training.var_draw import draw_sheet, draw_tokens
 from vargen.training.var_evaluation import Evaluation
-from vargen.training.var_loss import distillation, head_loss, scale_weights
+from vargen.training.var_loss import distillation, scale_weights
 from vargen.training.var_recipe import VARRecipe
 
 logger = logging.getLogger("vargen")
@@ -108,7 +110,8 @@ class Losses:
         inputs, targets = self.correct(batch.latents, draw, scales)
         with self._amp():
             features = self.model.hidden(inputs, batch.condition)
-        return head_loss(self.model.head, features.float(), targets, self.weights[: targets.shape[1]], self.dtype)
+        head = self.model.head
+        return head_loss(head.weight, head.bias, features.float(), targets, self.weights[: targets.shape[1]], self.dtype)
 
     def of_all_scales(self, batch: Batch, draw: torch.Generator) -> tuple[Tensor, dict[str, Tensor]]:
         """The teacher's probs at every scale."""
@@ -195,7 +198,7 @@ def train_var(
     state: dict[str, Any] | None = run.resume(device)
     store = LatentStore(folder, data.images, vq, recipe, device)
     bank = CaptionBank(text_encoder_folder, recipe.caption_rows, device)
-    evaluate = Evaluation(data, store, bank, min(recipe.early_scales, len(vq.scales)))
+    evaluate = Evaluation(data, recipe.focus, store, bank, min(recipe.early_scales, len(vq.scales)))
     batches, losses = Batches(data, store, bank, recipe), Losses(model, vq, recipe, teacher)
     steppers = var_optimizers(model, recipe)
     if state:

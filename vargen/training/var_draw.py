@@ -14,7 +14,7 @@ from vargen.files import whole_file
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
-from vargen.training.var_data import CaptionBank
+from vargen.training.caption_bank import CaptionBank
 
 # What a sheet shows, from the left, row by row: kinds of things that the data has, colours it has not, and all styles.
 SHEET = (

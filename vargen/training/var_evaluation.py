@@ -1,7 +1,6 @@
-"""How far a next-scale model has got: does a picture fit its caption better than others, and what is its loss?
+"""How far a next-scale model has got: what is its loss, and does it read its captions?
 
-Losses of all tokens hardly tell: most of them are texture. What a picture is of is decided at the first scales, so there each
-picture's likelihood under its own caption is compared with that under captions of other pictures, in the same style.
+What a picture is of is decided at the first scales, so captions are compared there.
 """
 
 from __future__ import annotations
@@ -14,11 +13,13 @@ from torch import Tensor
 
 from vargen.device import fast_dtype
 from vargen.models.var import VARTransformer
-from vargen.training.emoji import EmojiDataset, captions, is_held_out_cell
+from vargen.training.caption_bank import CaptionBank
+from vargen.training.caption_choice import candidate_captions, choice, evaluation_groups
+from vargen.training.emoji import EmojiDataset
+from vargen.training.focus import Focus
 from vargen.training.self_correction import Corrector
-from vargen.training.var_data import CaptionBank, LatentStore, looks
+from vargen.training.var_data import LatentStore
 
-_PICTURES = 64
 _CAPTIONS = 16  # the right one and these many less one
 _ROWS = 128  # of one pass
 
@@ -32,18 +33,6 @@ class Group:
     texts: list[list[str]]
 
 
-def evaluation_groups(data: EmojiDataset) -> dict[str, list[int]]:
-    """Pictures without skin tone, spread evenly over the data: seen in training; held-out styles of seen concepts; held out."""
-    kept = [i for i, record in enumerate(data.records) if not record["skin_tone"]]
-    seen = [i for i in kept if data.records[i]["split"] == "train" and looks(data.records[i]) == 1.0]
-    groups = {
-        "seen": [i for i in seen if not is_held_out_cell(data.records[i])],
-        "styles": [i for i in kept if is_held_out_cell(data.records[i])],
-        "concepts": [i for i in kept if data.records[i]["split"] == "validation"],
-    }
-    return {name: members[:: -(-len(members) // _PICTURES)] for name, members in groups.items() if members}
-
-
 class Evaluation:
     """Figures of a model on pictures that are encoded once: names end in `_seen`, `_styles` and `_concepts`.
 
@@ -51,19 +40,13 @@ class Evaluation:
     than the others on average. `loss`: nats per token, over all scales.
     """
 
-    def __init__(self, data: EmojiDataset, store: LatentStore, bank: CaptionBank, early_scales: int):
+    def __init__(self, data: EmojiDataset, focus: Focus, store: LatentStore, bank: CaptionBank, early_scales: int):
         self.bank, self.early = bank, early_scales
         exact = Corrector(store.vq, 0.0)
         self.groups: dict[str, Group] = {}
-        for name, members in evaluation_groups(data).items():
+        for name, members in evaluation_groups(data, focus).items():
             inputs, targets = exact(store(members, [0] * len(members)), torch.Generator())
-            texts = []
-            for n, i in enumerate(members):
-                step = max(1, len(members) // _CAPTIONS)
-                others = [members[(n + step * j) % len(members)] for j in range(1, min(_CAPTIONS, len(members)))]
-                style = data.records[i]["style"]
-                texts.append([captions({**data.records[j], "style": style})[0] for j in [i, *others]])
-            self.groups[name] = Group(inputs, targets, texts)
+            self.groups[name] = Group(inputs, targets, candidate_captions(data, members, _CAPTIONS))
 
     @torch.no_grad()
     def __call__(self, model: VARTransformer) -> dict[str, float]:
@@ -84,9 +67,7 @@ class Evaluation:
         targets = group.targets[:, :end].repeat_interleave(candidates, 0)
         nats = self._nats(model, inputs, targets, [text for texts in group.texts for text in texts]).sum(1)
         nats = nats.view(-1, candidates)
-        best = nats[:, :1] <= nats[:, 1:].amin(1, keepdim=True)
-        gap = nats[:, 1:].mean() - nats[:, 0].mean()
-        return {f"rank_{name}": best.float().mean().item(), f"gap_{name}": gap.item()}
+        return {f"{figure}_{name}": value for figure, value in choice(nats).items()}
 
     def _nats(self, model: VARTransformer, inputs: Tensor, targets: Tensor, texts: list[str]) -> Tensor:
         """Of each token `[n, T]`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from vargen.training.focus import Focus
 from vargen.training.recipe import Schedule, at_least
 
 
@@ -14,6 +15,7 @@ class VARRecipe:
 
     model: dict[str, Any]
     schedule: Schedule = field(default_factory=Schedule)
+    focus: Focus = field(default_factory=Focus)
     seed: int = 0
     batch_size: int = 64
     early_batch_size: int = 0  # more pictures a step of which only the first scales are learned: a quarter of the cost each
@@ -23,6 +25,7 @@ class VARRecipe:
     code_noise: float = 0.3  # most of the codes of a scale that are replaced; what follows is quantised anew to mend it
     shift_pixels: int = 8  # augmentation: each picture is encoded at several offsets up to this
     shift_variants: int = 7
+    mirrored: float = 0.0  # share of pictures that are mirrored, where nothing is written and no side is named
     recoloured: float = 0.15  # share of the pictures of one dominant colour that get another, and its word in the caption
     adamw_learning_rate: float = 4e-3
     adamw_beta2: float = 0.996
@@ -37,6 +40,6 @@ class VARRecipe:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "early_scales", "caption_rows", "late_scales", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "early_batch_size", "shift_pixels", "shift_variants", "weight_decay", "cross_entropy")
-        for name in ("caption_dropout", "code_noise", "recoloured", "all_scales"):
+        for name in ("caption_dropout", "code_noise", "mirrored", "recoloured", "all_scales"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share from 0 to 1, got {getattr(self, name)!r}")

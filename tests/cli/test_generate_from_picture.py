@@ -1,0 +1,73 @@
+"""`vargen generate --image --mask --strength`: variations and parts drawn anew, and what is refused before a weight is read."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+
+@pytest.fixture
+def picture(run: Any, scale_model: Path) -> Path:
+    assert run("generate", "a cat", "--model", scale_model, "--seed", 1, "-o", "cat.png").exit_code == 0
+    mask = Image.new("L", (8, 8), 0)
+    mask.paste(255, (0, 0, 8, 4))
+    mask.save("mask.png")
+    return Path("cat.png")
+
+
+def pixels(path: str | Path) -> np.ndarray:
+    with Image.open(path) as opened:
+        return np.asarray(opened.convert("RGB")).astype(int)
+
+
+def test_strength_says_how_much_is_drawn_anew(run: Any, scale_model: Path, picture: Path) -> None:
+    def drawn(strength: float, name: str) -> np.ndarray:
+        words = ("--image", picture, "--strength", strength, "--model", scale_model, "--seed", 5, "-o", name)
+        result = run("generate", "a dog", *words)
+        assert result.exit_code == 0, result.output
+        return pixels(name)
+
+    none = run("generate", "a dog", "--model", scale_model, "--seed", 5, "-o", "plain.png")
+    assert none.exit_code == 0
+    assert (drawn(1.0, "all.png") == pixels("plain.png")).all(), "all scales drawn anew: the picture is not looked at"
+    kept = drawn(0.0, "kept.png")
+    assert (kept != pixels("plain.png")).any()
+    with Image.open("all.png") as opened:
+        said = json.loads(opened.info["vargen"])
+    assert said["image"] == "cat.png" and said["strength"] == 1.0
+
+
+def test_a_mask_is_white_where_it_is_drawn_anew(run: Any, scale_model: Path, picture: Path) -> None:
+    words = ("--image", picture, "--mask", "mask.png", "--model", scale_model, "--json", "-o", "out.png")
+    document = json.loads(run("generate", "a dog", "--seed", 5, *words).stdout)
+    assert document["mask"] == "mask.png" and document["stats"]["images"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--mask", "mask.png"), "mask says what to do with an image"),
+        (("--strength", 0.5), "strength says what to do with an image"),
+        (("--image", "cat.png", "--strength", 1.5), "strength must be from 0"),
+        (("--image", "none.png"), "image 'none.png' cannot be read"),
+        (("--image", "text.png"), "image 'text.png' is no picture"),
+        (("--image", "large.png"), "image must be 8x8 pixels"),
+        (("--image", "cat.png", "--mask", "large.png"), "mask must be 8x8 pixels"),
+        (("--image", "cat.png", "-o", "cat.png"), "cat.png"),
+    ],
+)
+def test_bad_input(run: Any, scale_model: Path, picture: Path, words: tuple[Any, ...], message: str) -> None:
+    Path("text.png").write_text("no picture")
+    Image.new("RGB", (16, 8)).save("large.png")
+    before = picture.read_bytes()
+    result = run("generate", "a dog", "--model", scale_model, *words)
+    assert result.exit_code == 2 and message in result.stderr and "Traceback" not in result.output
+    assert picture.read_bytes() == before and len(list(Path().glob("a-dog*"))) == 0
+
+
+def test_models_that_start_from_no_picture_say_so(run: Any, text_model: Path, picture: Path) -> None:
+    result = run("generate", "a dog", "--model", text_model, "--image", picture)
+    assert result.exit_code == 2 and "image must be left out: this model starts from no picture" in result.stderr

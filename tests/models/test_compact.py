@@ -1,0 +1,84 @@
+"""Networks stored as int8: what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_multi_scale_vq, tiny_transformer, tiny_var, tiny_vq
+
+from vargen.pipelines.component_files import check_component
+
+MAKERS = {"VQModel": tiny_vq, "LlamaGenTransformer": tiny_transformer, "MultiScaleVQModel": tiny_multi_scale_vq,
+          "VARTransformer": tiny_var}  # fmt: skip
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+
+
+@pytest.fixture(params=MAKERS, ids=str)
+def network(request: pytest.FixtureRequest) -> Any:
+    made = MAKERS[request.param]()
+    made.register_to_config(weight_format="int8")
+    return made
+
+
+def test_what_is_read_is_what_was_written_to_within_half_a_scale(network: Any, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / WEIGHTS)
+    assert any(value.dtype == torch.int8 for value in stored.values()), "nothing of it is quantized"
+    read = type(network).from_pretrained(tmp_path)
+    assert not read.training and read.dtype == torch.float32
+    for name, value in network.state_dict().items():
+        scale = stored.get(f"{name}.scale")
+        far = (read.state_dict()[name].float() - value.float()).abs().max()
+        assert far <= (0 if scale is None else scale.max() / 2 * 1.0001), name
+        if name.endswith(network.kept) and network.kept:
+            assert scale is None and stored[name].dtype == torch.float32
+
+
+def test_writing_it_again_writes_the_same(network: Any, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path / "once")
+    type(network).from_pretrained(tmp_path / "once").save_pretrained(tmp_path / "again")
+    for name in (WEIGHTS, "config.json"):
+        assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+
+
+def test_it_is_checked_by_its_header_and_loaded_in_another_dtype(network: Any, tmp_path: Path) -> None:
+    network.save_pretrained(tmp_path)
+    assert check_component(tmp_path, type(network))["weight_format"] == "int8"
+    half = type(network).from_pretrained(tmp_path, torch_dtype=torch.bfloat16, low_cpu_mem_usage=False)
+    assert half.dtype == torch.bfloat16
+    stored = load_file(tmp_path / WEIGHTS)
+    matrix = next(name for name, value in stored.items() if value.dtype == torch.int8)
+    save_file({**stored, matrix: stored[matrix].float()}, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match=f"{matrix} is F32, expected I8"):
+        check_component(tmp_path, type(network))
+    with pytest.raises(ValueError, match=r"expected torch\.int8"):
+        type(network).from_pretrained(tmp_path)
+    del stored[matrix]
+    save_file(stored, tmp_path / WEIGHTS)
+    with pytest.raises(ValueError, match="missing"):
+        type(network).from_pretrained(tmp_path)
+
+
+def test_without_a_format_it_is_stored_as_it_is(tmp_path: Path) -> None:
+    network = tiny_transformer().half()
+    network.save_pretrained(tmp_path)
+    assert all(value.dtype == torch.float16 for value in load_file(tmp_path / WEIGHTS).values() if value.is_floating_point())
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "weight_format": "int4"}))
+    with pytest.raises(ValueError, match="unknown weight_format 'int4'"):
+        check_component(tmp_path, type(network))
+
+
+def test_a_folder_from_before_there_were_formats_opens(tmp_path: Path) -> None:
+    network = tiny_transformer()
+    network.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["weight_format"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read = type(network).from_pretrained(tmp_path)
+    assert all(torch.equal(value, read.state_dict()[name]) for name, value in network.state_dict().items())

@@ -1,0 +1,69 @@
+"""Pictures that a drawing starts from: `--image`, `--mask` and `--strength`, checked before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vargen.files import expanded
+
+if TYPE_CHECKING:
+    from vargen.pipelines.description import Description
+
+
+@dataclass(frozen=True)
+class Source:
+    """Files as they were named, and a strength; all None where a drawing starts from nothing."""
+
+    image: Path | None
+    mask: Path | None
+    strength: float | None
+
+    @classmethod
+    def of(cls, image: Path | None, mask: Path | None, strength: float | None) -> Source:
+        """Of a command's options, paths expanded."""
+        return cls(image and expanded(image, "image"), mask and expanded(mask, "mask"), strength)
+
+    def files(self) -> dict[str, Sequence[Path | None]]:
+        """By option, for messages."""
+        return {"image": [self.image], "mask": [self.mask]}
+
+    def opened(self, model: Description) -> dict[str, Any]:
+        """Arguments of a pipeline's call; none where nothing was named.
+
+        Raises:
+            ValueError: for a model that starts from no picture, a file that is none, or what `check_source` refuses.
+        """
+        given = {"image": self.image, "mask": self.mask, "strength": self.strength}
+        named = {name: value for name, value in given.items() if value is not None}
+        if not named:
+            return {}
+        if model.image_size is None:
+            raise ValueError(f"{next(iter(named))} must be left out: this model starts from no picture; next-scale models do")
+        from diffusers.image_processor import VaeImageProcessor
+
+        from vargen.pipelines.redraw import check_source
+
+        pictures = {name: _read(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
+        check_source(pictures.get("image"), pictures.get("mask"), self.strength, model.image_size, VaeImageProcessor())
+        return {**pictures, **({} if self.strength is None else {"strength": self.strength})}
+
+    def told(self) -> dict[str, Any]:
+        """What a picture's PNG says of it: names of files without their folders."""
+        said = {"image": self.image and self.image.name, "mask": self.mask and self.mask.name, "strength": self.strength}
+        return {name: value for name, value in said.items() if value is not None}
+
+
+def _read(path: Path, name: str) -> Any:
+    from PIL import Image, ImageOps, UnidentifiedImageError
+
+    try:
+        with Image.open(path) as opened:
+            upright = ImageOps.exif_transpose(opened)
+            return upright.convert("L" if name == "mask" else "RGB")
+    except UnidentifiedImageError as error:
+        raise ValueError(f"{name} {str(path)!r} is no picture that can be read") from error
+    except OSError as error:
+        raise ValueError(f"{name} {str(path)!r} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,264 @@
+"""Networks whose matrices may be stored as int8 with scales: half the size of float16, and read back as float32.
+
+A packaged model is as large as its weight files. One scale for 32 neighbouring weights of a row keeps the error of a product
+at a third of a percent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from vargen.compat import ensure_torchvision
+from vargen.files import whole_files
+
+ensure_torchvision()
+
+# DiffusionPipeline looks for the name `ModelMixin` in the module of a component's class to learn how to load it.
+from diffusers.models.modeling_utils import ModelMixin
+
+WEIGHT_FORMATS = ("int8", "float16", "float32")
+_WEIGHTS_STEM = "diffusion_pytorch_model"
+_SCALE = ".scale"
+_LEVELS = 127
+_SMALLEST = 2.0**-100  # stands in for the largest value of a row of zeros
+_GROUP_COLUMNS = 32
+_LEAST = 2048  # numbers of a matrix that is worth scales
+_HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
+# Options of `ModelMixin.from_pretrained` that say how to fetch or place weights: nothing to do for a small
+# local file, yet DiffusionPipeline passes them to every component.
+_LOADING_OPTIONS = frozenset(
+    "cache_dir force_download proxies output_loading_info local_files_only token revision subfolder "
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage use_safetensors use_flashpack "
+    "flashpack_kwargs quantization_config dduf_entries disable_mmap parallel_config provider sess_options "
+    "provider_options trust_remote_code".split()
+)
+
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes in a weight file, by name
+
+
+def quantize_rows(weight: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
+    """Quantize a matrix to int8 with symmetric scales, one per row and group of neighbouring columns.
+
+    Scales keep 12 significant bits, rounded up: ``scale * value`` is then exact in float32, no value clips,
+    and quantizing a dequantized matrix again gives the same bytes.
+
+    Args:
+        weight: floating [rows, columns], finite.
+        groups: number of equal column groups, a divisor of ``columns``.
+
+    Returns:
+        int8 [rows, columns] in -127..127 and float32 [rows, groups], greater than 0. Each entry of the
+        dequantized matrix is within half its scale of ``weight``.
+
+    Raises:
+        ValueError: ``weight`` is not a finite floating matrix, or does not divide into ``groups``.
+    """
+    if weight.ndim != 2 or not weight.is_floating_point() or not torch.isfinite(weight).all():
+        raise ValueError(f"expected a finite floating matrix, got {weight.dtype} {list(weight.shape)}")
+    rows, columns = weight.shape
+    if groups < 1 or columns % groups:
+        raise ValueError(f"{columns} columns do not divide into {groups} groups")
+    grouped = weight.detach().float().cpu().reshape(rows, groups, columns // groups)
+    scale = grouped.abs().amax(dim=2).clamp_min(_SMALLEST) / _LEVELS
+    scale = ((scale.view(torch.int32) + 0xFFF) & ~0xFFF).view(torch.float32)
+    return torch.round(grouped / scale[..., None]).to(torch.int8).reshape(rows, columns), scale
+
+
+def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
+    """Undo `quantize_rows`: int8 [rows, columns] and float32 [rows, groups] to float32 [rows, columns]."""
+    return (values.float().reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
+
+
+def check_format(weight_format: Any) -> None:
+    """Raise ValueError for a `weight_format` that is none of `WEIGHT_FORMATS`, nor None."""
+    if weight_format is not None and weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
+
+
+class CompactModel(ModelMixin):
+    """A `ModelMixin` that its config's `weight_format` tells how to store its weights.
+
+    None: as diffusers does, in the dtype that they have. ``"int8"``: matrices and filters as int8 with a float32
+    ``<name>.scale`` each, [rows, groups], a group being 32 columns where they divide so, and the rest in
+    `kept_dtype`. ``"float16"`` and ``"float32"``: all in that.
+
+    Attributes:
+        kept: ends of names of weights that are never quantized.
+    """
+
+    kept: ClassVar[tuple[str, ...]] = ()
+    config: Any
+
+    def scales_of(self, name: str, weight: Tensor) -> int | None:
+        """How many scales a row of this weight has in the int8 format; None if it stays in floating point."""
+        if weight.ndim < 2 or not weight.is_floating_point() or name.endswith(self.kept) or weight.numel() < _LEAST:
+            return None
+        columns = weight[0].numel()
+        return 1 if columns % _GROUP_COLUMNS else columns // _GROUP_COLUMNS
+
+    def kept_dtype(self, name: str) -> torch.dtype:
+        """What the int8 format stores a weight in that it does not quantize."""
+        return torch.float32
+
+    def layout(self) -> Layout | None:
+        """What the weight file holds; None where diffusers says it."""
+        weight_format = self.config.weight_format
+        if weight_format is None:
+            return None
+        found: Layout = {}
+        for name, weight in self.state_dict().items():
+            scales = self.scales_of(name, weight) if weight_format == "int8" else None
+            found[name] = (self._stored_dtype(name, weight) if scales is None else torch.int8, tuple(weight.shape))
+            if scales is not None:
+                found[name + _SCALE] = (torch.float32, (weight.shape[0], scales))
+        return found
+
+    def _stored_dtype(self, name: str, weight: Tensor) -> torch.dtype:
+        if not weight.is_floating_point():
+            return weight.dtype
+        weight_format = self.config.weight_format
+        return self.kept_dtype(name) if weight_format == "int8" else getattr(torch, weight_format)
+
+    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors in the weight file, by name."""
+        return {name: shape for name, (_, shape) in (self.layout() or {}).items()}
+
+    def stored_dtypes(self) -> dict[str, str]:
+        """Their dtypes, as a safetensors header names them."""
+        return {name: _HEADER_DTYPES[dtype] for name, (dtype, _) in (self.layout() or {}).items()}
+
+    def _pack(self) -> dict[str, Tensor]:
+        """The tensors of the weight file in the configured format."""
+        packed: dict[str, Tensor] = {}
+        for name, weight in self.state_dict().items():
+            scales = self.scales_of(name, weight) if self.config.weight_format == "int8" else None
+            if scales is None:
+                packed[name] = weight.detach().to("cpu", self._stored_dtype(name, weight)).contiguous()
+            else:
+                values, packed[name + _SCALE] = quantize_rows(weight.detach().flatten(1), scales)
+                packed[name] = values.view(weight.shape)
+        return packed
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike[str],
+        is_main_process: bool = True,
+        save_function: Callable[..., None] | None = None,
+        safe_serialization: bool = True,
+        variant: str | None = None,
+        max_shard_size: int | str = "10GB",
+        push_to_hub: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        """Write ``config.json`` and the weight file; with a `weight_format` always safetensors, one shard, atomically.
+
+        Saving a model loaded from int8 in float32 writes the same weights again.
+
+        Raises:
+            ValueError: with a `weight_format`: ``safe_serialization=False``, ``push_to_hub=True``, or a weight is not finite.
+            OSError: the folder cannot be written.
+        """
+        if self.config.weight_format is None:
+            more: dict[str, Any] = {"save_function": save_function, "safe_serialization": safe_serialization, **kwargs}
+            more |= {"variant": variant, "max_shard_size": max_shard_size, "push_to_hub": push_to_hub}
+            super().save_pretrained(save_directory, is_main_process, **more)
+            return
+        if not safe_serialization or push_to_hub:
+            raise ValueError(f"{type(self).__name__} saves local safetensors files only")
+        if not is_main_process:
+            return
+        packed = self._pack()
+        with whole_files(Path(save_directory)) as staged:
+            (staged / _weights_name(variant)).write_bytes(save(packed, metadata={"format": "pt"}))
+            (staged / "config.json").write_bytes(self.to_json_string().encode())
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str] | None, **kwargs: Any) -> Self:
+        """Load a folder written by `save_pretrained`; what is stored by a `weight_format` as float32, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path: the folder.
+            **kwargs: as diffusers has them; with a `weight_format`: ``subfolder``; ``torch_dtype`` (or ``dtype``) to
+                convert to; ``variant`` of the file name; ``device_map``, a device name or ``{"": device}``. The options
+                with which diffusers steers downloads and memory are then accepted without effect.
+
+        Raises:
+            OSError: the folder or a file is missing or unreadable, or ``config.json`` is not valid.
+            ValueError: the weight file is corrupt, or does not hold exactly the tensors, shapes and dtypes
+                that the configuration asks for; the message names the file and the tensor.
+            TypeError: an unknown option.
+        """
+        folder = Path(str(pretrained_model_name_or_path)) / (kwargs.get("subfolder") or "")
+        if not (folder / "config.json").is_file() and cls._format_of({}) is None:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # of the hub, or it says what is missing
+        if not folder.is_dir():
+            raise OSError(f"{folder} is not a folder with a saved {cls.__name__}")
+        config = cls.load_config(str(folder))
+        if cls._format_of(config) is None:
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return cls._unpacked(folder, config, **{name: value for name, value in kwargs.items() if name != "subfolder"})
+
+    @classmethod
+    def _format_of(cls, config: Mapping[str, Any]) -> str | None:
+        """What a configuration says, or else the class's default."""
+        from inspect import signature
+
+        return config.get("weight_format", signature(cls.__init__).parameters["weight_format"].default)
+
+    @classmethod
+    def _unpacked(cls, folder: Path, config: Any, **kwargs: Any) -> Self:
+        dtype = kwargs.pop("torch_dtype", None)
+        dtype = kwargs.pop("dtype", None) or dtype
+        variant, device_map = kwargs.pop("variant", None), kwargs.pop("device_map", None)
+        unknown = sorted(set(kwargs) - _LOADING_OPTIONS)
+        if unknown:
+            raise TypeError(f"from_pretrained got unknown options: {', '.join(unknown)}")
+        model: Self = cls.from_config(config)
+        weights = _read_weights(folder / _weights_name(variant), model.layout() or {})
+        model.load_state_dict(weights, assign=True)
+        model.requires_grad_(True)
+        model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
+        if device_map is not None:
+            model.to(device_map[""] if isinstance(device_map, dict) else device_map)
+        return model.eval()
+
+
+def _weights_name(variant: str | None) -> str:
+    return f"{_WEIGHTS_STEM}.{variant}.safetensors" if variant else f"{_WEIGHTS_STEM}.safetensors"
+
+
+def _read_weights(path: Path, expected: Layout) -> dict[str, Tensor]:
+    """Read and check a weight file; by name, floats in float32 (errors: see `from_pretrained`)."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} is missing")
+    try:
+        stored = load_file(path)
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} is not a readable safetensors file: {error}") from error
+    for name in sorted(expected.keys() | stored.keys()):
+        if name not in stored:
+            raise ValueError(f"{path}: tensor {name!r} is missing")
+        if name not in expected:
+            raise ValueError(f"{path}: unexpected tensor {name!r}")
+        dtype, shape = expected[name]
+        if stored[name].dtype != dtype or tuple(stored[name].shape) != shape:
+            raise ValueError(
+                f"{path}: tensor {name!r} is {stored[name].dtype} {list(stored[name].shape)}, expected {dtype} {list(shape)}"
+            )
+        if dtype.is_floating_point and not torch.isfinite(stored[name]).all():
+            raise ValueError(f"{path}: tensor {name!r} holds values that are not finite")
+    found: dict[str, Tensor] = {}
+    for name, value in stored.items():
+        if name + _SCALE in expected:
+            found[name] = dequantize_rows(value.flatten(1), stored[name + _SCALE]).view(value.shape)
+        elif not name.endswith(_SCALE) or name.removesuffix(_SCALE) not in expected:
+            found[name] = value.float() if value.is_floating_point() else value
+    return found

@@ -1,0 +1,185 @@
+"""Pictures in variants, shifted, mirrored and in other colours, each with a caption that fits; and what encoders make of them.
+
+Generators of both families are trained on these: tokens or latents of a picture's variants, computed once and kept.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.device import fast_dtype
+from vargen.training.emoji import EmojiDataset, is_held_out_cell, sample_caption
+from vargen.training.focus import Focus
+from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
+from vargen.training.tokenizer import to_pixels
+
+_SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
+_PART = 64  # pictures that are encoded at once
+_SIDED = frozenset("left right west east clockwise anticlockwise clock o’clock keycap button flag".split())
+_UNWRITTEN = frozenset({"animals & nature", "food & drink", "travel & places", "activities", "objects", "smileys & emotion"})
+
+
+class LookRecipe(Protocol):
+    """What a recipe says about the pictures that are seen."""
+
+    @property
+    def focus(self) -> Focus: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def caption_dropout(self) -> float: ...
+    @property
+    def shift_pixels(self) -> int: ...
+    @property
+    def shift_variants(self) -> int: ...
+    @property
+    def mirrored(self) -> float: ...
+    @property
+    def recoloured(self) -> float: ...
+
+
+def mirrors(record: Mapping[str, Any]) -> bool:
+    """Whether a picture's mirror image fits its caption: nothing is written in it, and no side is named."""
+    return record["group"] in _UNWRITTEN and not _SIDED & set(record["label"].lower().replace("-", " ").split())
+
+
+def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
+    """uint8 pictures `[B, Y, X, 3]` moved by (dy, dx) pixels, white coming in."""
+    moved = np.full_like(pictures, 255)
+    Y, X = pictures.shape[1:3]
+    moved[:, max(dy, 0) : Y + min(dy, 0), max(dx, 0) : X + min(dx, 0)] = pictures[
+        :, max(-dy, 0) : Y + min(-dy, 0), max(-dx, 0) : X + min(-dx, 0)
+    ]
+    return moved
+
+
+class VariantStore:
+    """What an encoder makes of pictures in variants, made when first asked for and kept on disk: `[N, variants, *shape]`.
+
+    Variant 0 is the picture itself; then come copies shifted by a fixed list of offsets, then one in each of `COLOURS`, then,
+    where the recipe mirrors, the mirror images of the picture and of its shifted copies. The file is mapped and full of holes:
+    what was never asked for takes no space. Its name says what made it. Values are written in order and never all zero at the
+    end, so an entry whose last part is zero is not there yet, however the run was killed.
+
+    Args:
+        made_of: names the encoder, in the file's name. shape, dtype: of what `encode` returns for one picture.
+
+    Attributes:
+        fast: whether encoding may be in bfloat16.
+    """
+
+    fast: ClassVar[bool] = True
+
+    def __init__(
+        self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: LookRecipe, device: torch.device,
+        shape: tuple[int, ...], dtype: type[np.generic],
+    ):  # fmt: skip
+        self.images, self.device = images, device
+        limit = recipe.shift_pixels
+        drawn = np.random.default_rng(recipe.seed).integers(-limit, limit + 1, (recipe.shift_variants, 2))
+        self.offsets = [(0, 0), *map(tuple, drawn.tolist())]
+        self.mirrored = len(self.offsets) + len(COLOURS)  # the first of the mirror images
+        variants = self.mirrored + (len(self.offsets) if recipe.mirrored else 0)
+        whole = (len(images), variants, *shape)
+        name = f"{kind}-{made_of}-{recipe.seed}-{limit}-{recipe.shift_variants}{'-mirrored' if recipe.mirrored else ''}.npy"
+        path = folder / name
+        folder.mkdir(parents=True, exist_ok=True)
+        there = path.is_file() and path.stat().st_size > np.prod(whole) * np.dtype(dtype).itemsize
+        mode = "r+" if there else "w+"
+        try:
+            self.kept = np.lib.format.open_memmap(path, mode=mode, dtype=dtype, shape=None if there else whole)
+        except ValueError as error:
+            raise ValueError(f"{path} is damaged or not of vargen's ({error}); remove it") from None
+        if self.kept.shape != whole or self.kept.dtype != dtype:
+            raise ValueError(f"{path} is damaged or not of vargen's ({self.kept.dtype}{list(self.kept.shape)}); remove it")
+        self.hues: dict[int, float | None] = {}
+
+    def hue(self, i: int) -> float | None:
+        """The dominant hue of picture i in degrees, if it has one."""
+        if i not in self.hues:
+            self.hues[i] = dominant_hue(np.asarray(self.images[i]))
+        return self.hues[i]
+
+    def picture(self, i: int, variant: int) -> np.ndarray:
+        """uint8 `[Y, X, 3]`.
+
+        Raises:
+            ValueError: for a colour of a picture without a dominant one.
+        """
+        picture = np.asarray(self.images[i])
+        if variant >= self.mirrored:
+            picture, variant = picture[:, ::-1], variant - self.mirrored
+        if variant < len(self.offsets):
+            return shifted(picture[None], *self.offsets[variant])[0]
+        hue = self.hue(i)
+        if hue is None:
+            raise ValueError(f"picture {i} has no dominant colour that could become another")
+        return turned(picture, HUES[COLOURS[variant - len(self.offsets)]] - hue)
+
+    def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
+        """What is kept of pictures in [-1, 1], under autocast where bfloat16 is fast; defined by the kind of store."""
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def rows(self, indices: Sequence[int], variants: Sequence[int]) -> np.ndarray:
+        """`[B, *shape]` of pictures at variants."""
+        pairs = list(zip(indices, variants, strict=True))
+        wanted = [pair for pair in dict.fromkeys(pairs) if not self.kept[pair][-1].any()]
+        enabled = self.fast and fast_dtype(self.device) == torch.bfloat16
+        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
+        for start in range(0, len(wanted), _PART):
+            part = wanted[start : start + _PART]
+            with amp:
+                made = self.encode(to_pixels(np.stack([self.picture(*pair) for pair in part]), self.device))
+            for pair, row in zip(part, made, strict=True):
+                self.kept[pair] = row
+        return np.stack([self.kept[pair] for pair in pairs])
+
+
+class Looks:
+    """What training sees, of the training split without its held-out cells, by (seed, step) alone."""
+
+    def __init__(self, data: EmojiDataset, store: VariantStore, recipe: LookRecipe):
+        self.records, self.store, self.recipe = data.records, store, recipe
+        self.indices = np.array([i for i in data.indices("train") if not is_held_out_cell(data.records[i])], dtype=np.int64)
+        self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
+
+    def __call__(self, step: int, count: int, stream: int = 0) -> tuple[list[int], list[int], list[str], Tensor]:
+        """Pictures, their variants, their captions, and which captions are dropped, bool `[count]`.
+
+        Args:
+            stream: numbers the batches of a step.
+        """
+        draw = np.random.default_rng((self.recipe.seed, step, stream))
+        words = random.Random(f"{self.recipe.seed} {step} {stream}")
+        # Stratified: one draw from each of `count` equal parts of the data, so that a batch is never all flags.
+        points = (np.arange(count) + draw.random(count)) / count
+        chosen = self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)].tolist()
+        texts, variants = zip(*[self._variant(i, words) for i in chosen], strict=True)
+        dropped = torch.from_numpy(draw.random(count) < self.recipe.caption_dropout)
+        return chosen, list(variants), list(texts), dropped
+
+    def _variant(self, i: int, words: random.Random) -> tuple[str, int]:
+        """A caption of picture i and the variant that fits it."""
+        record, text = self.records[i], sample_caption(self.records[i], words)
+        variant, chance = words.randrange(len(self.store.offsets)), words.random()
+        if self.recipe.mirrored and mirrors(record) and words.random() < self.recipe.mirrored:
+            variant += self.store.mirrored
+        if chance >= self.recipe.recoloured + _SAYS_ITS_COLOUR or not may_change(record):
+            return text, variant
+        hue = self.store.hue(i)
+        if hue is None:
+            return text, variant
+        own = colour_of_hue(hue)
+        if chance >= self.recipe.recoloured:
+            return recoloured_caption(text, own, own) or text, variant
+        new = words.choice([colour for colour in COLOURS if colour != own])
+        changed = recoloured_caption(text, own, new)
+        return (changed, len(self.store.offsets) + COLOURS.index(new)) if changed else (text, variant)
