@@ -262,9 +262,17 @@ class LlamaGenPipeline(VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        known = {"codebook": codes, "draft_model": draft, "examples": self.examples}
-        trained = {"eagle": self.eagle, "medusa": self.medusa}
-        return LlamaGenTokens(self.transformer, *options, step, **known, **trained, device=device)
+        return LlamaGenTokens(
+            self.transformer,
+            *options,
+            step,
+            codebook=codes,
+            draft_model=draft,
+            examples=self.examples,
+            eagle=self.eagle,
+            medusa=self.medusa,
+            device=device,
+        )
 
     @torch.no_grad()
     @outside_autocast
