@@ -62,7 +62,7 @@ def test_methods_say_why_not() -> None:
     lacking = {method.name: method.reason for method in able.methods() if method.reason is not None}
     trained = {name for name, reason in lacking.items() if "vargen train drafter" in reason}
     assert trained == {"eagle", "eagle-same", "eagle-2", "lantern", "medusa"}
-    assert lacking.keys() - trained <= {"layer-skip"}  # this one has too few layers
+    assert lacking.keys() - trained <= {"layer-skip", "pac", "gumbel-tree"}  # too few layers, or tokens, for these
 
 
 def test_a_reason_is_what_a_call_says(folder: Path) -> None:

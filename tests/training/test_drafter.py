@@ -17,6 +17,7 @@ from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training import drafter, drafter_data
 from vargen.training.drafter_data import Drawn, subjects_of
 from vargen.training.drafter_recipe import DrafterRecipe
+from vargen.training.package_drafter import package_drafter
 from vargen.training.recipe import Schedule, load_recipe
 from vargen.training.run import TrainingRun
 
@@ -203,3 +204,29 @@ def test_packaged_recipes_fit_the_packaged_model_in_four_mebibytes(kind: str) ->
     assert 2 * sum(value.numel() for value in network.state_dict().values()) < 4 * 2**20
     assert dataclasses.replace(given, pictures=128).held_out == 64
 
+
+
+@pytest.mark.parametrize("kind", NETWORKS)
+def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> None:
+    pipe = class_pipeline()
+    pipe.save_pretrained(tmp_path / "model")
+    train(kind, tmp_path / "run", pipe)
+    figures = package_drafter(tmp_path / "run", tmp_path / "model", "For a test.")
+    assert figures["bytes"] < 2**18 and 0 < figures["overlap_1"] <= 1
+    again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
+    expected = weights(tmp_path / "run", kind)
+    for name, value in getattr(again, kind).state_dict().items():
+        torch.testing.assert_close(value, expected[name], atol=1e-3, rtol=1e-3)
+    assert "For a test." in (tmp_path / "model" / kind / "README.md").read_text()
+
+
+def test_a_run_for_another_model_is_not_packaged(tmp_path: Path) -> None:
+    class_pipeline().save_pretrained(tmp_path / "model")
+    other = class_pipeline()
+    torch.nn.init.normal_(other.transformer.output.weight)
+    train("eagle", tmp_path / "run", other)
+    with pytest.raises(ValueError, match="was trained for another transformer"):
+        package_drafter(tmp_path / "run", tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match="must hold drafter/"):
+        package_drafter(tmp_path / "model", tmp_path / "model")
+    assert not (tmp_path / "model" / "eagle").exists()
