@@ -36,25 +36,30 @@ def test_tokens_that_a_run_kept_are_taken(data, tmp_path, monkeypatch):
     vqvae = tiny_vq()
     tokens = choose_examples(vqvae, data, 32)
     everything = vqvae.encode(torch.from_numpy(data.images).movedim(-1, 1) / 127.5 - 1).flatten(1).numpy()
-    kept = np.stack([everything, np.zeros_like(everything)], axis=1)
-    kept[10:20] = -1
-    np.savez(tmp_path / "tokens.npz", tokens=kept, made_of=f"tokenizer {codes_digest(vqvae)}")
+    kept = np.stack([everything + 1, np.ones_like(everything)], axis=1).astype(np.uint16)
+    kept[10:20] = 0
+    kept[21, 0, 8:] = 0  # the run was killed while it wrote
+    np.save(tmp_path / f"tokens-{codes_digest(vqvae)}-0-8-2.npy", kept)
     asked = []
     encode = vqvae.encode
     monkeypatch.setattr(vqvae, "encode", lambda pixels: asked.append(len(pixels)) or encode(pixels))
     assert torch.equal(choose_examples(vqvae, data, 32, kept_tokens(tmp_path, vqvae, 40)), tokens)
-    assert sum(asked) == 8  # of 10 to 19 two are held out
+    assert sum(asked) == 9  # of 10 to 19 two are held out
 
 
 def test_a_run_of_another_tokenizer_or_data_set_is_refused(tmp_path):
     vqvae = tiny_vq()
     with pytest.raises(ValueError, match="keeps no tokens"):
         kept_tokens(tmp_path, vqvae, 40)
-    np.savez(tmp_path / "tokens.npz", tokens=np.zeros((40, 1, 16), np.int32), made_of="tokenizer 0123")
+    np.save(tmp_path / "tokens-0123-0-8-2.npy", np.zeros((40, 1, 16), np.uint16))
     with pytest.raises(ValueError, match="another tokenizer"):
         kept_tokens(tmp_path, vqvae, 40)
-    np.savez(tmp_path / "tokens.npz", tokens=np.zeros((9, 1, 16), np.int32), made_of=f"tokenizer {codes_digest(vqvae)}")
+    own = tmp_path / f"tokens-{codes_digest(vqvae)}-0-8-2.npy"
+    np.save(own, np.zeros((9, 1, 16), np.uint16))
     with pytest.raises(ValueError, match="of the 40 pictures"):
+        kept_tokens(tmp_path, vqvae, 40)
+    own.write_bytes(b"no array")
+    with pytest.raises(ValueError, match="damaged"):
         kept_tokens(tmp_path, vqvae, 40)
 
 

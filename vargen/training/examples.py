@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from vargen.models.vq import VQModel
-from vargen.models.weights import read_arrays
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import check_tokens
+from vargen.training.generator_data import check_tokens, codes_digest
 from vargen.training.tokenizer import to_pixels
 
 _BATCH = 32
@@ -24,14 +23,17 @@ def kept_tokens(run: Path, vqvae: VQModel, pictures: int) -> np.ndarray:
     Raises:
         ValueError: if the run keeps none, or those of another tokenizer or of other pictures.
     """
-    file = run / "tokens.npz"
-    if not file.is_file():
-        raise ValueError(f"{run} keeps no tokens: give the folder of a generator's run, which holds tokens.npz")
-    check_tokens(run, vqvae, file)
-    tokens = read_arrays(file, "tokens")["tokens"]
-    if tokens.ndim != 3 or len(tokens) != pictures:
-        raise ValueError(f"{file} must hold tokens of the {pictures} pictures of the data set, got {list(tokens.shape)}")
-    return tokens[:, 0]
+    check_tokens(run, vqvae, run)
+    files = sorted(run.glob(f"tokens-{codes_digest(vqvae)}-*.npy"))
+    if not files:
+        raise ValueError(f"{run} keeps no tokens: give the folder of a generator's run, which holds tokens-*.npy")
+    try:
+        kept = np.load(files[0], mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{files[0]} is damaged or not of vargen's ({error}); remove it") from error
+    if kept.ndim != 3 or len(kept) != pictures:
+        raise ValueError(f"{files[0]} must hold tokens of the {pictures} pictures of the data set, got {list(kept.shape)}")
+    return kept[:, 0].astype(np.int64) - 1  # which are kept one larger, so that 0 is not there yet
 
 
 @torch.no_grad()
@@ -47,13 +49,13 @@ def choose_examples(
 
     Args:
         vqvae: on its device.
-        kept: `[pictures, N]`, tokens that are known, -1 elsewhere.
+        kept: `[pictures, N]`, tokens that are known, written in order, -1 elsewhere.
         progress: called with the number of pictures that are done, and of all.
     """
     training = set(data.indices("train").tolist())
     chosen = [i for i in np.random.default_rng(seed).permutation(len(data.images)).tolist() if i in training][:count]
     tokens = np.full((len(chosen), 0), -1) if kept is None else kept[chosen].astype(np.int64)
-    missing = [place for place in range(len(chosen)) if kept is None or tokens[place, 0] < 0]
+    missing = [place for place in range(len(chosen)) if kept is None or tokens[place, -1] < 0]
     for start in range(0, len(missing), _BATCH):
         places = missing[start : start + _BATCH]
         pictures = np.stack([data.images[chosen[place]] for place in places])
