@@ -40,9 +40,8 @@ def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> b
     figure = Figure(figsize=(5.0 * len(panels) + 1.8, 4.2), layout="constrained")
     axes = figure.subplots(1, len(panels), squeeze=False)[0]
     for axis, (title, points, down) in zip(axes, panels, strict=True):
-        places = _apart([x for _, x, _, _ in points])
-        for (row, _, y, half), x in zip(points, places, strict=True):
-            style = {"color": colours[row.name], "marker": _MARKERS[row.kind], "markersize": 7}
+        for row, x, y, half in points:
+            style = {"color": colours[row.name], "marker": _MARKERS[row.kind], "markersize": 7, "alpha": 0.8}
             axis.errorbar([x], [y], yerr=None if half is None else [[half], [half]], capsize=3, linestyle="", **style)
         level = next(((y, half) for row, _, y, half in points if row.name == baseline), None)
         if level is not None:
@@ -58,17 +57,6 @@ def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> b
     with whole_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return True
-
-
-def _apart(values: Sequence[float]) -> list[float]:
-    """The values, those that would lie on each other moved aside by a fiftieth of their range."""
-    step = (max(values) - min(values)) / 50
-    placed: list[float] = []
-    for value in values:
-        while step and any(abs(value - other) < 0.9 * step for other in placed):
-            value += step
-        placed.append(value)
-    return placed
 
 
 Point = tuple[Quality, float, float, float | None]
