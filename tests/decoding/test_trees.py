@@ -141,7 +141,7 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
     draft, _ = grown(StaticTree((-1, 0, 0, 0)), "sampled", q)
-    keys = (q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log())
+    keys = q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
     assert torch.equal(draft.tokens, keys.topk(3).indices)
     p = q[0, 0]
     for first, second in itertools.permutations(range(V), 2):
@@ -226,9 +226,7 @@ def sequoia(rates, nodes, depth):
             return 0.0
         if rank == len(rates):
             return -math.inf
-        return max(
-            rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1)
-        )
+        return max(rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1))
 
     return root(nodes + 1, depth)
 

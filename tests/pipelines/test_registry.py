@@ -57,8 +57,8 @@ def test_methods_say_why_not() -> None:
     assert list(found) == [preset.name for preset in methods_of("next-token")]
     assert found["ar"].reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
     assert "draft_transformer" in found["speculative"].reason
-    parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
-    able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
+    parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class", grid_size=5)}  # which holds all windows
+    able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1, grid_size=5))
     assert all(method.reason is None for method in able.methods())
 
 
