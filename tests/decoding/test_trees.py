@@ -19,10 +19,12 @@ from vargen.decoding import (
     Tree,
     cost,
     decode,
+    k_seq,
     recursive_rejection,
     shared_noise,
     traversal,
 )
+from vargen.decoding.acceptance.siblings import offered_and_accepted
 from vargen.decoding.best_tree import best_tree, expected_tokens, tree_by_cost
 from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import exponential
@@ -399,3 +401,30 @@ def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
         with pytest.raises(ValueError, match=message):
             decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=drafter, acceptance=rule))
     assert model.passes == []
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drawing,rules", [
+    ("sampled", [recursive_rejection, traversal, shared_noise]), ("independent", [k_seq]), ("best", [recursive_rejection]),
+    ("coupled", [shared_noise]),
+])  # fmt: skip
+def test_nothing_is_read_from_the_device(drawing, rules):
+    """Tensors of the meta device hold no values: whatever read one would raise."""
+    B, V, place = 3, 9, torch.device("meta")
+    seeds, length = torch.zeros(B, dtype=torch.int64, device=place), torch.ones(B, 1, dtype=torch.int64, device=place)
+    q, image = torch.empty(B, V + 1, V, device=place), torch.arange(B, device=place)[:, None]
+    noise = Noise(seeds, length, 1)
+    if drawing == "independent":
+        tree = Tree.per_image(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
+        draft = Draft(torch.zeros(B, 5, dtype=torch.int64, device=place), tree, torch.empty(B, 5, V, device=place))
+    else:
+        draft = grow(lambda frontier: q[image, frontier.tokens], DynamicTree(6, 3, 3), drawing, seeds, noise, 100)
+    probs = torch.empty(B, draft.tokens.shape[1] + 1, V, device=place)
+    for rule in rules:
+        verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
+        assert verdict.next_token.shape == (B,)
+        assert offered_and_accepted(draft, verdict, verdict.count > 0).shape == (draft.tree.longest, draft.tree.widest, 2)
+    with pytest.raises(RuntimeError, match="meta"):
+        int(verdict.count[0])
