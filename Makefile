@@ -1,4 +1,5 @@
 # make image PROMPT="a red apple"   draw one picture (installs the core on first use)
+#                                  MODEL=emoji-var: by the next-scale model, in six passes; any folder; also for the page
 # make demo                         the page in the browser
 # make test                         everything, on the reference set of packages
 # make test-latest                  the fast tests, on the latest set
@@ -11,6 +12,7 @@
 
 PYTHON ?= python3
 PROMPT ?= a red apple
+MODEL  ?= emoji
 OUT    ?= image.png
 SEED   ?= 0
 
@@ -19,23 +21,24 @@ CPU_WHEELS  := https://download.pytorch.org/whl/cpu
 
 # The text reaches the shell through the environment, and make never expands it: quotes, $ and ` are just characters.
 override PROMPT := $(value PROMPT)
+override MODEL  := $(value MODEL)
 override OUT    := $(value OUT)
 override SEED   := $(value SEED)
-export PROMPT OUT SEED TORCH_INDEX
+export PROMPT MODEL OUT SEED TORCH_INDEX
 
 REFERENCE := .venv
 LATEST    := .venv-latest
 LOWEST    := .venv-lowest
 PYTEST    := pytest -n 2 --dist worksteal
-SOURCES   := $(wildcard app.py) vargen pipelines kernels assets examples tests
+SOURCES   := $(wildcard app.py) vargen pipelines kernels assets examples tests benchmarks
 
 .PHONY: image demo test test-latest test-lowest lint ruff types clean
 
 image: $(REFERENCE)/.core
-	@$(REFERENCE)/bin/vargen generate --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
+	@$(REFERENCE)/bin/vargen generate --model "$$MODEL" --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
 
 demo: $(REFERENCE)/.demo
-	@$(REFERENCE)/bin/python app.py
+	@$(REFERENCE)/bin/python app.py --model "$$MODEL"
 
 test: $(REFERENCE)/.all lint
 	$(REFERENCE)/bin/$(PYTEST)

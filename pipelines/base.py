@@ -24,6 +24,9 @@ from vargen.pipelines.borrowed import FILE as BORROWED_FILE
 from vargen.pipelines.borrowed import lenders, load_borrowed
 from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Decoder, Description, Method
+from vargen.pipelines.drafter_files import checked_drafter
+from vargen.pipelines.examples import FILE as EXAMPLES_FILE
+from vargen.pipelines.examples import check_examples, read_examples, write_examples
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.parts import check_parts
@@ -83,6 +86,7 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
         factor = 8 if self.vqvae is None else self.vqvae.downsampling
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
+        self.examples: Tensor | None = None
         self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
         self._compiled: Any = None
 
@@ -116,14 +120,21 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
             kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
+        examples = read_examples(folder)
         kwargs |= load_borrowed(folder, kwargs)
-        return super().from_pretrained(str(folder), **kwargs)
+        pipe = super().from_pretrained(str(folder), **kwargs)
+        if examples is not None and pipe.transformer is not None:
+            check_examples(examples, pipe.vocab, pipe.tokens)
+        pipe.examples = examples
+        return pipe
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As diffusers has it; `prompt_names`, which is no part of the config, goes along."""
+        """As diffusers has it; `prompt_names` and `examples`, which are no part of the config, go along."""
         kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
-        return super().from_pipe(pipeline, **kwargs)
+        pipe = super().from_pipe(pipeline, **kwargs)
+        pipe.examples = getattr(pipeline, "examples", None)
+        return pipe
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
@@ -142,9 +153,37 @@ class VisualPipeline(Conditioning, DiffusionPipeline):
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.write(staged)
+            if self.examples is not None:
+                write_examples(self.examples, staged)
+        if self.examples is None:
+            (folder / EXAMPLES_FILE).unlink(missing_ok=True)  # as below
         (folder / BORROWED_FILE).unlink(missing_ok=True)  # of another model that was saved here
         if self.prompt_names is None:
             (folder / NAMES_FILE).unlink(missing_ok=True)
+
+    def load_drafter(self, drafter: Any) -> str:
+        """Open a drafter that was trained for this model, as `vargen train drafter` makes them, and draft with it from now on.
+
+        Saving the pipeline saves it along, as one of its components, so that opening it again needs no `load_drafter`.
+
+        Args:
+            drafter: a folder, or the name of a packaged one, such as `"emoji/eagle"`.
+
+        Returns:
+            Which component it became: `"eagle"`, say.
+
+        Raises:
+            ValueError: for no trained drafter, one of another width, vocabulary or grid than the transformer, damaged files, or
+                a folder that holds code; before a weight is read.
+        """
+        if self.transformer is None:
+            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
+        family = FAMILIES[type(self).__name__]
+        component, folder = checked_drafter(drafter, family, self.transformer.config)
+        kind: Any = family.networks[component]
+        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True)
+        self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
+        return component
 
     # -- what it is -----------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from vargen.models.compact import CompactModel
+from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.medusa import MedusaDrafter
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.var import VARTransformer
@@ -31,6 +33,8 @@ _LAYERS: dict[type, dict[str, str]] = {
     MultiScaleVQModel: {},  # whose names follow from its architecture
     VARTransformer: {"depth": "blocks."},
     MiniLMTextEncoder: {"num_hidden_layers": "bert.encoder.layer."},
+    EagleDrafter: {},  # of one layer
+    MedusaDrafter: {"heads": "ahead."},
 }
 # Any one of these holds a tokenizer's vocabulary.
 _VOCABULARIES = {

@@ -42,6 +42,7 @@ class Description:
         has_draft: whether it has a smaller model to draft with.
         steps: passes of the baseline.
         image_size: side in pixels of pictures that a call may start from; None where it starts from none.
+        drafters: drafters trained on its features that it has, `"eagle"` and `"medusa"`.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Description:
     has_draft: bool
     steps: int
     image_size: int | None = None
+    drafters: tuple[str, ...] = ()
 
 
 class Decoder(Protocol):

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.medusa import MedusaDrafter
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.var import VARTransformer
@@ -23,6 +25,7 @@ class Family:
         convert: the command that makes such a folder from official files.
         networks_module: what opens its networks to be measured; None where nothing does.
         shared: by kind of condition, what a second transformer's configuration must share with the first one's.
+        drafters: components that are drafters trained on the transformer's features.
     """
 
     pipeline: str
@@ -31,6 +34,7 @@ class Family:
     convert: str
     shared: dict[str, tuple[str, ...]]
     networks_module: str | None = None
+    drafters: tuple[str, ...] = ()
 
     def classes(self) -> dict[str, list[Class]]:
         """What an index may name, by component."""
@@ -62,13 +66,20 @@ FAMILIES: dict[str, Family] = {
         Family(
             pipeline="LlamaGenPipeline",
             module="vargen.pipelines.llamagen",
-            networks={"transformer": LlamaGenTransformer, "draft_transformer": LlamaGenTransformer, "vqvae": VQModel},
+            networks={
+                "transformer": LlamaGenTransformer,
+                "draft_transformer": LlamaGenTransformer,
+                "vqvae": VQModel,
+                "eagle": EagleDrafter,
+                "medusa": MedusaDrafter,
+            },
             convert="vargen convert llamagen --transformer FILE --vq FILE --output DIR",
             shared={
                 "class": ("condition", "num_classes", "vocab_size", "grid_size"),
                 "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
             },
             networks_module="vargen.pipelines.llamagen_network",
+            drafters=("eagle", "medusa"),
         ),
         Family(
             pipeline="VARPipeline",

@@ -13,15 +13,19 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode
+from vargen.decoding.drafters.features import FeatureTree
 from vargen.device import check_compile
 from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.medusa import MedusaDrafter
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
 from vargen.pipelines.description import Description
 from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
+from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
@@ -58,6 +62,7 @@ class LlamaGenPipeline(VisualPipeline):
         transformer: the network that draws tokens.
         text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
         draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
+        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_styles: words for styles that its captions were trained with, such as "flat" in "a red apple, flat style".
@@ -70,6 +75,11 @@ class LlamaGenPipeline(VisualPipeline):
 
     family: ClassVar[str] = "next-token"
     output: ClassVar[Any] = LlamaGenPipelineOutput
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa"]
+    _optional_components: ClassVar[list[str]] = [*VisualPipeline._optional_components, "eagle", "medusa"]
+
+    eagle: EagleDrafter | None
+    medusa: MedusaDrafter | None
 
     def __init__(
         self,
@@ -82,10 +92,12 @@ class LlamaGenPipeline(VisualPipeline):
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
+        eagle: EagleDrafter | None = None,
+        medusa: MedusaDrafter | None = None,
     ):
         parts = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer,
+            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
@@ -98,13 +110,16 @@ class LlamaGenPipeline(VisualPipeline):
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         tokens = config.grid_size**2
-        return Description(
-            folder, cls.__name__, config.condition, config.vocab_size, tokens, config.num_classes, names, has_draft, tokens
-        )
+        drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
+        sizes = config.condition, config.vocab_size, tokens, config.num_classes
+        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters)
 
     @classmethod
     def check_method(cls, described: Description, method: Accelerator) -> None:
         method.check_grid(described.tokens)
+        drafter = method.drafter
+        if isinstance(drafter, FeatureTree) and drafter.model is None and drafter.kind not in described.drafters:
+            raise ValueError(drafter.missing())
 
     def check_runs(self, method: Accelerator) -> None:
         method.bind(self.token_model(1.0))
@@ -247,7 +262,17 @@ class LlamaGenPipeline(VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(self.transformer, *options, step, codebook=codes, draft_model=draft, device=device)
+        return LlamaGenTokens(
+            self.transformer,
+            *options,
+            step,
+            codebook=codes,
+            draft_model=draft,
+            examples=self.examples,
+            eagle=self.eagle,
+            medusa=self.medusa,
+            device=device,
+        )
 
     @torch.no_grad()
     @outside_autocast

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 from vargen.decoding import Output, Tree
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
+from vargen.models.medusa import MedusaDrafter
 from vargen.modes import ordinary_tensors
+from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
 
 
 class LlamaGenTokens:
@@ -32,6 +35,8 @@ class LlamaGenTokens:
         step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
         codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
+        eagle, medusa: drafters trained on this transformer's features.
+        examples: integers `[M, N]`, tokens of pictures, for drafters that look up.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
 
@@ -45,7 +50,10 @@ class LlamaGenTokens:
         step: Callable[..., LlamaGenOutput] | None = None,
         codebook: Tensor | None = None,
         draft_model: LlamaGenTokens | None = None,
+        examples: Tensor | None = None,
         device: torch.device | None = None,
+        eagle: EagleDrafter | None = None,
+        medusa: MedusaDrafter | None = None,
     ):
         self.transformer = transformer
         self.step = transformer if step is None else step
@@ -54,6 +62,9 @@ class LlamaGenTokens:
         self.compress_prefix = compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
+        self.eagle = None if eagle is None else LlamaGenEagle(eagle, self)
+        self.medusa = None if medusa is None else LlamaGenMedusa(medusa, self)
+        self.examples = examples
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers
@@ -69,7 +80,24 @@ class LlamaGenTokens:
         compiled = ", compiled" if self.step is not self.transformer else ""
         prefix = "" if self.compress_prefix else ", whole prefix"
         dtype = str(self.transformer.dtype).removeprefix("torch.")
-        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{compiled}{prefix}"
+        layers = "" if self.layers == self.transformer.config.n_layer else f", {self.layers} layers"
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{layers}{compiled}{prefix}"
+
+    @property
+    def layers(self) -> int:
+        return len(self.transformer.layers)
+
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTokens:
+        """The same model without some layers of its transformer, whose weights it shares; see `LayeredModel`.
+
+        Raises:
+            ValueError: for layers that it has not, or while hooks bring the weights, which bring all layers or none.
+        """
+        if self._hooked:
+            raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
+        view = self.transformer.skipping(layers)
+        options = (self.guidance_scale, self.guidance_interval, self.negative, self.compress_prefix)
+        return LlamaGenTokens(view, *options, codebook=self.codebook, device=self.device)
 
     @property
     def vocab(self) -> int:
@@ -87,20 +115,34 @@ class LlamaGenTokens:
         cache = self.transformer.new_cache(len(rows), max_fed, self.compress_prefix, self.device)
         with self._mode():
             out = self.transformer(condition=condition, cache=cache, guidance=self._guidance)
-        return cache, Output(out.logits, out.features)
+        return cache, Output(out.logits, out.hidden)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
-        rows, guidance = tokens.repeat(self.halves, 1), self._guidance
-        if guidance is not None and self.guidance_interval is not None:
-            step = state.length[: len(tokens), None] + tree.depth  # token 1 is step 0
-            guidance = torch.where(step <= self.guidance_interval, guidance, 1.0)[..., None]
+        rows, guidance = tokens.repeat(self.halves, 1), self._guidance_at(state.length[: len(tokens), None] + tree.depth)
         places = {}
         if not tree.chain:
             depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
             places = {"positions": state.length[:, None] + depth, "ancestors": ancestors}
         with self._mode():
             out = self.step(rows, cache=state, guidance=guidance, **places)
-        return Output(out.logits, out.features)
+        return Output(out.logits, out.hidden)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings `[R, T, D]` of tokens `[B, T]`, for drafters that are trained on them."""
+        with self._mode():
+            return self.transformer.tok_embeddings(tokens.repeat(self.halves, 1))
+
+    def head(self, hidden: Tensor, position: Tensor) -> Tensor:
+        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
+        with self._mode():
+            # Not the network's own dtype, for which diffusers goes through all parameters.
+            return self.transformer.head(hidden.to(self.transformer.norm.weight.dtype), self._guidance_at(position))
+
+    def _guidance_at(self, position: Tensor) -> Tensor | None:
+        """For slots at positions `[B, T]`, of which the first is that of step 0, which draws token 1."""
+        if self._guidance is None or self.guidance_interval is None:
+            return self._guidance
+        return torch.where(position <= self.guidance_interval, self._guidance, 1.0)[..., None]
 
     def _mode(self) -> AbstractContextManager[None]:
         """That of the loop; but hooks that bring or cast a layer's weights put others in their place, which have to be ordinary

@@ -62,12 +62,23 @@ def _check_networks(family: Family, transformer: Any, configs: Mapping[str, Any]
                 f"draft_transformer and transformer do not belong together: {name} of the draft model is {draft!r}, and must "
                 f"be that of the transformer, {target!r}"
             )
+    for name in family.drafters:
+        _check_drafter(name, configs.get(name), transformer)
     width = next((_of(text_encoder, name) for name in ("d_model", "hidden_size") if _of(text_encoder, name)), None)
     if condition == "text" and isinstance(width, int) and width != transformer["caption_dim"]:
         raise ValueError(
             f"text_encoder and transformer do not belong together: the encoder's features are {width} wide, the transformer "
             f"takes {transformer['caption_dim']} (caption_dim)"
         )
+
+
+def _check_drafter(name: str, drafter: Any, transformer: Any) -> None:
+    for key in ("dim", "vocab_size", "grid_size") if drafter is not None else ():
+        if drafter[key] != transformer[key]:
+            raise ValueError(
+                f"{name} and transformer do not belong together: {key} of the drafter is {drafter[key]!r}, and must be that of "
+                f"the transformer whose features it extends, {transformer[key]!r}"
+            )
 
 
 def _of(config: Any, name: str) -> Any:

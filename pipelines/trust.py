@@ -42,7 +42,8 @@ def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
                 continue
             choice = ", ".join(f"{library}.{name}" for library, name in allowed)
             raise ValueError(f"{index_file} takes {component!r} from {_said(value)}; only {choice} may be named there")
-        if isinstance(value, list) and component not in ("id2label", "defaults", "prompt_styles"):
+        named = isinstance(value, list) and value != [None, None]  # which is how diffusers writes that a part is not there
+        if named and component not in ("id2label", "defaults", "prompt_styles"):
             raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(classes)} are components")
 
 

@@ -45,11 +45,12 @@ def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, tex
     assert Path("out/a.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_a_draft_model_the_default_methods_leave_speculative_out(run: Any, text_model: Path, prompts: Path) -> None:
+def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_model: Path, prompts: Path) -> None:
     result = run("compare", "--prompt-file", prompts, "--model", text_model, "--json", "-", "-o", "grid.png")
     assert result.exit_code == 0, result.output
-    assert "speculative is left out" in result.stderr
-    assert [method["name"] for method in json.loads(result.stdout)["methods"]] == ["ar", "sjd", "scd", "gumbel", "gsd"]
+    assert "speculative is left out" in result.stderr and "layer-skip is left out" in result.stderr
+    names = [method["name"] for method in json.loads(result.stdout)["methods"]]
+    assert names == ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "lookup", "recycle"]
     asked = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "speculative")
     assert asked.exit_code == 2 and "needs a draft model" in asked.stderr
 

@@ -16,6 +16,7 @@ import pytest
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
+from vargen.decoding import Neighbourhood, exact
 from vargen.evaluation.drawing import Drawer, Drawing, draw, locally
 from vargen.evaluation.items import Items, class_subjects, method_of
 from vargen.evaluation.journal import Journal, read_journal
@@ -285,6 +286,12 @@ def test_method_settings_reach_the_parts() -> None:
     made = method_of("gsd:budget=3,window=4,coupling=independent", "next-token")
     assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
     assert method_of("gsd:budget=none", "next-token").acceptance.budget is None
+    made = method_of("scd:acceptance=neighbourhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
+    assert (made.acceptance, made.drafter.window) == (Neighbourhood(ratio=None, delta=0.1, budget=2), 4)
+    assert method_of("gsd:acceptance=exact", "next-token").acceptance == exact
+    assert method_of("layer-skip:skip=2+4", "next-token").drafter.skip == (2, 4)
+    with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
+        method_of("scd:acceptance=typcal", "next-token")
     assert method_of("code", "next-scale").name == "code"
     assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 

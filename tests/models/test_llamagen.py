@@ -369,9 +369,10 @@ def test_arguments_that_are_none_of_the_three_passes_are_refused() -> None:
 def test_a_tuple_where_no_dict_is_wanted() -> None:
     model = _random()
     arguments = torch.zeros(1, 16, dtype=torch.int64), Condition(torch.tensor([1]))
-    logits, features = model(*arguments, return_dict=False)
+    logits, features, hidden = model(*arguments, return_dict=False)
     assert torch.equal(logits, model(*arguments).logits) and torch.equal(features, model(*arguments).features)
     torch.testing.assert_close(F.linear(features, model.output.weight), logits)
+    assert torch.equal(model.norm(hidden), features) and torch.equal(model.head(hidden), logits)
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -10,7 +11,7 @@ import typer
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, Guidance, Temperature, TopK, TopP, check_range, given_options, pick_device
 from vargen.device import fix_threads
-from vargen.files import expanded
+from vargen.files import expanded, whole_files
 
 if TYPE_CHECKING:
     from vargen.training.emoji import EmojiDataset
@@ -187,6 +188,72 @@ def scorer(
     print_json({"model": str(output / "scorer"), **figures})
 
 
+class _Kind(StrEnum):
+    eagle = "eagle"
+    medusa = "medusa"
+
+
+@app.command()
+def drafter(
+    kind: Annotated[_Kind, typer.Option(help="EAGLE's layer, which drafts token by token, or Medusa's heads, all at once.")],
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")] = "emoji",
+    config: Annotated[str | None, typer.Option(metavar="FILE|NAME", help="A recipe. Default: that of the kind.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What to draw, one a line. Default: the data set's captions; classes.")
+    ] = None,
+    features: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P].")
+    ] = None,
+    data: Annotated[Path | None, _DATA] = None,
+    drawn: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Drawn pictures, which kinds may share. Default: in the run's folder.")
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run, as above. Default: runs/KIND.")] = None,
+    pictures: Annotated[int | None, typer.Option(metavar="N", help="Drawn pictures, instead of the recipe's.")] = None,
+    steps: Annotated[int | None, _STEPS] = None,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+    threads: Annotated[int | None, _THREADS] = None,
+) -> None:
+    """Train a drafter on a LlamaGen's features and on pictures that it draws; print its held-out figures."""
+    quiet_libraries()
+    from dataclasses import replace
+
+    import torch
+
+    from vargen.pipelines.registry import describe, open_pipeline
+    from vargen.training.drafter import train_drafter
+    from vargen.training.drafter_data import subjects_of
+    from vargen.training.drafter_recipe import DrafterRecipe
+
+    output = expanded(output, "output") if output else Path("runs") / kind.value
+    recipe = _recipe(config or kind.value, DrafterRecipe, steps)
+    check_range(pictures, "pictures", 2)
+    if pictures is not None:
+        recipe = replace(recipe, pictures=pictures, held_out=min(recipe.held_out, max(1, pictures // 10)))
+    if describe(model).pipeline != "LlamaGenPipeline":
+        raise ValueError(f"model must be a LlamaGen, whose features drafters take, got {model!r}")
+    fix_threads(threads)
+    pipe = open_pipeline(model, torch_dtype=torch.float32).to(pick_device(device))
+    given = {"prompts": prompts, "features": features}
+    files = {name: path and expanded(path, name) for name, path in given.items()}
+    subjects = subjects_of(pipe, recipe.pictures, lambda: _open_data(data), **files)
+    place = drawn and expanded(drawn, "drawn")
+    print_json({"drafter": str(output / "drafter"), **train_drafter(kind.value, recipe, pipe, subjects, output, place)})
+
+
+@app.command("package-drafter")
+def package_drafter(
+    run: Annotated[Path, typer.Option(metavar="DIR", help="A finished drafter run.")],
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model that it becomes a part of.")] = "emoji",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the card.")] = "",
+) -> None:
+    """Write a finished drafter in float16 into the folder of its model, with a card; print its figures."""
+    quiet_libraries()
+    from vargen.training.package_drafter import package_drafter as join
+
+    print_json(join(expanded(run, "run"), model, note))
+
+
 @app.command("package-scorer")
 def package_scorer(
     run: Annotated[Path, typer.Option(metavar="DIR", help="A finished scorer run.")] = Path("runs/scorer"),
@@ -356,3 +423,35 @@ def package(
         drafter_run=drafter and expanded(drafter, "drafter"),
     )
     print(folder)
+
+
+@app.command()
+def examples(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="The model folder that gets examples.safetensors.")],
+    data: Annotated[Path | None, _DATA] = None,
+    generator: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A generator's run: what it has tokenized is not done again.")
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Training pictures, at random.")] = 2000,
+    device: Annotated[Device, _DEVICE] = Device.auto,
+) -> None:
+    """Put tokens of training pictures beside a model, for the preset lookup. Two bytes a token."""
+    quiet_libraries()
+    check_range(count, "count", 1)
+    folder = expanded(model, "model")
+    if not (folder / "vqvae" / "config.json").is_file():
+        raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
+
+    from vargen.cli.evaluation_options import bar
+    from vargen.models.vq import VQModel
+    from vargen.pipelines.examples import write_examples
+    from vargen.training.examples import choose_examples, kept_tokens
+
+    pictures = _open_data(data)
+    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(pick_device(device)).eval()
+    kept = None if generator is None else kept_tokens(expanded(generator, "generator"), vqvae, len(pictures.images))
+    with bar("tokens") as progress:
+        tokens = choose_examples(vqvae, pictures, count, kept, progress=progress)
+    with whole_files(folder) as staged:
+        write_examples(tokens, staged)
+    print_json({"folder": str(folder), "pictures": len(tokens), "tokens": tokens.numel()})

@@ -3,6 +3,10 @@
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import (
     Grouped,
+    Neighbourhood,
+    Ratio,
+    Relaxed,
+    Typical,
     acceptance_rule,
     exact,
     k_seq,
@@ -12,7 +16,18 @@ from vargen.decoding.acceptance import (
 )
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import Jacobi, JacobiTree, Speculative, SpeculativeTree
+from vargen.decoding.drafters import (
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    Recycle,
+    Speculative,
+    SpeculativeTree,
+)
+from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
@@ -39,16 +54,26 @@ __all__ = [
     "Draft",
     "Drafter",
     "DynamicTree",
+    "Eagle",
+    "FeatureHeads",
+    "FeatureModel",
     "Fixed",
     "Grouped",
     "Jacobi",
     "JacobiTree",
+    "LayerSkip",
+    "Lookup",
+    "Medusa",
     "Method",
+    "Neighbourhood",
     "Noise",
     "NonFiniteLogitsError",
     "Output",
     "Progress",
     "Purpose",
+    "Ratio",
+    "Recycle",
+    "Relaxed",
     "Sampling",
     "ScaleModel",
     "Schedule",
@@ -59,6 +84,7 @@ __all__ = [
     "Step",
     "TokenModel",
     "Tree",
+    "Typical",
     "Verdict",
     "acceptance_rule",
     "decode",

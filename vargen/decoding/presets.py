@@ -5,8 +5,18 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, exact, recursive_rejection, shared_noise, traversal
-from vargen.decoding.drafters import Jacobi, JacobiTree, Speculative, SpeculativeTree
+from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.drafters import (
+    Eagle,
+    Jacobi,
+    JacobiTree,
+    LayerSkip,
+    Lookup,
+    Medusa,
+    Recycle,
+    Speculative,
+    SpeculativeTree,
+)
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree
@@ -58,6 +68,13 @@ PRESETS: dict[str, Method] = {
             source="So et al. 2025, arXiv 2508.07747",
         ),
         Accelerator(
+            name="lantern-jacobi",
+            drafter=Jacobi(window=16, coupling="maximal"),
+            acceptance=Neighbourhood(),
+            summary="scd that judges a draft by the mass of the tokens that look like it",
+            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+        ),
+        Accelerator(
             name="speculative",
             drafter=Speculative(),
             acceptance=exact,
@@ -84,6 +101,62 @@ PRESETS: dict[str, Method] = {
             acceptance=traversal,
             summary="a small model draws a tree for each picture and pass; judged from its leaves",
             source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
+        ),
+        Accelerator(
+            name="layer-skip",
+            drafter=LayerSkip(),
+            acceptance=exact,
+            summary="the model drafts for itself, without some of its layers; p/q acceptance",
+            source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
+        ),
+        Accelerator(
+            name="lookup",
+            drafter=Lookup(),
+            acceptance=exact,
+            summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
+            source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
+        ),
+        Accelerator(
+            name="recycle",
+            drafter=Recycle(),
+            acceptance=exact,
+            summary="drafts what the model held likely behind the same token before; p/q acceptance",
+            source="Luo et al. 2024, token recycling, arXiv 2408.08696",
+        ),
+        Accelerator(
+            name="eagle",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            acceptance=traversal,
+            summary="a trained layer grows a tree of drawn drafts; judged by whole paths",
+            source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
+        ),
+        Accelerator(
+            name="eagle-same",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="coupled"),
+            acceptance=shared_noise,
+            summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
+            source="as eagle, with shared-noise acceptance",
+        ),
+        Accelerator(
+            name="eagle-2",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), drawing="best"),
+            acceptance=recursive_rejection,
+            summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
+            source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
+        ),
+        Accelerator(
+            name="lantern",
+            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            acceptance=Neighbourhood(),
+            summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
+            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+        ),
+        Accelerator(
+            name="medusa",
+            drafter=Medusa(DynamicTree(nodes=15, depth=3, children=3), drawing="sampled"),
+            acceptance=traversal,
+            summary="trained heads draft several tokens at once, as a tree; judged by whole paths",
+            source="Cai et al. 2024, arXiv 2401.10774, with traversal verification",
         ),
         Schedule(
             name="plain",

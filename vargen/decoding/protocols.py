@@ -64,6 +64,31 @@ class TokenModel(Protocol):
 
 
 @runtime_checkable
+class LayeredModel(Protocol):
+    """A `TokenModel` that can run without some of its layers."""
+
+    @property
+    def layers(self) -> int:
+        """How many it has, numbered from 0."""
+
+    def skipping(self, layers: Sequence[int]) -> TokenModel:
+        """The model without these layers, with states of its own. Nothing is copied.
+
+        Raises:
+            ValueError: for layers that it has not, or if it cannot just now, saying why.
+        """
+
+
+@runtime_checkable
+class ExampleModel(Protocol):
+    """A `TokenModel` that knows tokens of pictures, such as those that it was trained on."""
+
+    @property
+    def examples(self) -> Tensor | None:
+        """Integers `[M, N]`, the same tensor for as long as they are the same; None where there are none."""
+
+
+@runtime_checkable
 class ScaleModel(Protocol):
     """A next-scale model: the tokens of a scale are independent given the coarser scales, and drawn in one pass.
 

@@ -38,7 +38,7 @@ from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.scale_table import ScaleTable
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 from vargen.evaluation.tree_mistakes import TELLING, WRONG_TREES
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
@@ -57,10 +57,14 @@ class Case:
     forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
 
     def model(self) -> TableModel:
-        """The model, with another table as its draft model."""
+        """The model, with another table as its draft model, and what its trained drafters know."""
         arguments: dict[str, Any] = {"vocab": VOCAB, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
+        generator = torch.Generator().manual_seed(5)
+        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that ask what looks alike
+        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
         model.draft_model = TableModel(seed=77, **arguments)
+        model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
         return model
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 from vargen.decoding import Method, Schedule, resolve_accelerator
-from vargen.decoding.naming import nearest
+from vargen.decoding.acceptance import RULES
+from vargen.decoding.naming import lookup, nearest
 from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
 from vargen.scoring.registry import read_spec
 from vargen.values import shown, whole
@@ -80,10 +81,11 @@ def prompt_subjects(prompts: Any) -> list[Subject]:
 
 def method_of(spec: str, family: str) -> Method:
     """A preset of the family, with other settings where `spec` gives some: of its drafter and rule, `gsd:budget=5,window=24`,
-    or of the stages of a schedule by their numbers, `code:until.1=-3`.
+    or of the stages of a schedule by their numbers, `code:until.1=-3`. `acceptance` is another rule of the preset's drafts, by
+    its name in `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`.
 
     Raises:
-        ValueError: for an unknown preset or setting, or a value that the part refuses.
+        ValueError: for an unknown preset, rule or setting, or a value that the part refuses.
     """
     name, options = read_spec(spec)
     accelerator = resolve_accelerator(name, family)
@@ -91,17 +93,22 @@ def method_of(spec: str, family: str) -> Method:
         parts: dict[str, Any] = {f".{number}": stage for number, stage in enumerate(accelerator.stages, 1)}
         allowed = {part: [each + part for each in _settable(stage) if each != "rule"] for part, stage in parts.items()}
     else:
-        parts = {part: getattr(accelerator, part) for part in ("drafter", "acceptance")}
+        rule = options.pop("acceptance", None)
+        acceptance = accelerator.acceptance if rule is None else lookup("acceptance", rule, RULES)
+        parts = {"drafter": accelerator.drafter, "acceptance": acceptance}
         allowed = {part: _settable(value) for part, value in parts.items()}
+    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, text in options.items():
         owner = next((part for part in parts if key in allowed[part]), None)
         if owner is None:
             names = sorted({name for each in allowed.values() for name in each})
             raise ValueError(f"method {name} has no setting {shown(key)}; {nearest(key, names) if names else 'it has none'}")
-        parts[owner] = replace(parts[owner], **{key.removesuffix(owner): _value(text)})
+        changes[owner][key.removesuffix(owner)] = _value(text)
+    for part, values in changes.items():  # all of a part at once: some are right only together
+        parts[part] = replace(parts[part], **values) if values else parts[part]
     if isinstance(accelerator, Schedule):
         return replace(accelerator, stages=tuple(parts.values()))
-    return replace(accelerator, **parts) if options else accelerator
+    return replace(accelerator, **parts) if options or rule is not None else accelerator
 
 
 def _settable(part: Any) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,11 @@ class TableState:
     history: Tensor  # [B, N + T] tokens held
     length: Tensor  # [B]
     fed: Tensor | None = None
+
+
+def _features(tokens: Tensor, condition: Tensor) -> Tensor:
+    """Of a table a slot's features `[B, T, 2]` are its token, and the image's condition."""
+    return torch.stack([tokens, condition[:, None].expand_as(tokens)], dim=-1).float()
 
 
 class TableModel:
@@ -46,17 +52,29 @@ class TableModel:
         self.passes: list[int] = []
         self.codebook: Tensor | None = None
         self.draft_model: TableModel | None = None
+        self.eagle: TableEagle | None = None
+        self.medusa: TableMedusa | None = None
+        self.examples: Tensor | None = None
+        self.layers = 4  # of which `skipping` takes some: a table has none
         self.cost_key: str | None = None  # the costs of a table are not worth keeping
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
+
+    def skipping(self, layers: Sequence[int]) -> TableModel:
+        """Another table, the more unlike this one the more layers it goes without."""
+        view = copy(self)
+        generator = torch.Generator().manual_seed(sum(2**layer for layer in layers))
+        view.table = self.table + 0.3 * len(layers) * torch.randn(self.table.shape, generator=generator)
+        return view
 
     def prefill(self, condition: Tensor, max_fed: int) -> tuple[tuple[Tensor, TableState], Output]:
         B = len(condition)
         start = torch.full((B,), self.vocab)
         history = torch.zeros(B, self.tokens + max_fed + 1, dtype=torch.int64)
         state = TableState(history, torch.zeros(B, dtype=torch.int64))
-        return (condition, state), Output(self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)[:, None])
+        logits = self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)
+        return (condition, state), Output(logits[:, None], _features(start[:, None], condition))
 
     def forward(self, tokens: Tensor, state: tuple[Tensor, TableState], tree: Tree) -> Output:
         condition, held = state
@@ -69,7 +87,7 @@ class TableModel:
         above = torch.where(parents < 0, root[:, None], tokens.gather(1, parents.clamp(min=0)))
         for slot in range(tokens.shape[1]):
             rows.append(self.logits(condition, held.length + 1 + depth[:, slot], above[:, slot], tokens[:, slot]))
-        return Output(torch.stack(rows, dim=1))
+        return Output(torch.stack(rows, dim=1), _features(tokens, condition))
 
     def commit(self, state: tuple[Tensor, TableState], path: Tensor, count: Tensor, tree: Tree) -> None:
         _, held = state
@@ -98,3 +116,35 @@ class TableModel:
             probabilities = to_probs(self.logits(torch.full_like(where, condition), where, before, last)).double()
             total *= probabilities.gather(1, sequences[:, n : n + 1])[:, 0]
         return total.view([V] * N)
+
+
+class TableEagle:
+    """`FeatureModel` that looks up a table by a slot's token and the token that its feature tells of: with the target's own
+    table it draws as the target does, as long as every token comes with the feature that it was drawn by."""
+
+    def __init__(self, table: TableModel):
+        self.table, self.vocab, self.grid = table, table.vocab, table.grid
+
+    def start(self, images: int, max_fed: int) -> TableState:
+        return TableState(torch.zeros(images, 0, dtype=torch.int64), torch.zeros(images, dtype=torch.int64))
+
+    def forward(self, tokens: Tensor, features: Tensor, state: TableState, tree: Tree) -> Output:
+        depth = tree.depth.expand(len(tokens), -1)[:, -tokens.shape[1] :]
+        before, condition = features.long().unbind(-1)
+        logits = self.table.logits(condition, state.length[:, None] + depth + 1, before, tokens)
+        return Output(logits, _features(tokens, condition[:, 0]))
+
+    def commit(self, state: TableState, count: Tensor) -> None:
+        state.length = state.length + count
+
+
+class TableMedusa:
+    """`FeatureHeads` that look up a table by the root and what its feature tells of, at the position of each token ahead."""
+
+    def __init__(self, table: TableModel, heads: int = 3):
+        self.table, self.heads, self.vocab, self.grid = table, heads, table.vocab, table.grid
+
+    def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
+        before, condition = features[:, 0].long().unbind(-1)
+        rows = [self.table.logits(condition, position + 1 + ahead, before, tokens) for ahead in range(self.heads)]
+        return torch.stack(rows, dim=1)

@@ -66,41 +66,47 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def span(self, T: int) -> Span:
-        """What a pass reads and writes that feeds T tokens behind each row's pointer.
+    def span(self, T: int, earlier: int = 0) -> Span:
+        """What a pass reads and writes that feeds T tokens behind each row's pointer, or behind the `earlier` ones that passes
+        before it fed there, which were not kept and which it may see.
 
         On a CPU it reads the slots that a row has in use, and where all rows hold equally many tokens it writes to one range of
         slots. Elsewhere it reads all and writes to scattered slots: shapes stay the same for every pass, and the host does not
         wait for a length.
         """
         if not eager_on_cpu(self.length):
-            return Span(self, self._flat_slots(T), self.slots)
+            return Span(self, self._flat_slots(T, earlier), self.slots)
         lengths = self.length.tolist()
-        reach = min(self.prefix + max(lengths) + T, self.slots)
+        reach = min(self.prefix + max(lengths) + earlier + T, self.slots)
         alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # gradients take no such views
-        return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T), reach)
+        return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
-    def _flat_slots(self, T: int) -> Tensor:
-        ahead = self._image_slot[:T] + self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+    def _flat_slots(self, T: int, earlier: int) -> Tensor:
+        behind = self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+        ahead = self._image_slot[earlier : earlier + T] + behind
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
-    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None) -> Tensor:
+    def bias(
+        self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0
+    ) -> Tensor:
         """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:
-            ancestors: bool `[T, T]` or `[R, T, T]`; `[..., i, j]` is True where token j is token i or one of its ancestors.
-                None for a chain, where every earlier token is.
+            ancestors: bool `[T, E + T]` or `[R, T, E + T]`, E being `earlier`; `[..., i, j]` is True where token j of those
+                behind the pointer is token E + i or one of its ancestors. None for a chain, where every earlier token is.
             slots: how many of the slots S; default: all.
+            earlier: as of `span`.
         """
         image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
         behind = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
         if ancestors is None:
-            steps = torch.arange(T, device=behind.device)
+            steps = torch.arange(earlier, earlier + T, device=behind.device)
             visible = behind[:, None, :] <= steps[None, :, None]
         else:
-            table = ancestors.expand(self.rows, T, T)
-            index = behind.clamp(0, T - 1)[:, None, :].expand(-1, T, -1)
-            visible = (behind < 0)[:, None, :] | (table.gather(2, index) & (behind < T)[:, None, :])
+            held = earlier + T
+            table = ancestors.expand(self.rows, T, held)
+            index = behind.clamp(0, held - 1)[:, None, :].expand(-1, T, -1)
+            visible = (behind < 0)[:, None, :] | (table.gather(2, index) & (behind < held)[:, None, :])
         image = torch.zeros(visible.shape, device=visible.device).masked_fill_(~visible, float("-inf"))
         prefix = self.prefix_bias[:, None, :].expand(-1, T, -1)
         return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)

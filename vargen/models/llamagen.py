@@ -10,6 +10,8 @@ one pass, S cache slots, D width, H heads, K head width, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -32,6 +34,7 @@ from vargen.models.llamagen_blocks import (
     rotation,
 )
 from vargen.modes import ordinary_tensors
+from vargen.values import shown
 
 ensure_torchvision()
 
@@ -54,10 +57,12 @@ MAX_GRID = 256
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
-    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm. Both are always set."""
+    """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm; `hidden`: the same before
+    it, which is what trained drafters extend. All are always set."""
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
+    hidden: Tensor = None  # type: ignore[assignment]
 
 
 def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
@@ -178,7 +183,7 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
         config = self.config
         with ordinary_tensors():  # which passes of any mode may write to
             return KVCache(
-                config.n_layer,
+                len(self.layers),
                 rows,
                 config.n_kv_head or config.n_head,
                 config.dim // config.n_head,
@@ -189,6 +194,20 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
                 device=device or self.device,
             )
 
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTransformer:
+        """This network without some of its layers: a view that shares every weight with it, and has no config of its own.
+
+        Raises:
+            ValueError: for layers that it has not, or if none would be left.
+        """
+        wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
+        kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
+        if wrong or not kept:
+            raise ValueError(f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {shown(tuple(layers))}")
+        view = copy(self)
+        view._modules = {**self._modules, "layers": nn.ModuleList(kept)}
+        return view
+
     def forward(
         self,
         tokens: Tensor | None = None,
@@ -198,7 +217,7 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
         ancestors: Tensor | None = None,
         guidance: float | Tensor | None = None,
         return_dict: bool = True,
-    ) -> LlamaGenOutput | tuple[Tensor, Tensor]:
+    ) -> LlamaGenOutput | tuple[Tensor, Tensor, Tensor]:
         """One pass, in one of three forms.
 
         Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is for token i given those before it.
@@ -225,8 +244,15 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
         else:
             raise ValueError("pass (tokens, condition), (condition, cache) or (tokens, cache)")
         features = self.norm(x)
-        logits = self.output(features if guidance is None else guided(features, guidance)).float()
-        return LlamaGenOutput(logits=logits, features=features) if return_dict else (logits, features)
+        logits = self._logits(features, guidance)
+        return LlamaGenOutput(logits=logits, features=features, hidden=x) if return_dict else (logits, features, x)
+
+    def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
+        """Logits of last hidden states `[B, T, D]` before the final norm, as in a pass; `guidance` as there."""
+        return self._logits(self.norm(hidden), guidance)
+
+    def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
+        return self.output(features if guidance is None else guided(features, guidance)).float()
 
     def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
         """Teacher forcing without the head: features `[B, N, D]` after the final norm."""

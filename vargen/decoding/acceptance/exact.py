@@ -27,9 +27,12 @@ def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
 
 def chances(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
     """What p and q gave each drafted token, `[B, T - 1]` each; q of a deterministic draft is 1."""
-    index = draft.tokens[..., None]
-    p = probs[:, :-1].gather(2, index)[..., 0]
-    return p, torch.ones_like(p) if draft.probs is None else draft.probs.gather(2, index)[..., 0]
+    return probability(probs[:, :-1], draft.tokens), probability(draft.probs, draft.tokens)
+
+
+def probability(probs: Tensor | None, tokens: Tensor) -> Tensor:
+    """What probabilities `[B, S, V]` give tokens `[B, S]`; one for those of a deterministic proposal, None."""
+    return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
 
 
 def draft_probs(probs: Tensor, draft: Draft) -> Tensor:

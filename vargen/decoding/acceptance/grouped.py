@@ -6,21 +6,18 @@ Shape suffixes: B images, T fed tokens of one pass, G members of a group, V voca
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance.exact import chances, judged
-from vargen.decoding.acceptance.relaxation import granted_in, within_budget
-from vargen.decoding.draft import Draft, Verdict
-from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.acceptance.exact import probability
+from vargen.decoding.acceptance.relaxation import Relaxed
 from vargen.decoding.protocols import TokenModel
 from vargen.values import real, shown, whole
 
 
 @dataclass(frozen=True)
-class Grouped:
+class Grouped(Relaxed):
     """Relaxed: a draft is judged by the mass of a group of tokens around it instead of by its own.
 
     Grouped speculative decoding (So et al. 2025, GSD, section 3): the `size` tokens whose probabilities under the present p are
@@ -34,32 +31,27 @@ class Grouped:
         size: most tokens in a group besides the draft, 1 or more.
         delta: in (0, 1]; 1 switches this filter off.
         distance: squared Euclidean distance of codebook vectors (unit vectors: 0 to 4); None switches this filter off.
-        budget: most relaxation per image, 0 or more; past it the rule is exact. None: no limit.
+        budget, tightening: see `Relaxed`.
 
     Raises:
         ValueError: for values outside these ranges.
     """
 
-    exact: ClassVar[bool] = False
-    topologies: ClassVar[tuple[str, ...]] = ("chain",)
-
     size: int = 14
     delta: float = 0.15
     distance: float | None = None
-    budget: float | None = None
     codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, which `bind` sets
 
     def __post_init__(self) -> None:
-        size, delta, distance, budget = whole(self.size, 1), real(self.delta), real(self.distance), real(self.budget)
+        super().__post_init__()
+        size, delta, distance = whole(self.size, 1), real(self.delta), real(self.distance)
         if size is None:
             raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {shown(self.size)}")
         if delta is None or not 0 < delta <= 1:
             raise ValueError(f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {shown(self.delta)}")
         if self.distance is not None and (distance is None or not distance > 0):
             raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {shown(self.distance)}")
-        if self.budget is not None and (budget is None or not budget >= 0):
-            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {shown(self.budget)}")
-        for name, value in (("size", size), ("delta", delta), ("distance", distance), ("budget", budget)):
+        for name, value in (("size", size), ("delta", delta), ("distance", distance)):
             object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> Grouped:
@@ -89,15 +81,11 @@ class Grouped:
             joins &= gap.square().sum(-1) < self.distance
         return torch.where(joins, member, tokens[..., None])
 
-    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`; `relaxation` counts against the budget."""
-        p, q = chances(probs, draft)
-        member = self.members(probs[:, :-1], draft.tokens)
-        joined = member != draft.tokens[..., None]
-        group_p = p + (probs[:, :-1].gather(2, member) * joined).sum(2)
-        group_q = q if draft.probs is None else q + (draft.probs.gather(2, member) * joined).sum(2)
-        chance = torch.where(q > 0, p / q, 0.0).clamp(max=1.0)
-        granted = (torch.where(group_q > 0, group_p / group_q, 0.0).clamp(max=1.0) - chance).clamp_min(0)
-        granted = within_budget(granted, draft, relaxation, self.budget)
-        verdict = judged(noise.uniform(Purpose.ACCEPT)[:, :-1] < chance + granted, probs, draft, noise)
-        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        member = self.members(p, tokens)
+        joined = member != tokens[..., None]
+        group_p = probability(p, tokens) + (p.gather(2, member) * joined).sum(2)
+        group_q = probability(q, tokens)
+        if q is not None:
+            group_q = group_q + (q.gather(2, member) * joined).sum(2)
+        return torch.where(group_q > 0, group_p / group_q, 0.0)

@@ -1,14 +1,97 @@
-"""Relaxation: acceptance granted beyond the exact rule's min(1, p / q), capped by a budget and summed in one place.
+"""Relaxation: acceptance granted beyond the exact rule's min(1, p / q), in one place for every relaxed rule.
 
-Shape suffixes: B images, T fed tokens of one pass.
+A relaxed rule says how likely it wants each draft x accepted, f(x); the frame here grants f(x) - min(1, p(x) / q(x)) where that
+is above 0, tapers it with the depth of the draft, caps it by the budget, and sums what was granted. Wherever f is at least
+the exact chance, (p - q f)+ is (p - q)+: the exact rule's residual is the optimal one of every relaxed rule, and the total
+variation between what one step draws and p is then exactly the extra acceptance, the sum over x of q(x) (f(x) - min(1, p / q)),
+whatever the rule. So what rules differ in is not how far the output is from p, but in which direction.
+
+Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import ClassVar, Self
+
 import torch
 from torch import Tensor
 
-from vargen.decoding.draft import Draft, Verdict
+from vargen.decoding.acceptance.exact import judged
+from vargen.decoding.acceptance.siblings import Siblings, Tested, sibling_by_sibling
+from vargen.decoding.draft import Draft, Tree, Verdict
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.protocols import TokenModel
+from vargen.values import real, shown
+
+
+@dataclass(frozen=True, kw_only=True)
+class Relaxed:
+    """What relaxed rules share; each of them says in `wanted` how likely it wants a draft accepted.
+
+    Args:
+        budget: most relaxation per image, 0 or more; past it the rule is exact. None: no limit.
+        tightening: nu, 0 or more: draft i of a path, counted from 0, is granted exp(-nu i) of what the rule would grant, so
+            early drafts are judged loosely and late ones tightly (the schedule of Cool-SD; its nu is 0.7). Late drafts are
+            reached less often, so relaxation buys less there. 0: all alike.
+
+    Raises:
+        ValueError: for values outside these ranges.
+    """
+
+    exact: ClassVar[bool] = False
+    topologies: ClassVar[tuple[str, ...]] = ("chain", "tree")
+
+    budget: float | None = None
+    tightening: float = 0.0
+
+    def __post_init__(self) -> None:
+        budget, tightening = real(self.budget), real(self.tightening)
+        if self.budget is not None and (budget is None or budget < 0):
+            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {shown(self.budget)}")
+        if tightening is None or tightening < 0:
+            raise ValueError(f"tightening must be at least 0 (all drafts alike), got {shown(self.tightening)}")
+        object.__setattr__(self, "budget", budget)
+        object.__setattr__(self, "tightening", tightening)
+
+    def bind(self, model: TokenModel) -> Self:
+        return self
+
+    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        """Chance f to accept each of the drafted `tokens` `[B, S]`; above 1 counts as 1, below the exact chance as that.
+
+        Args:
+            p, q: float32 `[B, S, V]`, probabilities of target and draft at each; q None for a deterministic proposal.
+        """
+        raise NotImplementedError
+
+    def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
+        """Acceptance beyond the exact rule's for each draft, tapered with its depth, `[B, S]`; the budget comes later."""
+        extra = self.wanted(siblings.p, siblings.q, siblings.token).clamp(max=1.0) - siblings.exact_chance
+        extra = extra.clamp_min(0)
+        return extra * (-self.tightening * (depth - 1)).exp() if self.tightening else extra
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        """See `AcceptanceRule`; `relaxation` counts against the budget.
+
+        Of siblings, a later one is judged by what the refusal of the elder ones leaves of p, as by `recursive_rejection`.
+        """
+        if not draft.tree.chain:
+            test = partial(self._test, draft.tree)
+            return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, torch.arange(1, probs.shape[1], device=probs.device)[None])
+        granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
+        accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
+        verdict = judged(accepted, probs, draft, noise)  # as the walk over a tree, without its copies of p
+        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+
+    def _test(self, tree: Tree, siblings: Siblings) -> Tested:
+        depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
+        extra = self.granted(siblings, depth)
+        if siblings.room is not None:
+            extra = torch.minimum(extra, siblings.room)
+        return Tested(siblings.exact_chance + extra, siblings.left, extra)
 
 
 def within_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:

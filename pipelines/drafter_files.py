@@ -1,0 +1,51 @@
+"""Folders of trained drafters: found by name, checked against the model that they draft for before a weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import vargen.assets
+from vargen.files import expanded
+from vargen.pipelines.component_files import check_component, read_object
+from vargen.pipelines.families import Family
+from vargen.pipelines.parts import check_parts
+from vargen.pipelines.trust import check_no_code
+from vargen.values import shown
+
+
+def packaged_drafters(family: Family) -> dict[str, Path]:
+    """Folders of the drafters that come with the library, by name, such as `"emoji/eagle"`."""
+    root = Path(vargen.assets.__file__).parent
+    found = [config.parent for name in family.drafters for config in sorted(root.rglob(f"{name}/config.json"))]
+    return {folder.relative_to(root).as_posix(): folder for folder in found}
+
+
+def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
+    """The component that a trained drafter is, such as `"eagle"`, and its folder.
+
+    Args:
+        name: a packaged drafter, or a folder. transformer: configuration of the model that it is to draft for.
+
+    Raises:
+        ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary
+            or grid; before a weight is read.
+    """
+    packaged = packaged_drafters(family)
+    folder = packaged.get(str(name)) or expanded(name, "drafter")
+    if not folder.is_dir():
+        known, given = ", ".join(packaged) or "none is packaged", shown(str(name))
+        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
+    kind = read_object(folder / "config.json").get("_class_name")
+    component = next((each for each in family.drafters if family.networks[each].__name__ == kind), None)
+    if component is None:
+        classes = ", ".join(family.networks[each].__name__ for each in family.drafters) or "none"
+        raise ValueError(f"{folder / 'config.json'} describes a {kind!r}; drafters of a {family.pipeline} are {classes}")
+    check_no_code(folder)
+    config = check_component(folder, family.networks[component])
+    try:
+        check_parts(family, {"transformer": transformer, component: config})
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return component, folder

@@ -1,0 +1,182 @@
+"""Drafters trained on a target's features: exact whatever they learnt, perfect where they know the target itself.
+
+In the table models a token's feature tells which token it is: a drafter with the target's own table is a perfect one if, and
+only if, each token it is fed comes with the feature that the token was drawn by.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+from tiny_models import tiny_transformer
+
+from vargen.decoding import Accelerator, DynamicTree, Eagle, Medusa, Sampling, decode, exact, resolve_accelerator, shared_noise
+from vargen.decoding.acceptance import k_seq, recursive_rejection, traversal
+from vargen.decoding.drafters import features
+from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
+from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
+from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
+from vargen.models.medusa import MedusaDrafter
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)
+TREE = (-1, 0, 0, 1, 1, 2)
+METHODS = [
+    (2, "sampled", exact), (4, "sampled", exact), (4, "coupled", shared_noise),
+    (TREE, "sampled", traversal), (TREE, "sampled", recursive_rejection), (TREE, "independent", k_seq),
+    (TREE, "best", traversal), (TREE, "coupled", shared_noise),
+    (DYNAMIC, "sampled", traversal), (DYNAMIC, "sampled", recursive_rejection), (DYNAMIC, "best", recursive_rejection),
+    (DYNAMIC, "coupled", shared_noise),
+]  # fmt: skip
+NAMES = [f"{shape if isinstance(shape, int) else type(shape).__name__}-{drawing}" for shape, drawing, _ in METHODS]
+
+
+def table(own: bool = False) -> TableModel:
+    """With drafters that know another table, or its own."""
+    model = TableModel(vocab=3, tokens=5, seed=4)
+    known = model if own else TableModel(vocab=3, tokens=5, seed=77)
+    model.eagle, model.medusa = TableEagle(known), TableMedusa(known)
+    return model
+
+
+def away(method: Accelerator, model: TableModel, sampling: Sampling, chains: int = 20_000) -> float:
+    """How far from the enumerated distribution, in standard deviations above the noise floor."""
+    finding = measure(method, model, sampling, chains)
+    assert finding.impossible == 0
+    return (finding.distance - finding.floor) / finding.spread
+
+
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+@pytest.mark.parametrize(("shape", "drawing", "rule"), METHODS, ids=NAMES)
+def test_a_drafter_that_knows_another_model_is_exact(kind, shape, drawing, rule) -> None:
+    shape = 3 if shape == 4 and kind is Medusa else shape  # as many as there are heads
+    method = Accelerator("mine", kind(shape, drawing), rule)
+    assert away(method, table(), Sampling(0.9, top_p=0.9)) < MOST_SPREADS
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_case_of_verify_has_drafters(case) -> None:
+    for kind in (Eagle, Medusa):
+        assert away(Accelerator("mine", kind(2), exact), case.model(), case.sampling) < MOST_SPREADS
+
+
+@dataclasses.dataclass(frozen=True)
+class Misreporting(Eagle):
+    """Records the q of a drafter that would draw evenly."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        return dataclasses.replace(draft, probs=torch.full_like(draft.probs, 1 / 3))
+
+
+@pytest.mark.parametrize(("shape", "rule"), [(3, exact), (TREE, traversal)])
+def test_a_wrong_q_is_found(shape, rule) -> None:
+    assert away(Accelerator("wrong", Misreporting(shape), rule), table(), Sampling()) > MOST_SPREADS
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize(("drawing", "rule"), [("sampled", exact), ("sampled", traversal), ("coupled", shared_noise)])
+def test_a_chain_of_a_perfect_drafter_is_accepted_whole(length: int, drawing, rule) -> None:
+    assert passes(Eagle(length, drawing), rule) == 1 + -(-4 // (length + 1))
+
+
+@pytest.mark.parametrize(
+    ("drawing", "rule"), [("sampled", recursive_rejection), ("independent", recursive_rejection), ("coupled", shared_noise)]
+)
+def test_first_children_of_a_perfect_drafter_are_accepted(drawing, rule) -> None:
+    assert passes(Eagle(TREE, drawing), rule) == 1 + -(-4 // 3)
+
+
+def passes(drafter: Eagle, rule) -> int:
+    """Of images of two conditions, by a drafter that knows their table."""
+    method = Accelerator("self", drafter, rule)
+    return decode(table(own=True), torch.arange(64) % 2, torch.arange(64), method, Sampling(0.8, 2)).stats.passes
+
+
+def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
+    """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
+    gathered = features.at_slots
+    monkeypatch.setattr(features, "at_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
+    assert passes(Eagle(1), exact) > 3
+
+
+# -- LlamaGen -----------------------------------------------------------------------------------------------------------
+
+
+def tiny(guidance: float = 3.0, above: bool = False, **options) -> LlamaGenTokens:
+    torch.manual_seed(2)
+    eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
+    return LlamaGenTokens(tiny_transformer("class"), guidance, eagle=eagle, medusa=MedusaDrafter(32, 64, 4), **options)
+
+
+CONDITION = Condition(class_labels=torch.tensor([1, 2, 7]))
+SEEDS = torch.tensor([3, 4, 5])
+
+
+@pytest.mark.parametrize("interval", [None, 6])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@pytest.mark.parametrize("shape", [3, "wide-15", DynamicTree(9, 3, 3)])
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+def test_coupled_drafts_draw_the_picture_of_ar(kind, shape, guidance: float, interval: int | None) -> None:
+    drafter = kind("binary-3" if kind is Medusa and shape == "wide-15" else shape, "coupled")
+    model = tiny(guidance, above=True, guidance_interval=interval)
+    expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
+    found = decode(model, CONDITION, SEEDS, Accelerator("same", drafter, shared_noise), Sampling(top_k=20))
+    assert torch.equal(found.tokens, expected.tokens) and found.stats.passes < expected.stats.passes
+
+
+@pytest.mark.parametrize("kind", [Eagle, Medusa])
+def test_a_row_of_a_batch_is_the_picture_alone(kind) -> None:
+    model, method = tiny(), Accelerator("mine", kind(DynamicTree(9, 3, 3)), traversal)
+    together = decode(model, CONDITION, SEEDS, method).tokens
+    for row in range(3):
+        alone = decode(model, CONDITION.rows(slice(row, row + 1)), SEEDS[row : row + 1], method).tokens
+        assert torch.equal(alone[0], together[row])
+
+
+def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
+    model = tiny()
+    for shape in (4, "wide-15", DynamicTree(9, 3, 3)):
+        assert Accelerator("mine", Eagle(shape), traversal).drafting_cost(model, CONDITION, 3, 9) > 0
+    assert Eagle().cost(model, CONDITION, 3, 0) == 0.0
+
+
+# -- bad input ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda: Eagle(0), ValueError, "shape must be a whole number from 1 to 255 for a chain, .*, got 0"),
+        (lambda: Eagle(2.5), ValueError, "got 2.5"),
+        (lambda: Eagle(None), TypeError, "got None"),
+        (lambda: Eagle("wide-16"), ValueError, "unknown tree 'wide-16'; did you mean"),
+        (lambda: Eagle((-1, 1)), ValueError, "name earlier slots"),
+        (lambda: Eagle(4, "drawn"), ValueError, "drawing must be one of"),
+        (lambda: Eagle(model=TableModel(3, 5)), TypeError, "model must be a FeatureModel, .*, or None, got"),
+        (lambda: Medusa(model=EagleDrafter), TypeError, "model must be a FeatureHeads"),
+        (lambda: Accelerator("x", Eagle(), exact), ValueError, "cannot judge a tree"),
+        (lambda: Accelerator("x", Eagle(drawing="coupled"), traversal), ValueError, "cannot go with this Eagle"),
+        (lambda: Eagle((-1, 0, 0, 0, 0)).bind(table()), ValueError, "children of a tree must be at most the vocabulary of 3"),
+        (lambda: Eagle(16).bind(tiny()), ValueError, "depth of a tree must be from 1 to 15, .*, got 16"),
+        (lambda: Medusa(4).bind(tiny()), ValueError, "from 1 to the drafter's 3 heads, got 4"),
+        (lambda: Eagle().bind(TableModel(3, 5)), ValueError, r"drafter trained for the model \(eagle\).*load_drafter"),
+        (lambda: Medusa().bind(TableModel(3, 5)), ValueError, r"\(medusa\).*--kind medusa"),
+        (lambda: Eagle(4, model=TableEagle(TableModel(4, 5))).bind(TableModel(3, 5)), ValueError, r"4 on \(1, 5\)"),
+    ],
+)
+def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
+    with pytest.raises(error, match=match):
+        make()
+
+
+def test_trees_are_narrowed_to_the_vocabulary() -> None:
+    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).narrowed(3)
+    assert narrow.tree.children == 3 and narrow.bind(table()) == narrow and Eagle(4).narrowed(3) == Eagle(4)
+
+
+def test_drafters_are_cut_to_the_grid() -> None:
+    assert Eagle(9).fitted(5) == Eagle(4) and Eagle(4).fitted(5) == Eagle(4)
+    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fitted(4).tree.depth == 3
+    assert resolve_accelerator(Accelerator("x", Eagle(4), exact)).resized("auto").drafter == Eagle(4)

@@ -1,0 +1,132 @@
+"""Trained drafters: a draft continues exactly as training unrolls it, and saved ones open again."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_transformer
+
+from vargen.decoding import Tree
+from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
+from vargen.models.medusa import MedusaDrafter
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+_N, _STEPS = 16, 3
+
+
+def _eagle(above: bool) -> EagleDrafter:
+    torch.manual_seed(3)
+    drafter = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
+    for parameter in drafter.parameters():  # as built it is nearly the identity, of which attention is no part
+        torch.nn.init.normal_(parameter, std=0.3)
+    drafter.feature_scale.uniform_(0.5, 2.0)
+    drafter.token_scale.fill_(0.05)
+    return drafter
+
+
+def _condition() -> Condition:
+    return Condition(class_labels=torch.tensor([1, 4]))
+
+
+@pytest.mark.parametrize("above", [False, True])
+@pytest.mark.parametrize("guidance", [1.0, 3.0])
+@torch.no_grad()
+def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
+    """Ragged commits of true features, then drafts on its own: the features of every step are those of teacher forcing."""
+    transformer, drafter = tiny_transformer("class"), _eagle(above)
+    model = LlamaGenTokens(transformer, guidance, eagle=drafter)
+    tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
+    joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
+    rows = tokens.repeat(model.halves, 1)
+    hidden = transformer(rows, joined).hidden  # row j predicted token j
+    over = torch.zeros_like(hidden)
+    over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
+    unrolled = drafter.unrolled(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
+
+    eagle = model.eagle
+    state = eagle.start(2, 6)
+    held = torch.zeros(2, dtype=torch.int64)
+    every = torch.arange(2)
+    for counts in ([1, 1], [3, 2], [1, 5]):  # as many newest tokens as two images may have
+        count = torch.tensor(counts)
+        A = max(counts)
+        place = (held[:, None] + torch.arange(A)).clamp(max=_N - 1)
+        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.halves, 1)]
+        out = eagle.forward(tokens.gather(1, place), known, state, Tree.of_chain(A - 1))
+        root = held + count - 1
+        eagle.commit(state, count - 1)
+        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.halves)][:, None]
+        for step in range(_STEPS):
+            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.halves)]
+            known_above = not above or step <= 2  # with four columns, the token above is drafted itself from depth three on
+            if known_above:
+                torch.testing.assert_close(features[:, 0], expected, atol=2e-5, rtol=1e-4)
+            logits = model.head(expected[:, None], (root + step)[:, None])
+            if step and known_above:
+                torch.testing.assert_close(out.logits, logits, atol=2e-4, rtol=1e-4)
+            drafted = tokens[every, root + step + 1][:, None]
+            out = eagle.forward(drafted, features, state, Tree.of_chain(step + 1))
+            features = out.features
+        eagle.commit(state, torch.ones_like(count))
+        held += count
+
+
+@torch.no_grad()
+def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
+    model = LlamaGenTokens(tiny_transformer("class"), 3.0, eagle=_eagle(True))
+    eagle, root = model.eagle, torch.tensor([[5], [9]])
+    known = torch.randn(4, 1, 32)
+
+    def begun():
+        state = eagle.start(2, 5)
+        out = eagle.forward(root, known, state, Tree.of_chain(0))
+        eagle.commit(state, torch.zeros(2, dtype=torch.int64))
+        return state, out.features
+
+    state, features = begun()
+    tree = Tree.of((-1, 0, 0, 1, 2))  # two paths of two, fed level by level
+    first = torch.tensor([[7, 8], [1, 2]])
+    level = eagle.forward(first, features.expand(-1, 2, -1), state, Tree.of((-1, 0, 0)))
+    both = eagle.forward(torch.tensor([[3, 4], [5, 6]]), level.features, state, tree)
+    for path in (0, 1):
+        state, features = begun()
+        one = eagle.forward(first[:, path : path + 1], features, state, Tree.of_chain(1))
+        two = eagle.forward(torch.tensor([[3, 4], [5, 6]])[:, path : path + 1], one.features, state, Tree.of_chain(2))
+        torch.testing.assert_close(level.features[:, path], one.features[:, 0], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(both.logits[:, path], two.logits[:, 0], atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_medusa_as_built_predicts_what_the_target_did() -> None:
+    model = LlamaGenTokens(tiny_transformer("class"), 3.0, medusa=MedusaDrafter(32, 64, 4))
+    _, out = model.prefill(_condition(), 1)
+    logits = model.medusa.forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
+    assert logits.shape == (2, 3, 64)
+    torch.testing.assert_close(logits, out.logits.expand(-1, 3, -1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [EagleDrafter, MedusaDrafter])
+def test_saved_and_opened_it_is_the_same_drafter(kind: type, tmp_path: Path) -> None:
+    drafter = _eagle(True) if kind is EagleDrafter else MedusaDrafter(32, 64, 4)
+    drafter.feature_scale.fill_(3.0)
+    drafter.save_pretrained(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "diffusion_pytorch_model.safetensors"}
+    again = kind.from_pretrained(tmp_path)
+    state = drafter.state_dict()
+    assert state.keys() == again.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in again.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [({"dim": 30}, "divisible by 4"), ({"grid_size": 0}, "1 to 256, got 0"), ({"grid_size": 10**6}, "256")],
+)
+def test_bad_sizes_are_refused(arguments: dict, match: str) -> None:
+    with pytest.raises(ValueError, match=match):
+        EagleDrafter(**{"dim": 32, "n_head": 2, **arguments})
+
+
+def test_no_heads_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        MedusaDrafter(heads=0)

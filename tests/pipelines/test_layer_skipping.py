@@ -1,0 +1,72 @@
+"""A transformer without some of its layers is the network that has only the others, and costs no memory for weights."""
+
+import pytest
+import torch
+from tiny_models import class_pipeline, tiny_transformer
+
+from vargen.decoding import Accelerator, LayerSkip, decode, exact
+from vargen.decoding.protocols import LayeredModel
+from vargen.models.condition import Condition
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+
+def models() -> tuple[LlamaGenTokens, Condition]:
+    network = tiny_transformer("class", n_layer=4)
+    return LlamaGenTokens(network, guidance_scale=2.0), Condition(class_labels=torch.tensor([1, 7]))
+
+
+def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
+    model, condition = models()
+    short = tiny_transformer("class", n_layer=2)
+    state = {name: value for name, value in model.transformer.state_dict().items() if not name.startswith("layers.")}
+    for new, old in enumerate((0, 3)):
+        part = model.transformer.layers[old].state_dict()
+        state |= {f"layers.{new}.{name}": value for name, value in part.items()}
+    short.load_state_dict(state)
+    view = model.skipping((1, 2))
+    assert isinstance(model, LayeredModel) and (model.layers, view.layers) == (4, 2)
+    seeds = torch.arange(2)
+    drawn = decode(view, condition, seeds, "ar")
+    assert torch.equal(drawn.tokens, decode(LlamaGenTokens(short, guidance_scale=2.0), condition, seeds, "ar").tokens)
+    assert not torch.equal(drawn.tokens, decode(model, condition, seeds, "ar").tokens)
+
+
+def test_the_view_shares_every_weight_and_leaves_the_target_as_it_was():
+    model, condition = models()
+    before = decode(model, condition, torch.arange(2), "ar").tokens
+    view = model.skipping((2,))
+    own = {parameter.data_ptr() for parameter in model.transformer.parameters()}
+    assert {parameter.data_ptr() for parameter in view.transformer.parameters()} < own
+    assert view.cost_key != model.cost_key  # its passes cost less
+    decode(view, condition, torch.arange(2), "ar")
+    assert model.layers == 4 and torch.equal(decode(model, condition, torch.arange(2), "ar").tokens, before)
+
+
+def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
+    model, condition = models()
+    for layer in (1, 2):  # which add nothing any more
+        block = model.transformer.layers[layer]
+        torch.nn.init.zeros_(block.attention.wo.weight)
+        torch.nn.init.zeros_(block.feed_forward.w2.weight)
+    stats = decode(model, condition, torch.arange(2), Accelerator(drafter=LayerSkip(4, skip=(1, 2)), acceptance=exact)).stats
+    assert stats.accepted_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
+
+
+@pytest.mark.parametrize("layers", [(4,), (-1,), (0, 1, 2, 3)])
+def test_layers_that_cannot_be_skipped_are_refused(layers):
+    model, _ = models()
+    with pytest.raises(ValueError, match="some of 0 to 3, but not all"):
+        model.skipping(layers)
+    if max(layers) == 4:
+        with pytest.raises(ValueError, match="some of 0 to 3"):
+            LayerSkip(skip=layers).bind(model)
+
+
+def test_a_pipeline_says_what_keeps_it_from_skipping():
+    pipe = class_pipeline()  # of two layers
+    reasons = {method.name: method.reason for method in pipe.methods()}
+    assert "three" in reasons["layer-skip"] and reasons["lookup"] is None and reasons["recycle"] is None
+    deeper = class_pipeline(n_layer=4)
+    assert {method.name: method.reason for method in deeper.methods()}["layer-skip"] is None
+    deeper.transformer.layers[0]._hf_hook = object()  # as accelerate's offloading leaves one
+    assert "offloaded" in {method.name: method.reason for method in deeper.methods()}["layer-skip"]

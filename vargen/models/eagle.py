@@ -1,0 +1,186 @@
+"""EAGLE: one decoder layer that continues the features of a frozen transformer.
+
+Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
+trains it on its own outputs. Features are those before the target's final norm: drafts from these are far better than from
+those behind it (SSD, arXiv:2606.20543). Embedding, norm and output layer are the target's, and not stored here.
+
+Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.few_queries import folded
+from vargen.kernels.few_rows import transpose_weights
+from vargen.models.cache import KVCache
+from vargen.models.llamagen import MAX_GRID
+from vargen.models.llamagen_blocks import Linear, TransformerBlock, rotary_table, rotation
+from vargen.modes import ordinary_tensors
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+
+
+class EagleDrafter(ModelMixin, ConfigMixin):
+    """Slot j takes the feature that predicted token j and the embedding of token j, and gives the feature that predicts token
+    j + 1: it takes the target's features where the target has seen token j - 1, and its own beyond.
+
+    Args:
+        dim, vocab_size, grid_size: of the target.
+        n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: of the layer, as of `LlamaGenTransformer`.
+        above: also take the target's feature behind the token above the one to predict; zero where there is none yet.
+
+    Raises:
+        ValueError: for a grid outside 1 to 256, or a width that the heads or the two rotary axes do not divide.
+    """
+
+    feature_scale: Tensor
+    token_scale: Tensor
+    rotary: Tensor
+
+    @register_to_config
+    def __init__(
+        self,
+        dim: int = 768,
+        vocab_size: int = 16384,
+        grid_size: int = 16,
+        n_head: int = 12,
+        multiple_of: int = 256,
+        ffn_dim_multiplier: float | None = None,
+        norm_eps: float = 1e-5,
+        rope_base: float = 10000.0,
+        above: bool = False,
+    ):
+        super().__init__()
+        if isinstance(grid_size, bool) or not isinstance(grid_size, int) or not 1 <= grid_size <= MAX_GRID:
+            raise ValueError(f"grid_size must be a whole number from 1 to {MAX_GRID}, got {grid_size!r}")
+        if dim % n_head or (dim // n_head) % 4:
+            raise ValueError(f"dim / n_head must be a whole number divisible by 4 (two rotary axes), got {dim} / {n_head}")
+        hidden = int(2 * (4 * dim) / 3 * (ffn_dim_multiplier or 1.0))
+        hidden = multiple_of * math.ceil(hidden / multiple_of)
+        self.fc = Linear(dim * (3 if above else 2), dim)
+        self.layer = TransformerBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
+        # What the inputs are divided by, measured when training begins: a norm would lose how large a feature is.
+        self.register_buffer("feature_scale", torch.ones(dim))
+        self.register_buffer("token_scale", torch.ones(()))
+        self.register_buffer("rotary", rotary_table(grid_size, dim // n_head, rope_base), persistent=False)
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.normal_(parameter, std=0.02)
+        with torch.no_grad():  # as built, it hands the feature on
+            self.fc.weight[:, :dim].copy_(torch.eye(dim))
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        table = self.rotary
+        super()._apply(fn, *args, **options)
+        if self.device.type != "cpu":
+            transpose_weights(self, False)
+        if self.rotary.dtype != table.dtype:  # rounded angles would stay so on the way back
+            self.rotary = table.to(self.rotary.device)
+        return self
+
+    @property
+    def tokens(self) -> int:
+        """Image tokens N of the grid."""
+        return self.config.grid_size**2
+
+    def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
+        """A cache for `rows` rows, of which a proposal feeds at most `scratch` slots."""
+        if eager_on_cpu(self.fc.weight):
+            transpose_weights(self)
+        config = self.config
+        with ordinary_tensors():
+            return KVCache(
+                1,
+                rows,
+                config.n_head,
+                config.dim // config.n_head,
+                prefix=0,
+                tokens=self.tokens,
+                scratch=scratch,
+                dtype=self.dtype,
+                device=device or self.device,
+            )
+
+    def joined(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
+        """What the layer takes of its inputs, `[R, T, D]`."""
+        parts = [features_RTD / self.feature_scale, embeddings_RTD / self.token_scale]
+        if self.config.above:
+            assert above_RTD is not None
+            parts.append(above_RTD / self.feature_scale)
+        return self.fc(torch.cat(parts, dim=-1).to(self.fc.weight.dtype))
+
+    def forward(
+        self,
+        features: Tensor,
+        embeddings: Tensor,
+        cache: KVCache,
+        positions: Tensor | None = None,
+        ancestors: Tensor | None = None,
+        earlier: int = 0,
+        above: Tensor | None = None,
+    ) -> Tensor:
+        """Features `[R, T, D]` that predict what follows each slot. The cache's pointer does not move.
+
+        Args:
+            features, embeddings, above: `[R, T, D]`; see the class.
+            positions: int64 `[T]` or `[R, T]`, grid cells; default: consecutive from the pointer, behind `earlier` ones.
+            ancestors, earlier: of a tree that passes before this one began, see `KVCache.bias`.
+
+        Raises:
+            ValueError: for more slots than the cache was made for.
+        """
+        T = features.shape[1]
+        if cache.scratch < earlier + T:
+            raise ValueError(f"the cache was made for at most {cache.scratch} slots a proposal, got {earlier + T}")
+        if positions is None:
+            positions = cache.length[:, None] + torch.arange(earlier, earlier + T, device=features.device)
+        rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
+        span = cache.span(T, earlier)
+        bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach, earlier), self.config.n_head, cache.k.shape[2])
+        x = self.joined(features, embeddings, above)
+        attention = self.layer.attention
+        q, k, v = attention.project(self.layer.attention_norm(x), rotary)
+        keys, values = span.write(0, k, v)
+        return self.layer.finish(x, attention.attend(q, keys, values, bias)) * self.feature_scale
+
+    def unrolled(
+        self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None
+    ) -> list[Tensor]:
+        """For training: what each of `steps` successive drafts would be at every slot, `[R, T, D]` each.
+
+        At step s > 0 slot j takes its own output of step s - 1 at slot j - 1 and attends as a draft would: to true slots up to
+        j - s, then to those of steps 1 to s, one each: EAGLE-3's training-time test. The first s slots of step s mean nothing.
+
+        Args:
+            features, embeddings, above: the target's, `[R, T, D]`, from slot 0.
+        """
+        T, layer = features.shape[1], self.layer
+        rotary = rotation(self.rotary[:T])
+        slot = torch.arange(T, device=features.device)
+        behind = slot[:, None] - slot[None]  # how far key k lies behind query j
+        keys, values, outputs = [], [], []
+        given = features
+        for step in range(steps):
+            x = self.joined(given, embeddings, above)
+            q, k, v = layer.attention.project(layer.attention_norm(x), rotary)
+            keys.append(k.transpose(1, 2))
+            values.append(v.transpose(1, 2))
+            visible = torch.cat([behind >= step, *(behind == step - t for t in range(1, step + 1))], dim=1)
+            attended = F.scaled_dot_product_attention(
+                q.transpose(1, 2), torch.cat(keys, 2), torch.cat(values, 2), attn_mask=visible
+            )
+            output = layer.finish(x, layer.attention.wo(attended.transpose(1, 2).flatten(2))) * self.feature_scale
+            outputs.append(output)
+            given = F.pad(output[:, :-1], (0, 0, 1, 0))
+        return outputs

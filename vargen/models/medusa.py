@@ -1,0 +1,95 @@
+"""Medusa: heads that predict several tokens ahead from one feature of a frozen transformer, all at once.
+
+Source: Cai et al. 2024, Medusa (arXiv:2401.10774). The heads share the target's frozen norm and output layer, where the paper
+has an output layer for each: in a small model those would be nearly all of its parameters. As in Hydra (arXiv:2402.05109) they
+also see the token that was drawn by the feature, which is known by the time they run.
+
+Shape suffixes: R rows (images, times two under guidance), T slots, D width, h heads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.few_rows import transpose_weights
+from vargen.models.llamagen_blocks import Linear
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.models.modeling_utils import ModelMixin
+
+
+class ResidualBlock(nn.Module):
+    """x + silu(W x + b), the identity as built (Medusa, section 2.1)."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.linear = nn.Linear(dim, dim)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.silu(self.linear(x))
+
+
+class MedusaHead(nn.Module):
+    """[feature; embedding] to the feature that predicts one of the tokens ahead; as built it hands the feature on."""
+
+    def __init__(self, dim: int, blocks: int):
+        super().__init__()
+        self.fc = Linear(2 * dim, dim)
+        self.blocks = nn.ModuleList(ResidualBlock(dim) for _ in range(blocks))
+        with torch.no_grad():
+            self.fc.weight[:, :dim].copy_(torch.eye(dim))
+            self.fc.weight[:, dim:].zero_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class MedusaDrafter(ModelMixin, ConfigMixin):
+    """From the target's feature that predicted token j, and token j: features that predict tokens j + 1 to j + h.
+
+    Args:
+        dim, vocab_size, grid_size: of the target.
+        heads: h, tokens ahead. blocks: residual blocks of each.
+
+    Raises:
+        ValueError: for fewer than one head.
+    """
+
+    feature_scale: Tensor
+    token_scale: Tensor
+
+    @register_to_config
+    def __init__(self, dim: int = 768, vocab_size: int = 16384, grid_size: int = 16, heads: int = 3, blocks: int = 2):
+        super().__init__()
+        if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
+            raise ValueError(f"heads must be a whole number of at least 1, got {heads!r}")
+        self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))
+        self.register_buffer("feature_scale", torch.ones(dim))
+        self.register_buffer("token_scale", torch.ones(()))
+
+    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
+        super()._apply(fn, *args, **options)
+        if self.device.type != "cpu":
+            transpose_weights(self, False)
+        return self
+
+    def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
+        """Features `[R, T, h, D]` of features and embeddings `[R, T, D]`."""
+        if eager_on_cpu(features) and not torch.is_grad_enabled():
+            transpose_weights(self)
+        given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
+        given = given.to(self.feature_scale.dtype)
+        return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
