@@ -45,9 +45,7 @@ METHODS = {
     "dynamic, drawn, traversal": Accelerator(drafter=SpeculativeTree(DYNAMIC, "sampled"), acceptance=traversal),
     "dynamic, drawn, recursive": Accelerator(drafter=SpeculativeTree(DYNAMIC, "sampled"), acceptance=recursive_rejection),
     "dynamic, coupled": Accelerator(drafter=SpeculativeTree(DYNAMIC, "coupled"), acceptance=shared_noise),
-    "dynamic, most probable (EAGLE-2)": Accelerator(
-        drafter=SpeculativeTree(DYNAMIC, "best"), acceptance=recursive_rejection
-    ),
+    "dynamic, most probable (EAGLE-2)": Accelerator(drafter=SpeculativeTree(DYNAMIC, "best"), acceptance=recursive_rejection),
     "static, drawn, traversal": Accelerator(drafter=SpeculativeTree("wide-15", "sampled"), acceptance=traversal),
     "static, drawn, recursive": Accelerator(drafter=SpeculativeTree("wide-15", "sampled"), acceptance=recursive_rejection),
     "static, with replacement, K-SEQ": Accelerator(drafter=SpeculativeTree("wide-15", "independent"), acceptance=k_seq),

@@ -19,10 +19,12 @@ from vargen.decoding import (
     Tree,
     cost,
     decode,
+    k_seq,
     recursive_rejection,
     shared_noise,
     traversal,
 )
+from vargen.decoding.acceptance.siblings import offered_and_accepted
 from vargen.decoding.best_tree import best_tree, expected_tokens, tree_by_cost
 from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import exponential
@@ -141,7 +143,7 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
     draft, _ = grown(StaticTree((-1, 0, 0, 0)), "sampled", q)
-    keys = (q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log())
+    keys = q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
     assert torch.equal(draft.tokens, keys.topk(3).indices)
     p = q[0, 0]
     for first, second in itertools.permutations(range(V), 2):
@@ -226,9 +228,7 @@ def sequoia(rates, nodes, depth):
             return 0.0
         if rank == len(rates):
             return -math.inf
-        return max(
-            rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1)
-        )
+        return max(rates[rank] * root(own, steps - 1) + below(slots - own, steps, rank + 1) for own in range(1, slots + 1))
 
     return root(nodes + 1, depth)
 
@@ -401,3 +401,30 @@ def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
         with pytest.raises(ValueError, match=message):
             decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=drafter, acceptance=rule))
     assert model.passes == []
+
+
+# -- on a device ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("drawing,rules", [
+    ("sampled", [recursive_rejection, traversal, shared_noise]), ("independent", [k_seq]), ("best", [recursive_rejection]),
+    ("coupled", [shared_noise]),
+])  # fmt: skip
+def test_nothing_is_read_from_the_device(drawing, rules):
+    """Tensors of the meta device hold no values: whatever read one would raise."""
+    B, V, place = 3, 9, torch.device("meta")
+    seeds, length = torch.zeros(B, dtype=torch.int64, device=place), torch.ones(B, 1, dtype=torch.int64, device=place)
+    q, image = torch.empty(B, V + 1, V, device=place), torch.arange(B, device=place)[:, None]
+    noise = Noise(seeds, length, 1)
+    if drawing == "independent":
+        tree = Tree.per_image(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
+        draft = Draft(torch.zeros(B, 5, dtype=torch.int64, device=place), tree, torch.empty(B, 5, V, device=place))
+    else:
+        draft = grow(lambda frontier: q[image, frontier.tokens], DynamicTree(6, 3, 3), drawing, seeds, noise, 100)
+    probs = torch.empty(B, draft.tokens.shape[1] + 1, V, device=place)
+    for rule in rules:
+        verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
+        assert verdict.next_token.shape == (B,)
+        assert offered_and_accepted(draft, verdict, verdict.count > 0).shape == (draft.tree.longest, draft.tree.widest, 2)
+    with pytest.raises(RuntimeError, match="meta"):
+        int(verdict.count[0])

@@ -76,9 +76,7 @@ def decode(
     return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
-def _loop(
-    run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
-) -> _Images:
+def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling) -> _Images:
     """The algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
     drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
     with run.part("prefill"):

@@ -147,8 +147,6 @@ WRONG_TREES = {
     "siblings sorted after the draw": Accelerator(drafter=LikelierFirst(TWINS), acceptance=recursive_rejection),
     "the likeliest of two drawn kept": Accelerator(drafter=LikeliestKept(TWINS), acceptance=recursive_rejection),
     "the most probable recorded as drawn": Accelerator(drafter=BestAsDrawn(TWINS, "best"), acceptance=recursive_rejection),
-    "a Jacobi window judged by traversal": Accelerator(
-        drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal
-    ),
+    "a Jacobi window judged by traversal": Accelerator(drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal),
 }
 TELLING = ("an inverted residual", "with replacement, recorded as without", "the likeliest of two drawn kept")
