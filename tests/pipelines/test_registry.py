@@ -102,7 +102,7 @@ def test_networks_to_measure() -> None:
 
 
 # Verbs that take or make files of one family are named after it.
-_MAY_NAME = {"vargen/cli/convert.py", "vargen/cli/train.py"}
+_MAY_NAME = {f"vargen/cli/{name}.py" for name in ("convert", "train", "train_looks", "train_options", "train_packages")}
 
 
 def test_nothing_above_the_pipelines_names_a_family() -> None:

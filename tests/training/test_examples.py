@@ -107,10 +107,10 @@ def test_wide_vocabularies_take_wider_numbers(tmp_path):
 def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
     from typer.testing import CliRunner
 
-    from vargen.cli import train
+    from vargen.cli import train, train_packages
 
     class_pipeline().save_pretrained(tmp_path)
-    monkeypatch.setattr(train, "_open_data", lambda folder: data)
+    monkeypatch.setattr(train_packages, "open_data", lambda folder: data)
     done = CliRunner().invoke(train.app, ["examples", "--model", str(tmp_path), "--count", "6", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["pictures"] == 6

@@ -9,7 +9,20 @@ from typing import Annotated
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_pictures, compare, convert, distribution, evaluate, generate, info, train, verify
+from vargen.cli import (
+    bench,
+    bench_pictures,
+    compare,
+    convert,
+    distribution,
+    evaluate,
+    generate,
+    info,
+    train,
+    train_looks,  # noqa: F401  # which add their verbs to train
+    train_packages,  # noqa: F401
+    verify,
+)
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively

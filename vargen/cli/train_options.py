@@ -1,0 +1,57 @@
+"""What the verbs of `vargen train` share: options, recipes, data, runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import typer
+
+from vargen.cli.options import check_range
+from vargen.files import expanded
+
+if TYPE_CHECKING:
+    from vargen.training.emoji import EmojiDataset
+
+app = typer.Typer(help="Train the small models that vargen ships.", no_args_is_help=True)
+
+R = TypeVar("R")
+CONFIG = typer.Option(metavar="FILE|NAME", help="A recipe in TOML, or a packaged one by name.")
+DATA = typer.Option(metavar="DIR", help="Data set. Default: where `vargen train data` puts it.")
+RUN = typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
+DEVICE = typer.Option(help="auto takes a GPU where there is one.")
+THREADS = typer.Option(metavar="N", help="CPU threads. Default: torch's.")
+STEPS = typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")
+
+
+def text_encoder_folder(folder: Path | None) -> Path:
+    """The folder of a text encoder and its tokenizer, checked; the packaged one by default."""
+    import vargen.assets
+
+    encoder = expanded(folder, "text_encoder") if folder else Path(vargen.assets.__file__).parent / "emoji"
+    for part in (encoder / "text_encoder", encoder / "tokenizer"):
+        if not part.is_dir():
+            raise FileNotFoundError(f"text_encoder folder {str(encoder)!r} must hold text_encoder/ and tokenizer/")
+    return encoder
+
+
+def recipe_of(config: str, kind: type[R], steps: int | None) -> R:
+    from vargen.training.recipe import load_recipe
+
+    check_range(steps, "steps", 1)
+    return load_recipe(expanded(config, "config"), kind, steps)
+
+
+def open_data(folder: Path | None) -> EmojiDataset:
+    from vargen.files import cache_folder
+    from vargen.training.emoji import load_emoji_dataset
+
+    return load_emoji_dataset(expanded(folder, "data") if folder else cache_folder() / "emoji-128")
+
+
+def saved(folder: Path, part: str, name: str) -> Path:
+    """The saved network in a run's folder, or the folder itself if it is one."""
+    for place in (folder / part, folder):
+        if (place / "config.json").is_file():
+            return place
+    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved model, got {str(folder)!r}")
