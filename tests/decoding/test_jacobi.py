@@ -325,7 +325,8 @@ def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_
 
 
 def test_presets_say_what_they_are():
-    assert [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"] == ["gsd"]
+    relaxed = [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"]
+    assert relaxed == ["gsd", "lantern-jacobi", "lantern"]
     for preset in methods_of("next-token"):
         assert preset.summary and preset.source
         assert preset.topology in (None, "chain", "tree")

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 
+from vargen.training.drafter_recipe import DrafterRecipe
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, ScorerRecipe, TokenizerRecipe, load_recipe
 from vargen.training.var_recipe import VARRecipe
@@ -16,6 +17,8 @@ def kind_of(name):
         "tokenizer": (TokenizerRecipe, "codebook_size"),
         "scorer": (ScorerRecipe, "widths"),
         "var": (VARRecipe, "depth"),
+        "eagle": (DrafterRecipe, "above"),
+        "medusa": (DrafterRecipe, "heads"),
         "": (GeneratorRecipe, "vocab_size"),
     }
     return next(found for part, found in told.items() if part in name)
@@ -25,7 +28,7 @@ def kind_of(name):
 def test_packaged_recipes_are_valid(name):
     kind, setting = kind_of(name)
     value = load_recipe(name, kind).model[setting]
-    assert value == 4096 or setting in ("widths", "depth")
+    assert value == 4096 or setting in ("widths", "depth", "above", "heads")
 
 
 def test_a_file_and_its_overrides(tmp_path):

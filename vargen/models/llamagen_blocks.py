@@ -117,7 +117,8 @@ class Attention(nn.Module):
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
-        if q_BTHK.device.type == "cpu" and torch.is_grad_enabled():
+        exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # a softmax in float32
+        if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact:
             # The gradient of torch's fused attention took a third of a training step there, and these products can be compiled.
             if k_BHSK.shape[1] != self.n_head:
                 k_BHSK, v_BHSK = (each.repeat_interleave(self.n_head // self.n_kv_head, 1) for each in (k_BHSK, v_BHSK))
