@@ -156,7 +156,7 @@ def test_a_plain_http_caller_that_hangs_up_ends_its_drawing(
     slow(0.5)
     place = urllib.parse.urlsplit(address)
     ask = http.client.HTTPConnection(place.hostname, place.port)
-    given = json.dumps({"data": ["a red apple", "ar", *[None] * 6, 1]})
+    given = json.dumps({"data": ["a red apple", "ar", *[None] * 6, 1, 1]})
     ask.request("POST", "/gradio_api/call/generate", given, {"Content-Type": "application/json"})
     number = json.load(ask.getresponse())["event_id"]
     listen = http.client.HTTPConnection(place.hostname, place.port)
