@@ -223,9 +223,10 @@ class CompactModel(ModelMixin):
             raise TypeError(f"from_pretrained got unknown options: {', '.join(unknown)}")
         model: Self = cls.from_config(config)
         weights = _read_weights(folder / _weights_name(variant), model.layout() or {})
+        if isinstance(dtype, torch.dtype):  # here, because diffusers warns of networks that are cast as a whole
+            weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         model.load_state_dict(weights, assign=True)
         model.requires_grad_(True)
-        model.to(dtype if isinstance(dtype, torch.dtype) else torch.float32)
         if device_map is not None:
             model.to(device_map[""] if isinstance(device_map, dict) else device_map)
         return model.eval()
