@@ -5,13 +5,14 @@ Shape suffixes: B images, R rows of the target (B times its guidance halves), A 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.draft import Output, Step
+from vargen.decoding.drafters.shaped import Shaped
 from vargen.decoding.feature_protocols import HeadedModel
 from vargen.decoding.growth import DRAWINGS, Drawing, check_drawing, check_vocabulary
 from vargen.decoding.protocols import TokenModel
@@ -63,7 +64,7 @@ def there(features: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeatureTree:
+class FeatureTree(Shaped):
     """Trees from a drafter that was trained on the target's features.
 
     Args:
@@ -115,10 +116,6 @@ class FeatureTree:
         """See `OfferingDrafter`."""
         return DRAWINGS[self.drawing]
 
-    @property
-    def max_fed(self) -> int:
-        return self.tree.nodes + 1
-
     def trained(self, model: TokenModel) -> Any:
         """The trained drafter that drafts for `model`.
 
@@ -149,22 +146,4 @@ class FeatureTree:
         self.trained(model)
         check_vocabulary(self.tree, model.vocab)
         self.check_grid(model.grid[0] * model.grid[1])
-        return self
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
-        if self.tree.depth >= tokens:
-            given = shown(self.tree.depth)
-            raise ValueError(f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
-
-    def fitted(self, tokens: int) -> Self:
-        """The drafter with a tree that fits behind the first of so many tokens."""
-        return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
-
-    def narrowed(self, vocab: int) -> Self:
-        """The drafter with no more children of a slot than so many tokens."""
-        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
-
-    def resized(self, window: int | str) -> Self:
-        """This drafter: windows are for chains of Jacobi drafts."""
         return self
