@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,7 @@ def package(
     from transformers import AutoTokenizer
 
     runs = {"tokenizer": tokenizer_run, "generator": generator_run, **({"drafter": drafter_run} if drafter_run else {})}
-    for part, run in runs.items():
-        finished = run / ("vqvae" if part == "tokenizer" else "transformer")
-        if not finished.is_dir():
-            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
+    check_finished(runs)
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     for part, run in runs.items():
         if part != "tokenizer":
@@ -86,6 +84,14 @@ def package(
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
     return output
+
+
+def check_finished(runs: Mapping[str, Path]) -> None:
+    """Raise FileNotFoundError for a run without the network that its end writes: `vqvae` of `tokenizer`, else `transformer`."""
+    for part, run in runs.items():
+        finished = run / ("vqvae" if part == "tokenizer" else "transformer")
+        if not finished.is_dir():
+            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
 
 
 def without_traces(folder: Path) -> None:

@@ -14,7 +14,7 @@ from vargen.models.weights import unpickle, weights_digest
 from vargen.pipelines.drafter_files import checked_drafter
 from vargen.pipelines.families import FAMILIES, of
 from vargen.pipelines.loading import checked_folder
-from vargen.training.package import without_traces
+from vargen.training.package import figures_of, without_traces
 
 _LARGEST = 4 * 2**20  # bytes of a packaged drafter
 
@@ -47,9 +47,7 @@ def package_drafter(run: Path, model: Any, note: str = "") -> dict[str, Any]:
     size = sum(value.nbytes for value in drafter.state_dict().values())
     if size > _LARGEST:
         raise ValueError(f"a packaged drafter must be of at most {_LARGEST} bytes, and this one takes {size}")
-    figures = {}
-    for line in (run / "log.jsonl").read_text("utf-8").splitlines():
-        figures.update(json.loads(line))
+    figures = figures_of(run)
     with whole_files(folder / kind) as staged:
         drafter.save_pretrained(staged)
         without_traces(staged)
