@@ -165,12 +165,15 @@ class Draft:
             its token.
         valid: bool `[B, T - 1]`, False where an image has no draft in a slot (its window is shorter than the batch's, or the
             grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
+        soft: float32 `[B, T, V]`, the target's probabilities behind each fed slot at temperature 1. The loop adds them for
+            relaxed rules where drawing is greedy, because one likeliest token says nothing about those next to it.
     """
 
     tokens: Tensor
     tree: Tree
     probs: Tensor | None = None
     valid: Tensor | None = None
+    soft: Tensor | None = None
 
     @classmethod
     def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:

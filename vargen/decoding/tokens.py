@@ -7,6 +7,7 @@ Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slot
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -93,6 +94,8 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         with run.part("accept"):
             noise = images.noise(draft, run.passes + 1)
             probs = to_probs(out.logits, sampling)
+            if sampling.greedy and not rule.exact:
+                draft = replace(draft, soft=to_probs(out.logits, replace(sampling, temperature=1.0)))
             verdict = rule(probs, draft, noise, images.relaxation)
         with run.part("commit"):
             count = images.commit(fed, verdict)

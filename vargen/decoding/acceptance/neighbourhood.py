@@ -28,6 +28,10 @@ class Neighbourhood(Relaxed):
     output is from p in sum, because every draft has an A of its own: that is what is reported, and what `budget` is for.
     A draft that the filters leave without probability is never accepted, whatever its neighbours have.
 
+    Where drawing is greedy (temperature 0), masses are those at temperature 1, and a draft is accepted if p(x) + p(A) is at
+    least the probability of the likeliest other token (LANTERN's greedy form). Each such token that is not the likeliest itself
+    counts as a relaxation of one.
+
     Args:
         size: most neighbours, 1 or more; where the codebook has fewer, all.
         ratio: lambda, above 1, or None for no such bound.
@@ -86,3 +90,8 @@ class Neighbourhood(Relaxed):
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         own_p, own_q = probability(p, tokens), probability(q, tokens)
         return torch.where(own_p > 0, (own_p + self.mass(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
+
+    def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
+        own = probability(soft, tokens)
+        others = soft.scatter(2, tokens[..., None], 0.0).amax(2)
+        return ((own > 0) & (own + self.mass(soft, tokens) >= others)).to(p.dtype)
