@@ -17,6 +17,7 @@ from vargen.decoding import (
     JacobiTree,
     Neighbourhood,
     Noise,
+    Pooled,
     Ratio,
     Sampling,
     Speculative,
@@ -53,6 +54,7 @@ RULES = {
     "neighbourhood, by both": Neighbourhood(size=3, ratio=4.0, delta=0.2),
     "typical": Typical(epsilon=0.5, alpha=0.6),
     "ratio": Ratio(2.0),
+    "pooled": Pooled(size=2, threshold=0.5),
 }
 
 

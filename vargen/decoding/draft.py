@@ -191,8 +191,8 @@ class Verdict:
         count: int64 `[B]`, accepted slots, the root included: at least 1. Also the number of tokens committed.
         next_token: int64 `[B]`, the token that follows the last accepted slot.
         relaxation: float32 `[B]`, acceptance granted beyond the exact rule. None for exact rules, which grant none.
-        drawn: int64 `[B, T]`, what the image's own noise draws behind each fed slot, of rules that drew it; drafters that need
-            the same do not draw it again.
+        drawn: int64 `[B, T]`, a token behind each fed slot, drawn from the target's probabilities there, of rules that draw
+            them: what the image's own noise draws, or drafts that stand and what replaces others. Drafters may go on with them.
     """
 
     path: Tensor

@@ -33,6 +33,7 @@ class Purpose(IntEnum):
     REDRAW_ACCEPT = 4
     REDRAW = 5
     CHOICE = 6
+    LOW_RES = 7  # of the low-resolution picture beside it
 
 
 def _signed(value: int, bits: int = 64) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.acceptance.exact import probability
-from vargen.decoding.acceptance.neighbours import nearest_tokens
+from vargen.decoding.acceptance.neighbours import codebook_of, nearest_tokens
 from vargen.decoding.acceptance.relaxation import Relaxed
 from vargen.decoding.protocols import TokenModel
 from vargen.values import real, shown, whole
@@ -67,12 +67,8 @@ class Neighbourhood(Relaxed):
         Raises:
             ValueError: if the model has no codebook, or one that is none.
         """
-        if model.codebook is None:
-            raise ValueError("neighbourhoods need a model with a codebook, whose vectors say how alike two tokens are")
-        if len(model.codebook) != model.vocab:
-            raise ValueError(f"the codebook must have a vector for each of the {model.vocab} tokens, got {len(model.codebook)}")
         bound = replace(self)
-        object.__setattr__(bound, "nearest", nearest_tokens(model.codebook, self.size))
+        object.__setattr__(bound, "nearest", nearest_tokens(codebook_of(model), self.size))
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:

@@ -88,13 +88,17 @@ class Relaxed:
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
             return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
+        verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
+        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+
+    def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
+        """The verdict on a chain, without its relaxation; the drafts, and what each is granted, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
         soft = None if draft.soft is None else draft.soft[:, :-1]
         drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft)
         granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
-        verdict = judged(accepted, probs, draft, noise)  # as the walk over a tree, without its copies of p
-        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+        return judged(accepted, probs, draft, noise), drafted, granted  # as the walk over a tree, without its copies of p
 
     def _test(self, tree: Tree, siblings: Siblings) -> Tested:
         depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
