@@ -121,6 +121,11 @@ def _unit_(bits: Tensor) -> Tensor:
     return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
 
 
+def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
+    """int64 `[B]`: seeds of other pictures, whose noise is independent of that of these."""
+    return _keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
+
+
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
     """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
     keys = _keys(seeds, position, purpose, step)

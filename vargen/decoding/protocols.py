@@ -103,13 +103,13 @@ class LowResModel(Protocol):
     def grid(self) -> tuple[int, int]: ...
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
-        """The state of B images, of which nothing is drawn."""
+        """The state of B images: their pictures at the low resolution."""
 
     def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, as drafts are drawn from them.
 
-        They may depend on the tokens `[B, M]` that are drawn, `length` `[B]` of them, and on noise of the purpose `LOW_RES`, on
-        nothing else.
+        They may depend on the first `length` `[B]` of tokens `[B, M]`, which are drawn or drafted, and on noise that nothing
+        else is drawn with (`derived`), on nothing else.
         """
 
 

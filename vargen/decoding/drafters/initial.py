@@ -116,11 +116,17 @@ def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return tokens, probs.scatter_(2, tokens[..., None], 1.0)
 
 
+NO_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
+
+
 def from_low_res(model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling) -> InitialDraft:
-    """What a picture at a low resolution makes likely, which its model draws beside these images."""
-    held = model.start(condition, seeds, sampling)
+    """What a picture at a low resolution makes likely, which its model draws before the first draft."""
+    held: Any = None
 
     def low_res(context: Context) -> tuple[Tensor, Tensor]:
+        nonlocal held
+        if held is None:
+            held = model.start(condition, seeds, sampling)
         last = model.grid[0] * model.grid[1] - 1
         probs = model.probs(held, context.tokens, context.known, context.noise.position.clamp(max=last))
         return context.noise.draw(probs, Purpose.DRAFT), probs
@@ -136,7 +142,7 @@ def low_res_model(model: TokenModel) -> LowResModel:
     """
     found = model.low_res if isinstance(model, UpscaledModel) else None
     if found is None:
-        raise ValueError("drafts from a low resolution need a model for it beside this one, and there is none")
+        raise ValueError(NO_LOW_RES)
     if (found.vocab, found.grid) != (model.vocab, model.grid):
         raise ValueError(
             f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"
