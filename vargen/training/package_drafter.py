@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from vargen.files import whole_file, whole_files
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.weights import unpickle, weights_digest
 from vargen.pipelines.drafter_files import checked_drafter
-from vargen.pipelines.families import FAMILIES, of
+from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
-from vargen.training.package import figures_of, without_traces
+from vargen.training.package import add_part, figures_of
 
 _LARGEST = 4 * 2**20  # bytes of a packaged drafter
 
@@ -48,13 +47,7 @@ def package_drafter(run: Path, model: Any, note: str = "") -> dict[str, Any]:
     if size > _LARGEST:
         raise ValueError(f"a packaged drafter must be of at most {_LARGEST} bytes, and this one takes {size}")
     figures = figures_of(run)
-    with whole_files(folder / kind) as staged:
-        drafter.save_pretrained(staged)
-        without_traces(staged)
-        (staged / "README.md").write_text(card(kind, size, figures, note), "utf-8")
-    index[kind] = list(of(network))
-    with whole_file(folder / "model_index.json") as temporary:
-        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+    add_part(folder, kind, drafter, card(kind, size, figures, note))
     final = {name.removeprefix("final_"): value for name, value in figures.items() if name.startswith("final_")}
     return {"drafter": str(folder / kind), "bytes": size, **final}
 
