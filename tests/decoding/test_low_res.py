@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, decode, exact
+from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, Wavefront, decode, exact
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableLowRes, TableModel
@@ -110,11 +110,61 @@ def test_a_wider_radius_draws_more_anew():
     assert passes[0] < passes[2]
 
 
-@pytest.mark.parametrize("budget", [0.5, 3.0])
-def test_no_image_spends_more_than_its_budget(budget):
+# -- wavefronts -------------------------------------------------------------------------------------------------------
+
+
+def front(reach: int, window: int = 6, budget: float | None = None, initial: str = "uniform") -> Accelerator:
+    return Accelerator(drafter=Wavefront(window, initial=initial, reach=reach), acceptance=Pooled(0, 2.0, budget=budget))
+
+
+def large() -> TableModel:
     model = TableModel(vocab=9, tokens=64, seed=6, rows=8)
     model.low_res = TableLowRes(TableModel(vocab=9, tokens=64, seed=8, rows=8))
-    arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))
+    return model
+
+
+@pytest.mark.parametrize("reach", [0, 1])
+def test_a_wavefront_without_a_budget_is_exact(reach):
+    assert measure(front(reach, budget=0.0), GRID.model(), GRID.sampling, CHAINS).exact
+
+
+@pytest.mark.slow
+def test_a_wavefront_is_no_further_from_the_target_than_was_reported():
+    method, seeds = front(0), torch.arange(20_000) + 10**6
+    finding = measure(method, GRID.model(), GRID.sampling, CHAINS)
+    spent = decode(GRID.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, GRID.sampling).stats.relaxation
+    assert finding.impossible == 0 and finding.times_the_floor > 2
+    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+
+
+def test_a_nearer_front_takes_fewer_passes_and_costs_more():
+    arguments = (torch.zeros(32, dtype=torch.int64), torch.arange(32))
+    runs = [decode(large(), *arguments, front(reach, window=32)).stats for reach in (0, 3, 8)]
+    assert runs[0].tokens_per_pass > runs[1].tokens_per_pass > runs[2].tokens_per_pass
+    assert sum(runs[0].relaxation) > sum(runs[1].relaxation) > sum(runs[2].relaxation) == 0
+
+
+def test_a_front_of_a_whole_row_is_the_exact_window():
+    arguments = (torch.zeros(8, dtype=torch.int64), torch.arange(8))
+    plain = Accelerator(drafter=Jacobi(32, "maximal"), acceptance=exact)
+    assert torch.equal(decode(large(), *arguments, front(8, 32)).tokens, decode(large(), *arguments, plain).tokens)
+
+
+def test_rows_of_a_batch_have_fronts_of_their_own():
+    condition, seeds = torch.tensor([0, 1, 1]), torch.tensor([3, 4, 5])
+    method = front(2, 20, initial="low-res")
+    together = decode(large(), condition, seeds, method).tokens
+    for row in range(3):
+        alone = decode(large(), condition[row : row + 1], seeds[row : row + 1], method).tokens
+        assert torch.equal(alone[0], together[row])
+
+
+# -- budgets and bad input --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0.5, 3.0])
+def test_no_image_spends_more_than_its_budget(budget):
+    arguments = (large(), torch.zeros(32, dtype=torch.int64), torch.arange(32))
     spent = {}
     for limit in (budget, None):
         method = Accelerator(drafter=drafts(16, "judged"), acceptance=Pooled(0, 0.1, 1, budget=limit))
@@ -136,6 +186,9 @@ def test_a_row_of_a_batch_is_the_picture_alone():
     (lambda: Pooled(threshold=0), "threshold, .*, must be above 0, got 0"),
     (lambda: Pooled(radius=1.5), "radius must be a whole number of at least 0 .*, got 1.5"),
     (lambda: Pooled(radius=3).bind(GRID.model()), "radius must be less than the grid of 3 x 2, got 3"),
+    (lambda: Wavefront(8, reach=-1), "reach, in columns, must be a whole number of at least 0, got -1"),
+    (lambda: Wavefront(8, coupling="maximal"), "coupling of a wavefront must be 'judged', got 'maximal'"),
+    (lambda: Wavefront(1), "window"),
     (lambda: Pooled().bind(TableModel(3, 5)), "need a model with a codebook"),
     (lambda: drafts().bind(TableModel(3, 5)), "need a model for it beside this one, and there is none"),
 ])  # fmt: skip

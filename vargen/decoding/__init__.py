@@ -27,6 +27,7 @@ from vargen.decoding.drafters import (
     Recycle,
     Speculative,
     SpeculativeTree,
+    Wavefront,
 )
 from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
@@ -88,6 +89,7 @@ __all__ = [
     "Tree",
     "Typical",
     "Verdict",
+    "Wavefront",
     "acceptance_rule",
     "decode",
     "decode_scales",

@@ -167,6 +167,8 @@ class Draft:
             grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
         soft: float32 `[B, T, V]`, the target's probabilities behind each fed slot at temperature 1. The loop adds them for
             relaxed rules where drawing is greedy, because one likeliest token says nothing about those next to it.
+        kept: bool `[B, T - 1]`, drafts that `Pooled` is to keep whatever has become of their probabilities. No token may have a
+            say in whether it is itself kept.
     """
 
     tokens: Tensor
@@ -174,6 +176,7 @@ class Draft:
     probs: Tensor | None = None
     valid: Tensor | None = None
     soft: Tensor | None = None
+    kept: Tensor | None = None
 
     @classmethod
     def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:

@@ -16,6 +16,7 @@ from vargen.decoding.drafters import (
     Recycle,
     Speculative,
     SpeculativeTree,
+    Wavefront,
 )
 from vargen.decoding.naming import nearest
 from vargen.decoding.schedule import Schedule, Stage
@@ -87,6 +88,13 @@ PRESETS: dict[str, Method] = {
             acceptance=Pooled(),
             summary="drafts from a low-resolution picture, kept where they look like what is likely, repaired where not",
             source="MuLo-SD 2026, arXiv 2601.05149",
+        ),
+        Accelerator(
+            name="wavefront",
+            drafter=Wavefront(window=48, reach=4),
+            acceptance=Pooled(size=0, threshold=2.0),
+            summary="rows begin once the row above is some columns ahead; what stands for the rest are drafts of the last pass",
+            source="He et al. 2024, ZipAR, arXiv 2412.04062, on a Jacobi window",
         ),
         Accelerator(
             name="speculative",

@@ -35,6 +35,8 @@ class Pooled(Relaxed):
     or not (MuLo's local expansion). Those before it are not: their p has not seen it, and to let the fate of a later token
     decide over an earlier one would bias it.
 
+    Drafts that their drafter wants kept (`Draft.kept`, as `Wavefront` does) stand in any case; that is granted, and counted.
+
     Args:
         size: neighbours, 0 or more; where the codebook has fewer, all.
         threshold: tau, above 0; above 1 nothing passes by its mass.
@@ -84,6 +86,10 @@ class Pooled(Relaxed):
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         return (self.mass(p, tokens) >= self.threshold).to(p.dtype)
+
+    def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
+        granted = super().granted(siblings, depth)
+        return granted if siblings.kept is None else torch.where(siblings.kept, 1 - siblings.exact_chance, granted)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """See `AcceptanceRule`. `drawn` holds the drafts that stand, and others in the place of those that do not."""

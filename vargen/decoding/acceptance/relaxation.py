@@ -95,7 +95,7 @@ class Relaxed:
         """The verdict on a chain, without its relaxation; the drafts, and what each is granted, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
         soft = None if draft.soft is None else draft.soft[:, :-1]
-        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft)
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.kept)
         granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
         return judged(accepted, probs, draft, noise), drafted, granted  # as the walk over a tree, without its copies of p

@@ -31,6 +31,7 @@ class Siblings(NamedTuple):
         slot: int64 `[B, R]` or `[1, R]`, the slot that it is fed at, 0 where there is none.
         room: float `[B, R]`, most relaxation that this test may grant; None: no limit.
         soft: float `[B, R, V]`, the target's behind each slot at temperature 1, where drawing is greedy; see `Draft`.
+        kept: bool `[B, R]`, of drafts of a chain, see `Draft`.
     """
 
     p: Tensor
@@ -39,6 +40,7 @@ class Siblings(NamedTuple):
     slot: Tensor
     room: Tensor | None = None
     soft: Tensor | None = None
+    kept: Tensor | None = None
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
