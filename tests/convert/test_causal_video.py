@@ -4,11 +4,12 @@ import json
 
 import pytest
 import torch
-from diffusers import WanTransformer3DModel
 from safetensors.torch import save_file
 
 from vargen.convert.causal_video import convert_causal_video, to_diffusers, to_original
 from vargen.models.causal_video import CausalVideoTransformer
+
+from diffusers import WanTransformer3DModel  # isort: skip  (after the torchvision guard)
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 4, "width": 6, "patch": 2,
