@@ -9,7 +9,7 @@ import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, pick_device
-from vargen.cli.train_options import CONFIG, DEVICE, RUN, STEPS, THREADS, app, recipe_of
+from vargen.cli.train_options import CONFIG, DEVICE, RUN, STEPS, THREADS, app, recipe_of, saved, text_encoder_folder
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -61,3 +61,93 @@ def video_vae(
     clips, place = open_clips(data), pick_device(device)
     fix_threads(threads)
     print_json({"model": str(output / "vae"), **train_video_vae(recipe, clips, output, place)})
+
+
+_VAE = typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")
+_TEACHER = typer.Option(metavar="DIR", help="A run, or a saved model, whose flow a few-step model follows.")
+_INIT = typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved model. Default: the teacher's.")
+_TEXT_ENCODER = typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+
+
+@app.command("video-preview")
+def video_preview(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-preview",
+    data: Annotated[Path | None, _CLIPS] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-preview"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train a small decoder that shows latents to a scorer; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.video_preview import train_video_preview
+    from vargen.training.video_recipe import PreviewRecipe
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, PreviewRecipe, steps)
+    codes = saved(expanded(vae, "vae"), "vae", "vae")
+    clips, place = open_clips(data), pick_device(device)
+    fix_threads(threads)
+    print_json({"model": str(output / "preview"), **train_video_preview(recipe, clips, codes, output, place)})
+
+
+@app.command("video-target")
+def video_target(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-target",
+    data: Annotated[Path | None, _CLIPS] = None,
+    teacher: Annotated[Path | None, _TEACHER] = None,
+    init: Annotated[Path | None, _INIT] = None,
+    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-target"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train the large block-wise video model on latents, or, with a teacher, to draw in few steps; print its figures."""
+    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
+
+
+@app.command("video-drafter")
+def video_drafter(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-drafter",
+    data: Annotated[Path | None, _CLIPS] = None,
+    teacher: Annotated[Path | None, _TEACHER] = None,
+    init: Annotated[Path | None, _INIT] = None,
+    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-drafter"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train the small one, which drafts blocks for the large one; print its figures."""
+    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
+
+
+def _train(
+    vae: Path,
+    config: str,
+    data: Path | None,
+    teacher: Path | None,
+    init: Path | None,
+    text_encoder: Path | None,
+    output: Path,
+    steps: int | None,
+    device: Device,
+    threads: int | None,
+) -> None:
+    quiet_libraries()
+    from vargen.training.video_recipe import VideoRecipe
+    from vargen.training.video_target import train_video
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, VideoRecipe, steps)
+    encoder, codes = text_encoder_folder(text_encoder), saved(expanded(vae, "vae"), "vae", "vae")
+    guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
+    start = saved(expanded(init, "init"), "transformer", "init") if init else None
+    clips, place = open_clips(data), pick_device(device)
+    fix_threads(threads)
+    figures = train_video(recipe, clips, codes, encoder, output, place, guide, start)
+    print_json({"model": str(output / "transformer"), **figures})

@@ -23,7 +23,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
-from vargen.models.video_blocks import Block, Head, rope_table, sinusoid
+from vargen.models.video_blocks import Block, Head, Plan, attention_plan, rope_table, sinusoid
 from vargen.models.video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.video_geometry import VideoGeometry
 
@@ -195,14 +195,11 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
             x = torch.cat([context, x], 1)
             given = torch.zeros_like(steps) if context_timestep is None else _per_frame(context_timestep, latents_BFCYX)
             steps = torch.cat([given, steps], 1)
-        bias = None
-        if seen is not None:
-            spread = seen.repeat_interleave(rows * columns, 0).repeat_interleave(rows * columns, 1).to(x.device)
-            bias = torch.zeros(spread.shape, device=x.device).masked_fill(~spread, float("-inf"))
+        plan = None if seen is None else attention_plan(seen, rows * columns)
         table = rope_table(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
-        out = self._tokens(self._embedded(x), steps, text, table, bias, cache)
+        out = self._tokens(self._embedded(x), steps, text, table, plan, cache)
         out = out[:, -frames * rows * columns :]
         patches = out.unflatten(1, (frames, rows, columns)).unflatten(-1, (p, p, -1))
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
@@ -220,7 +217,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         steps_BF: Tensor,
         text: TextCache,
         table: tuple[Tensor, Tensor],
-        bias: Tensor | None,
+        plan: Plan | None,
         cache: VideoCache | None,
     ) -> Tensor:
         """What the head makes of the tokens `[B, T, C * p * p]`."""
@@ -228,7 +225,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
         for block in self.blocks:
-            x_BTD = block(x_BTD, steps_BF6D, text, table, bias, cache)
+            x_BTD = block(x_BTD, steps_BF6D, text, table, plan, cache)
         return self.head(x_BTD, step_BFD)
 
 

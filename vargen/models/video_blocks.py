@@ -87,15 +87,54 @@ class Attention(nn.Module):
         return x_BTD.unflatten(-1, (self.heads, -1))
 
 
+Plan = list[tuple[slice, list[slice]]]
+
+
+def attention_plan(seen: Tensor, tokens: int) -> Plan:
+    """What to attend to, as slices: for each run of frames that see the same, its tokens and those that it sees.
+
+    A mask over all pairs of tokens costs two to four times the arithmetic, and keeps fused attention out.
+
+    Args:
+        seen: bool `[F, G]`, whether the frame of a row sees that of a column. tokens: of a frame.
+    """
+    plan: Plan = []
+    rows = seen.tolist()
+    first = 0
+    for row in range(1, len(rows) + 1):
+        if row < len(rows) and rows[row] == rows[first]:
+            continue
+        runs: list[slice] = []
+        for column, visible in enumerate(rows[first]):
+            if visible and runs and runs[-1].stop == column * tokens:
+                runs[-1] = slice(runs[-1].start, (column + 1) * tokens)
+            elif visible:
+                runs.append(slice(column * tokens, (column + 1) * tokens))
+        plan.append((slice(first * tokens, row * tokens), runs))
+        first = row
+    return plan
+
+
+def attend_by_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | None) -> Tensor:
+    """Attention `[B, T, H * K]`, by default of all to all."""
+    if plan is None:
+        return attend(q_BHTK, k_BHSK, v_BHSK, None)
+    parts = []
+    for rows, runs in plan:
+        k, v = (x[:, :, runs[0]] if len(runs) == 1 else torch.cat([x[:, :, run] for run in runs], 2) for x in (k_BHSK, v_BHSK))
+        parts.append(attend(q_BHTK[:, :, rows], k, v, None))
+    return torch.cat(parts, 1)
+
+
 class SelfAttention(Attention):
     def forward(
-        self, x_BTD: Tensor, table: tuple[Tensor, Tensor], bias: Tensor | None, cache: VideoCache | None, layer: int
+        self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: VideoCache | None, layer: int
     ) -> Tensor:
         q, k, v = self.split(self.norm_q(self.q(x_BTD))), self.split(self.norm_k(self.k(x_BTD))), self.split(self.v(x_BTD))
         q, k, v = rotate(q, table).transpose(1, 2), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.write(layer, k, v)
-        return self.o(attend(q, k, v, bias))
+        return self.o(attend_by_plan(q, k, v, plan))
 
 
 class CrossAttention(Attention):
@@ -129,16 +168,16 @@ class Block(nn.Module):
         steps_BF6D: Tensor,
         text: TextCache,
         table: tuple[Tensor, Tensor],
-        bias: Tensor | None,
+        plan: Plan | None,
         cache: VideoCache | None,
     ) -> Tensor:
         """
         Args:
-            steps_BF6D: what the frames' timesteps make of modulation. bias: added to scores, see `attend`.
+            steps_BF6D: what the frames' timesteps make of modulation. plan: see `attention_plan`.
         """
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
-        attended = self.self_attn(modulated(self.norm1(x_BTD), shift1, scale1), table, bias, cache, self.layer)
+        attended = self.self_attn(modulated(self.norm1(x_BTD), shift1, scale1), table, plan, cache, self.layer)
         x = gated(x_BTD, attended, gate1, frames)
         x = x + self.cross_attn(self.norm3(x), text, self.layer).type_as(x)
         return gated(x, self.ffn(modulated(self.norm2(x), shift2, scale2)), gate2, frames)

@@ -211,6 +211,19 @@ class TextCache:
         """Memory that keys and values take."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
 
+    def join(self, other: TextCache) -> TextCache:
+        """These prompts, followed by others of as many rows."""
+        keys, values = (
+            tuple(torch.cat(pair) for pair in zip(a, b, strict=True))
+            for a, b in ((self.keys, other.keys), (self.values, other.values))
+        )
+        biases = [part.bias for part in (self, other)]
+        if biases[0] is None and biases[1] is None:
+            return TextCache(keys, values)
+        shape = (1, 1, keys[0].shape[2])
+        zeros = [k.new_zeros(len(k), *shape, dtype=torch.float32) for k in (self.keys[0], other.keys[0])]
+        return TextCache(keys, values, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]))
+
     def rows(self, chosen: slice | Sequence[int]) -> TextCache:
         """Some of the prompts."""
         index = chosen if isinstance(chosen, slice) else list(chosen)
