@@ -151,3 +151,25 @@ def _train(
     fix_threads(threads)
     figures = train_video(recipe, clips, codes, encoder, output, place, guide, start)
     print_json({"model": str(output / "transformer"), **figures})
+
+
+@app.command("package-video")
+def package_video(
+    vae: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of video-vae.")] = Path("runs/video-vae"),
+    target: Annotated[Path, typer.Option(metavar="DIR", help="Of video-target.")] = Path("runs/video-target-steps"),
+    drafter: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-drafter.")] = None,
+    preview: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-preview.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Join finished video runs to a model folder in int8, with a card that says how far training got."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.training.package_video import package_video as join
+
+    packaged = Path(vargen.assets.__file__).parent
+    place = expanded(output, "output") if output else packaged / "emoji-video"
+    given = {"vae": vae, "target": target, "drafter": drafter, "preview": preview}
+    runs = {name: path and expanded(path, name) for name, path in given.items()}
+    assert runs["vae"] and runs["target"]
+    print(join(runs["vae"], runs["target"], place, packaged / "emoji", runs["drafter"], runs["preview"], note=note))
