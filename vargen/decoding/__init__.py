@@ -4,6 +4,7 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import (
     Grouped,
     Neighbourhood,
+    Pooled,
     Ratio,
     Relaxed,
     Typical,
@@ -69,6 +70,7 @@ __all__ = [
     "Noise",
     "NonFiniteLogitsError",
     "Output",
+    "Pooled",
     "Progress",
     "Purpose",
     "Ratio",
