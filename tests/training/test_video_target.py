@@ -235,6 +235,23 @@ def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     assert len({tuple(noise.tolist()) for noise in noises}) == 8
 
 
+def test_a_drawn_block_sees_clean_ones(flow):
+    """What the cache holds of an earlier block is of a clean pass, not of its last noisy step."""
+    model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
+    text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
+    drawn = draw_latents(model, text, 2, [1.0, 0.5], seed=3)
+    cache = model.new_cache(2, 4)
+    cache.begin()
+    model(drawn[:, :2], torch.zeros(2), text, cache)
+    cache.commit()
+    cache.begin()
+    x = block_noise(3, 1, 0, (2, 2, 4, 2, 2), CPU)
+    x = x - model(x, torch.full((2,), 1000.0), text, cache)
+    x = 0.5 * x + 0.5 * block_noise(3, 1, 1, x.shape, CPU)
+    x = x - 0.5 * model(x, torch.full((2,), 500.0), text, cache)
+    assert torch.allclose(x, drawn[:, 2:], atol=1e-5)
+
+
 def test_euler_steps_follow_a_straight_flow_to_its_end():
     """For the velocity of one point, every sampler ends there."""
 
