@@ -334,4 +334,5 @@ def test_packaged_recipes_are_of_the_promised_sizes(name, least, most):
         model = CausalVideoTransformer(**packaged.model)
     assert least <= sum(p.numel() for p in model.parameters()) <= most
     assert (packaged.objective == "consistency") == name.endswith("steps")
+    assert packaged.caption_rows == model.config.text_len, "longer padding costs time, and is not seen"
     assert drawing(packaged)["euler"] is (packaged.objective == "flow") and model.geometry.block_tokens == 64
