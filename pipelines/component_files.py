@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from vargen.files import expanded
+from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.compact import CompactModel
 from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
@@ -19,6 +20,8 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.var import VARTransformer
+from vargen.models.video_preview import PreviewDecoder
+from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
 from vargen.models.weights import Header, check_dtypes, check_layers, check_weights, read_header, stored_weights
 from vargen.pipelines.trust import check_no_code, check_no_code_keys
@@ -37,6 +40,9 @@ _LAYERS: dict[type, dict[str, str]] = {
     MiniLMTextEncoder: {"num_hidden_layers": "bert.encoder.layer."},
     EagleDrafter: {},  # of one layer
     MedusaDrafter: {"heads": "ahead."},
+    CausalVideoTransformer: {"num_layers": "blocks."},
+    CausalVideoVAE: {},  # as MultiScaleVQModel
+    PreviewDecoder: {},  # of one shape
     TokenUpsampler: {"blocks": "low."},
 }
 # Any one of these holds a tokenizer's vocabulary.

@@ -82,3 +82,25 @@ def llamagen(
         grid_size=grid_size,
     )
     print(folder)
+
+
+@app.command("causal-video")
+def causal_video(
+    transformer: Annotated[
+        list[Path], typer.Option(metavar="FILE", help="Repeatable, for parts of one model: .pt, .pth, .bin, .safetensors.")
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
+    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
+    n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, where they are not 128 wide.")] = None,
+) -> None:
+    """A causal video transformer of Wan2.1's layout, Self-Forcing's for one, to a folder; prints its path."""
+    check_range(n_head, "n_head", 1)
+    quiet_libraries()
+    import torch
+
+    from vargen.convert.causal_video import convert_causal_video
+
+    stored = None if dtype is StoredDtype.file else getattr(torch, dtype.value)
+    files = [expanded(file, "transformer") for file in transformer]
+    print(convert_causal_video(files, expanded(output, "output"), heads=n_head, dtype=stored, overwrite=overwrite))

@@ -22,6 +22,7 @@ from vargen.cli import (
     train_looks,  # noqa: F401  # which add their verbs to train
     train_low_res,  # noqa: F401
     train_packages,  # noqa: F401
+    train_video,  # noqa: F401
     verify,
 )
 from vargen.cli.console import Commands, configure_logging, say

@@ -132,7 +132,7 @@ def _pictures(style: str, files: dict[str, bytes]) -> Iterator[tuple[str, str, s
             yield normalize_hexcode(stem), "", path, data
 
 
-def _names(files: dict[str, bytes]) -> dict[str, tuple[str, Record]]:
+def concept_names(files: dict[str, bytes]) -> dict[str, tuple[str, Record]]:
     """Map each known hexcode to its concept (base hexcode) and the emojibase entry of that concept."""
     groups = {g["order"]: g["message"] for g in json.loads(files["en/messages.json"])["groups"]}
     names: dict[str, tuple[str, Record]] = {}
@@ -164,7 +164,7 @@ def plan_records(packages: dict[str, dict[str, bytes]]) -> tuple[list[Record], l
         Records, the aligned picture files (WebP or SVG bytes) and a report with the counts of duplicates and
         of pictures without an entry (``named_by_file``: kept under their own name; ``dropped``: listed).
     """
-    names = _names(packages[""])
+    names = concept_names(packages[""])
     records: list[Record] = []
     blobs: list[bytes] = []
     report: dict[str, Any] = {"duplicates": Counter(), "named_by_file": Counter(), "dropped": []}

@@ -1,4 +1,4 @@
-"""The npm packages that the emoji data set is made of: pinned versions, checksums, fetching, reading."""
+"""The npm packages that the emoji data sets are made of: pinned versions, checksums, fetching, reading."""
 
 from __future__ import annotations
 
@@ -55,6 +55,35 @@ SOURCES: tuple[Source, ...] = (
     Source(
         "emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a", ""
     ),
+)
+
+# One set of animations in four packages, each WebP file a sequence of code points; emojibase names them.
+ANIMATION_SOURCES: tuple[Source, ...] = (
+    Source(
+        "@lobehub/fluent-emoji-anim-1",
+        "1.0.0",
+        "4c03ac178c1eabf2e2a16dd498f3cc2b92dc30ec3466ae38fdc497d4774c99ea",
+        "anim-1",
+    ),
+    Source(
+        "@lobehub/fluent-emoji-anim-2",
+        "1.0.0",
+        "e431da8172e394036c330faa77648d6fbbae1fd3b0be95637c4497c9075019c0",
+        "anim-2",
+    ),
+    Source(
+        "@lobehub/fluent-emoji-anim-3",
+        "1.0.0",
+        "3624d0c34c819c1794b74ccf6ae9034adff7c4cb6318dd2a645145f0196feb43",
+        "anim-3",
+    ),
+    Source(
+        "@lobehub/fluent-emoji-anim-4",
+        "1.0.0",
+        "3d4c08f1e321f70808ef4996aba0ab575a9d97b6c56ffffc92cf6161a7836aa3",
+        "anim-4",
+    ),
+    SOURCES[-1],
 )
 
 

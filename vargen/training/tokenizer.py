@@ -10,7 +10,7 @@ import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from vargen.files import whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.vq import VQModel
 from vargen.training.emoji import EmojiDataset
-from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import TokenizerRecipe
 from vargen.training.run import TrainingRun
 
@@ -179,9 +178,20 @@ def quantise_together(model: VQModel, z_BERG: Tensor, colours_BRG: Tensor) -> Te
     return indices
 
 
-def reconstruction_loss(
-    predicted: Tensor, target: Tensor, recipe: TokenizerRecipe | MultiScaleTokenizerRecipe, patch: int
-) -> Tensor:
+class ReconstructionWeights(Protocol):
+    """What a recipe says about the parts of `reconstruction_loss`."""
+
+    @property
+    def l1_weight(self) -> float: ...
+    @property
+    def mse_weight(self) -> float: ...
+    @property
+    def gradient_weight(self) -> float: ...
+    @property
+    def colour_weight(self) -> float: ...
+
+
+def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: ReconstructionWeights, patch: int) -> Tensor:
     """L1 and MSE on pixels, L1 on their differences (edges), and L1 and MSE on the mean colour of each patch.
 
     The pixel terms hold the last one too, but it is what a token can always carry, and early reconstructions without its weight

@@ -1,0 +1,332 @@
+"""The causal video transformer: blocks through a cache are the whole video under its mask, whatever is refused on the way."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from vargen.models.causal_video import CausalVideoTransformer, geometry_of, pass_flops
+from vargen.models.video_blocks import rope_split, rope_table, rotate
+from vargen.models.video_cache import VideoCache, visible_frames
+from vargen.models.video_geometry import VideoGeometry
+
+SHAPE = {
+    "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 3, "height": 4, "width": 6, "patch": 2,
+    "block_frames": 2, "text_dim": 8, "text_len": None, "text_mask": True, "freq_dim": 16,
+}  # fmt: skip
+WAN_13 = {"dim": 1536, "ffn_dim": 8960, "num_heads": 12, "num_layers": 30}
+WAN_14 = {"dim": 5120, "ffn_dim": 13824, "num_heads": 40, "num_layers": 40}
+
+
+def a_model(seed: int = 0, **changes) -> CausalVideoTransformer:
+    torch.manual_seed(seed)
+    model = CausalVideoTransformer(**{**SHAPE, **changes}).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.5))
+    return model.requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalVideoTransformer:
+    return a_model()
+
+
+def latents(frames: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, frames, 3, 4, 6, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def a_text(model: CausalVideoTransformer, seed: int = 0):
+    embeds = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(seed)).double()
+    mask = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
+    return model.text_cache(embeds * mask[..., None], mask)
+
+
+ZERO = torch.zeros(2)
+
+
+def prefill(model, z, cache, text, steps=None):
+    """Clean passes, block by block; their outputs."""
+    out = []
+    for i, part in enumerate(z.split(2, 1)):
+        cache.begin(part.shape[1])
+        t = ZERO if steps is None else steps[:, 2 * i : 2 * i + part.shape[1]]
+        out.append(model(part, t, text, cache))
+        cache.commit()
+    return torch.cat(out, 1)
+
+
+def same(a: VideoCache, b: VideoCache) -> bool:
+    return a.frames == b.frames and torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values)
+
+
+# -- the cache and the mask --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (6, 2), (5, 1), (7, 3), (4, 2), (3, 1)])
+def test_blocks_through_a_cache_are_the_whole_video_under_its_mask(model, window, sinks):
+    z, text = latents(14), a_text(model)
+    steps = torch.rand(2, 14, generator=torch.Generator().manual_seed(1)).double() * 1000
+    cache = model.new_cache(2, 14, window=window, sinks=sinks)
+    found = prefill(model, z, cache, text, steps)
+    expected = model(z, steps, text, window=window, sinks=sinks)
+    assert torch.allclose(found, expected, atol=1e-9)
+    assert cache.slots == (window or 14) and cache.frames == 14
+
+
+def test_the_window_is_not_decoration(model):
+    z, text = latents(8), a_text(model)
+    assert not torch.allclose(model(z, ZERO, text, window=4), model(z, ZERO, text), atol=1e-3)
+    assert not torch.allclose(model(z, ZERO, text, window=4, sinks=2), model(z, ZERO, text, window=4), atol=1e-3)
+
+
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (4, 0), (5, 1), (4, 2)])
+@pytest.mark.parametrize("verdicts", ["aaaaaa", "rrrrrr", "araara", "rraarr"])
+def test_any_string_of_refusals_leaves_the_cache_of_a_fresh_prefill(model, window, sinks, verdicts):
+    """Noisy passes, refused drafts and repeated clean passes: keys and values are those of the clean passes."""
+    z, text = latents(12), a_text(model)
+    cache = model.new_cache(2, 14, window=window, sinks=sinks)
+    for n, verdict in enumerate(verdicts):
+        draft = latents(2, seed=100 + n)
+        cache.begin()
+        for step in (1000.0, 700.0):
+            model(draft, torch.full((2,), step), text, cache)
+        if verdict == "r":
+            cache.rollback()
+            cache.begin()
+            model(draft * 2, torch.full((2,), 300.0), text, cache)
+        for _ in range(2):
+            model(z[:, 2 * n : 2 * n + 2], ZERO, text, cache)
+        cache.commit()
+    fresh = model.new_cache(2, 14, window=window, sinks=sinks)
+    prefill(model, z, fresh, text)
+    assert same(cache, fresh)
+
+
+def test_several_blocks_pass_together_as_one_by_one(model):
+    """What is clean must not see the noisy block that shares its pass."""
+    z, text = latents(8), a_text(model)
+    one, both = model.new_cache(2, 8), model.new_cache(2, 8)
+    expected = prefill(model, z[:, :6], one, text)
+    one.begin()
+    noisy = model(z[:, 6:], torch.full((2,), 900.0), text, one)
+    prefill(model, z[:, :2], both, text)
+    both.begin(6)
+    steps = torch.zeros(2, 6)
+    steps[:, 4:] = 900
+    found = model(z[:, 2:], steps, text, both)
+    both.commit(4)
+    assert torch.allclose(found, torch.cat([expected[:, 2:], noisy], 1), atol=1e-9)
+    assert both.frames == 6 and both.pending == 2 and torch.allclose(both.keys, one.keys, atol=1e-9)
+
+
+def test_context_is_what_the_cache_would_hold(model):
+    """Training sees clean blocks before a noisy one, and of its own block only the noisy frames."""
+    z, noisy, text = latents(6), latents(6, seed=5), a_text(model)
+    steps = torch.rand(2, 6, generator=torch.Generator().manual_seed(1)) * 1000
+    found = model(noisy, steps, text, context=z)
+    for n in range(3):
+        cache = model.new_cache(2, 6)
+        if n:
+            prefill(model, z[:, : 2 * n], cache, text)
+        cache.begin()
+        part = slice(2 * n, 2 * n + 2)
+        assert torch.allclose(found[:, part], model(noisy[:, part], steps[:, part], text, cache), atol=1e-9)
+
+
+def test_a_short_first_block_and_a_seek_back(model):
+    z, text = latents(7), a_text(model)
+    cache = model.new_cache(2, 8)
+    for count, part in ((1, z[:, :1]), (2, z[:, 1:3]), (2, z[:, 3:5])):
+        cache.begin(count)
+        model(part, ZERO, text, cache)
+        cache.commit()
+    kept = model.new_cache(2, 8)
+    for count, part in ((1, z[:, :1]), (2, z[:, 1:3])):
+        kept.begin(count)
+        model(part, ZERO, text, kept)
+        kept.commit()
+    cache.rollback(3)
+    for each in (cache, kept):
+        each.begin()
+    new = z[:, 5:]
+    assert torch.equal(model(new, ZERO, text, cache), model(new, ZERO, text, kept))
+
+
+def test_memory_of_a_window_is_flat(model):
+    cache = model.new_cache(1, window=4, sinks=2)
+    before, text = cache.nbytes, model.text_cache(torch.randn(1, 2, 8).double())
+    for n in range(30):
+        cache.begin()
+        model(latents(2, n)[:1], ZERO[:1], text, cache)
+        cache.commit()
+    assert cache.nbytes == before and cache.frames == 60 and cache.room() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"window": 3, "sinks": 2}, "window must be at least 4 frames"), ({"sinks": 1}, "sinks must be 0 without a window"),
+     ({"window": -1}, "window must be a whole number"), ({"window": 4.0}, "window must be"), ({"frames": 0}, "frames must be")],
+)  # fmt: skip
+def test_caches_that_cannot_be_are_refused(model, arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model.new_cache(1, **arguments)
+
+
+def test_a_cache_says_what_it_cannot_do(model):
+    cache, text = model.new_cache(2, 4), a_text(model)
+    with pytest.raises(ValueError, match="0 frames were begun"):
+        model(latents(2), ZERO, text, cache)
+    cache.begin()
+    with pytest.raises(ValueError, match="2 frames were begun"):
+        model(latents(3), ZERO, text, cache)
+    with pytest.raises(ValueError, match="frames must be from 0 to the 2 that are pending"):
+        cache.commit(3)
+    with pytest.raises(ValueError, match="context and window must be None"):
+        model(latents(2), ZERO, text, cache, context=latents(2))
+    cache.commit()
+    with pytest.raises(ValueError, match="the cache is for 4 frames, got 6"):
+        cache.begin(4)
+    with pytest.raises(ValueError, match="frames must be from 0 to the 2 that are committed"):
+        cache.rollback(3)
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(ValueError, match="frames must be a whole number"):
+            cache.begin(bad)
+
+
+def test_a_ring_that_has_lost_frames_says_so(model):
+    cache, text = model.new_cache(2, window=4), a_text(model)
+    prefill(model, latents(4), cache, text)
+    with pytest.raises(ValueError, match="room for 0 more"):
+        cache.begin(4)
+    cache.begin(2)
+    model(latents(2), ZERO, text, cache)
+    cache.rollback()
+    with pytest.raises(ValueError, match="has evicted frames that the next one would see: begin its 2 frames"):
+        cache.begin(1)
+    with pytest.raises(ValueError, match="prefill it anew"):
+        cache.rollback(2)
+    cache.begin(2)
+
+
+def test_visible_frames_by_hand():
+    assert visible_frames(4, 2).int().tolist() == [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    assert visible_frames(8, 2, window=4, sinks=1).int().tolist()[6] == [1, 0, 0, 0, 0, 1, 1, 1]
+
+
+# -- positions, text, modulation ---------------------------------------------------------------------------------------
+
+
+def test_rope_is_relative_and_split_as_published():
+    assert rope_split(128) == (44, 42, 42) and rope_split(32) == (12, 10, 10)
+    x = torch.randn(1, 6, 1, 128)
+    for shift in (1, 1000):
+        near, far = rope_table(128, 0, 3, 1, 2, x.device), rope_table(128, shift, 3, 1, 2, x.device)
+        scores = [rotate(x, table)[0, :, 0] @ rotate(x, table)[0, :, 0].T for table in (near, far)]
+        assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(rotate(x, near), rotate(x, far), atol=0.1)
+
+
+def test_padding_of_captions_is_hidden_or_seen(model):
+    embeds = torch.randn(2, 5, 8).double()
+    mask = torch.tensor([[True] * 3 + [False] * 2] * 2)
+    z = latents(2)
+    other = embeds.clone()
+    other[:, 3:] += 1
+    assert torch.equal(*(model(z, ZERO, model.text_cache(e, mask)) for e in (embeds, other)))
+    assert torch.allclose(
+        model(z, ZERO, model.text_cache(embeds, mask)), model(z, ZERO, model.text_cache(embeds[:, :3])), atol=1e-9
+    )
+    official = a_model(text_mask=False, text_len=7)
+    short, long = embeds[:, :3], torch.cat([embeds[:, :3], torch.zeros(2, 4, 8).double()], 1)
+    assert torch.equal(*(model_out(official, z, e) for e in (short, long)))
+    with pytest.raises(ValueError, match=r"embeds must be \[B, at most 7, 8\]"):
+        official.text_cache(torch.zeros(1, 8, 8).double())
+
+
+def model_out(model, z, embeds):
+    return model(z, ZERO, model.text_cache(embeds))
+
+
+def test_a_level_of_motion_is_one_more_row():
+    model, z = a_model(motion_levels=3), latents(2)
+    embeds = torch.randn(2, 4, 8).double()
+    outs = [model(z, ZERO, model.text_cache(embeds, motion_B=torch.tensor([level] * 2))) for level in range(4)]
+    assert torch.equal(outs[3], model(z, ZERO, model.text_cache(embeds))) and not torch.allclose(outs[0], outs[1], atol=1e-4)
+    with pytest.raises(ValueError, match="motion must be 2 levels from 0 to 3"):
+        model.text_cache(embeds, motion_B=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="motion must be 2 levels from 0 to 0"):
+        a_model().text_cache(embeds, motion_B=torch.tensor([0, 0]))
+
+
+def test_prompts_can_be_chosen_from_a_text_cache(model):
+    text, z = a_text(model), latents(2)
+    assert torch.allclose(model(z[1:], ZERO[1:], text.rows(slice(1, 2))), model(z, ZERO, text)[1:], atol=1e-9)
+    assert torch.allclose(model(z[[1]], ZERO[1:], text.rows([1])), model(z, ZERO, text)[1:], atol=1e-9)
+    both = text.rows([0]).join(text.rows([1]))
+    assert all(torch.equal(a, b) for a, b in zip((*both.keys, *both.values), (*text.keys, *text.values), strict=True))
+    assert torch.equal(both.bias, text.bias)
+    bare = model.text_cache(torch.randn(1, 5, 8).double())
+    assert bare.join(bare).bias is None and torch.equal(bare.join(text.rows([1])).bias[1:], text.bias[1:])
+    assert text.nbytes == 2 * 2 * 2 * 5 * 24 * 8
+
+
+def test_each_frame_has_its_own_timestep(model):
+    z, text = latents(2), a_text(model)
+    mixed = model(z, torch.tensor([[0.0, 500.0]] * 2), text)
+    assert not torch.allclose(mixed, model(z, ZERO, text), atol=1e-4)
+    assert torch.equal(model(z, torch.full((2, 2), 500.0), text), model(z, torch.full((2,), 500.0), text))
+    with pytest.raises(ValueError, match=r"timestep must be \[2\] or \[2, 2\], got \[3\]"):
+        model(z, torch.zeros(3), text)
+
+
+@pytest.mark.parametrize("shape", [(2, 2, 4, 4, 6), (2, 2, 3, 5, 6), (2, 3, 4, 6)])
+def test_latents_of_another_shape_are_refused(model, shape):
+    with pytest.raises(ValueError, match=r"latents must be \[B, F, 3, Y, X\]"):
+        model(torch.zeros(shape).double(), ZERO, a_text(model))
+
+
+@pytest.mark.parametrize("change", [{"num_heads": 5}, {"num_heads": 8}, {"num_heads": 6}, {"patch": 4}])
+def test_shapes_that_cannot_be_are_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        CausalVideoTransformer(**{**SHAPE, **change})
+
+
+@pytest.mark.parametrize("stored", [None, "int8", "float16"])
+def test_it_is_saved_and_opened(tmp_path, stored):
+    torch.manual_seed(0)
+    shape = {**SHAPE, "dim": 48, "ffn_dim": 64, "weight_format": stored, "motion_levels": 2}
+    model = CausalVideoTransformer(**shape).eval()
+    model.save_pretrained(tmp_path)
+    opened = CausalVideoTransformer.from_pretrained(tmp_path)
+    z, embeds = latents(2).float(), torch.randn(2, 3, 8)
+    expected, found = (m(z, ZERO, m.text_cache(embeds)) for m in (model, opened))
+    assert torch.allclose(found, expected, atol=1e-6 if stored is None else 0.05)
+    assert geometry_of(opened.config) == opened.geometry == model.geometry
+
+
+# -- the official sizes ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("shape", "billions", "per_token"), [(WAN_13, 1.42, 184_320), (WAN_14, 14.29, 819_200)])
+def test_official_shapes_have_the_published_sizes(shape, billions, per_token):
+    with torch.device("meta"):
+        model = CausalVideoTransformer(**shape)
+        cache = model.new_cache(1, 21, dtype=torch.bfloat16)
+    assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, abs=0.01)
+    assert cache.nbytes == per_token * 32_760 and model.geometry == VideoGeometry()
+
+
+def test_official_passes_cost_what_the_table_says():
+    small, large = SimpleNamespace(**WAN_13), SimpleNamespace(**WAN_14)
+    for keys, teras in ((4680, 16.2), (9360, 20.2), (18_720, 28.3), (32_760, 40.4)):
+        assert pass_flops(small, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=0.1)
+    for keys, teras in ((4680, 132), (9360, 150), (18_720, 186), (32_760, 239)):
+        assert pass_flops(large, 4680, keys, 512) / 1e12 == pytest.approx(teras, abs=1)
+
+
+def test_a_video_of_another_size_has_a_cache_of_its_size(model):
+    wide = dataclasses.replace(model.geometry, width=8)
+    cache, text = model.new_cache(2, 4, geometry=wide), a_text(model)
+    z = torch.randn(2, 4, 3, 4, 8).double()
+    assert torch.allclose(prefill(model, z, cache, text), model(z, ZERO, text), atol=1e-9)

@@ -1,0 +1,145 @@
+"""The causal video autoencoder: a stream is a video decoded at once, a block can be taken back, frames are encoded alone."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vargen.models.video_geometry import VideoGeometry
+from vargen.models.video_stream import DecodeState, StreamDecoder
+from vargen.models.video_vae import CausalVideoVAE
+
+SHAPE = {"size": 16, "widths": (8, 16, 32), "conv_blocks": 1, "transformer_blocks": 2}
+
+
+@pytest.fixture(scope="module")
+def model() -> CausalVideoVAE:
+    """In double precision, with every weight drawn: blocks that start as the identity would hide mistakes."""
+    torch.manual_seed(0)
+    vae = CausalVideoVAE(**SHAPE).double().eval()
+    with torch.no_grad():
+        for parameter in vae.parameters():
+            parameter.copy_(torch.randn_like(parameter) * (0.3 if parameter.ndim > 1 else 0.1))
+        vae.latent_mean.copy_(torch.randn(4))
+        vae.latent_std.copy_(torch.rand(4) + 0.5)
+    return vae.requires_grad_(False)
+
+
+def latents(frames: int = 7, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, frames, 4, 2, 2, generator=torch.Generator().manual_seed(seed)).double()
+
+
+def close(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a.double(), b.double(), atol=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 7, (3, 3, 1), (2, 5), (6, 1)])
+def test_a_stream_is_the_video_decoded_at_once(model, cuts):
+    z, state, parts = latents(), None, []
+    for part in z.split(list(cuts), 1):
+        pixels, state = model.decode_block(part, state)
+        parts.append(pixels)
+    assert close(torch.cat(parts, 1), model.decode(z)) and state.frames == 7
+    assert isinstance(model, StreamDecoder)
+
+
+def test_a_block_that_is_taken_back_leaves_no_trace(model):
+    z, draft = latents(), latents(seed=1)
+    _, before = model.decode_block(z[:, :3])
+    kept = [part.clone() for part in before.parts]
+    refused, _ = model.decode_block(draft[:, 3:5], before)
+    assert all(torch.equal(a, b) for a, b in zip(kept, before.parts, strict=True))
+    instead, after = model.decode_block(z[:, 3:5], before)
+    rest, _ = model.decode_block(z[:, 5:], after)
+    assert close(torch.cat([instead, rest], 1), model.decode(z)[:, 3:])
+    assert not close(refused, instead)
+
+
+def test_frames_look_back_and_never_forward(model):
+    z = latents()
+    changed = z.clone()
+    changed[:, 4] += 1
+    apart = (model.decode(z) - model.decode(changed)).abs().amax((0, 2, 3, 4))
+    assert (apart[:4] == 0).all() and (apart[4:] > 1e-6).all()
+
+
+def test_a_still_video_stands_still_from_its_first_frame(model):
+    pixels = model.decode(latents(1).expand(-1, 5, -1, -1, -1))
+    assert close(pixels, pixels[:, :1].expand_as(pixels))
+
+
+def test_a_frames_latent_does_not_depend_on_where_the_clip_begins(model):
+    clip = torch.rand(1, 5, 3, 16, 16).double() * 2 - 1
+    assert close(model.encode(clip.roll(2, 1)), model.encode(clip).roll(2, 1))
+    assert model.encode(clip).shape == (1, 5, 4, 2, 2)
+
+
+def test_users_see_standardised_latents(model):
+    clip = torch.rand(1, 2, 3, 16, 16).double() * 2 - 1
+    raw = model.moments(clip)[0]
+    seen = model.encode(clip)
+    assert close(seen * model.latent_std[:, None, None] + model.latent_mean[:, None, None], raw)
+    assert close(model.raw(model.standardised(raw)), raw)
+
+
+def test_a_state_is_small_and_cannot_be_changed(model):
+    _, state = model.decode_block(latents())
+    assert state.nbytes == 2 * 2 * 2 * 4 * 32 * 8  # layers, videos, frames, positions, width, bytes
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        state.frames = 0
+    assert DecodeState().nbytes == 0
+
+
+@pytest.mark.parametrize(
+    ("latent", "message"),
+    [(torch.zeros(2, 1, 3, 2, 2), r"latents must be \[B, F, 4, 2, 2\]"), (torch.zeros(2, 0, 4, 2, 2), "latents must be"),
+     (torch.zeros(2, 4, 2, 2), "latents must be")],
+)  # fmt: skip
+def test_latents_of_another_shape_are_refused(model, latent, message):
+    with pytest.raises(ValueError, match=message):
+        model.decode_block(latent)
+
+
+def test_a_state_of_other_videos_is_refused(model):
+    _, state = model.decode_block(latents())
+    with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
+        model.decode_block(latents()[:1], state)
+    with pytest.raises(ValueError, match=r"pixels must be \[B, F, 3, 16, 16\]"):
+        model.encode(torch.zeros(1, 2, 3, 16, 24))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"size": 20}, "size must be a multiple"), ({"size": 0}, "size must be"), ({"widths": (8, 16, 24)}, "multiple of 32")],
+)
+def test_shapes_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        CausalVideoVAE(**{**SHAPE, **change})
+
+
+@pytest.mark.parametrize("stored", [None, "float32", "int8"])
+def test_it_is_saved_and_opened(tmp_path, stored):
+    torch.manual_seed(0)
+    vae = CausalVideoVAE(**{**SHAPE, "widths": (8, 16, 64)}, weight_format=stored)
+    vae.latent_std.fill_(0.37)
+    vae.save_pretrained(tmp_path)
+    opened = CausalVideoVAE.from_pretrained(tmp_path)
+    z = latents().float()
+    assert torch.allclose(opened.decode(z), vae.eval().decode(z), atol=0.05 if stored == "int8" else 1e-6)
+    assert torch.equal(opened.latent_std, vae.latent_std)
+
+
+def test_geometry_counts_tokens_and_frames():
+    wan = VideoGeometry()
+    assert (wan.frame_tokens, wan.block_tokens, wan.pixel_size) == (1560, 4680, (480, 832))
+    assert (wan.pixel_frames(0, 3), wan.pixel_frames(3, 3), wan.pixel_frames(0, 21)) == (9, 12, 81)
+    assert wan.latent_shape(2) == (2, 3, 16, 60, 104) and wan.latent_shape(1, 5)[1] == 5
+    small = VideoGeometry(channels=4, height=8, width=8, patch=2, block_frames=4, temporal_stride=1, fps=12)
+    assert (small.frame_tokens, small.pixel_frames(0, 4), small.pixel_frames(4, 4)) == (16, 4, 4)
+    assert small.same_latents(dataclasses.replace(small, patch=1)) and not small.same_latents(wan)
+
+
+@pytest.mark.parametrize("change", [{"patch": 7}, {"block_frames": 0}, {"channels": True}, {"height": 2.0}])
+def test_geometry_that_cannot_be_is_refused(change):
+    with pytest.raises(ValueError, match=next(iter(change))):
+        VideoGeometry(**change)

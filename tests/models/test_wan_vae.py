@@ -1,0 +1,95 @@
+"""Wan's autoencoder as a stream: the video decoded at once by diffusers, and a block can be taken back. And previews."""
+
+import pytest
+import torch
+
+from vargen.models.video_preview import PreviewDecoder
+from vargen.models.video_stream import StreamDecoder
+from vargen.models.wan_vae import WanStreamDecoder
+
+from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
+
+
+@pytest.fixture(scope="module")
+def decoder() -> WanStreamDecoder:
+    torch.manual_seed(0)
+    vae = AutoencoderKLWan(
+        base_dim=4, z_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1, latents_mean=[0.3, -0.2, 0.1, 0.5],
+        latents_std=[1.5, 0.7, 2.0, 1.0],
+    ).eval().requires_grad_(False)  # fmt: skip
+    return WanStreamDecoder(vae)
+
+
+def latents(frames: int = 5, seed: int = 0) -> torch.Tensor:
+    return torch.randn(2, frames, 4, 3, 2, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics(decoder: WanStreamDecoder) -> list[torch.Tensor]:
+    """Mean and standard deviation `[C, 1, 1]`."""
+    return [torch.tensor(getattr(decoder.vae.config, name))[:, None, None] for name in ("latents_mean", "latents_std")]
+
+
+def at_once(decoder: WanStreamDecoder, z: torch.Tensor) -> torch.Tensor:
+    """As diffusers' pipelines do it."""
+    mean, std = (each[..., None] for each in statistics(decoder))
+    return decoder.vae.decode(z.transpose(1, 2) * std + mean).sample.transpose(1, 2)
+
+
+def streamed(decoder, z, cuts, state=None):
+    parts = []
+    for part in z.split(list(cuts), 1):
+        pixels, state = decoder.decode_block(part, state)
+        parts.append(pixels)
+    return torch.cat(parts, 1), state
+
+
+@pytest.mark.parametrize("cuts", [(1,) * 5, (3, 2), (5,), (1, 4)])
+def test_a_stream_is_the_video_decoded_at_once(decoder, cuts):
+    z = latents()
+    pixels, state = streamed(decoder, z, cuts)
+    assert torch.equal(pixels.clamp(-1, 1), at_once(decoder, z))
+    assert pixels.shape == (2, 17, 3, 24, 16) and state.frames == 5 and isinstance(decoder, StreamDecoder)
+
+
+@pytest.mark.parametrize("taken_back_at", [0, 1, 3])
+def test_a_block_that_is_taken_back_leaves_no_trace(decoder, taken_back_at):
+    z, draft = latents(), latents(2, seed=1)
+    before = streamed(decoder, z[:, :taken_back_at], (taken_back_at,))[1] if taken_back_at else None
+    start = 0 if before is None else streamed(decoder, z[:, :taken_back_at], (taken_back_at,))[0].shape[1]
+    refused, _ = decoder.decode_block(draft, before)
+    instead, _ = streamed(decoder, z[:, taken_back_at:], (5 - taken_back_at,), before)
+    assert torch.equal(instead.clamp(-1, 1), at_once(decoder, z)[:, start:])
+    assert not torch.equal(refused, instead[:, : refused.shape[1]])
+
+
+def test_a_state_is_counted_and_of_its_videos(decoder):
+    _, state = decoder.decode_block(latents())
+    assert state.nbytes > 0
+    with pytest.raises(ValueError, match="the state is of 2 videos, the latents are of 1"):
+        decoder.decode_block(latents()[:1], state)
+    with pytest.raises(ValueError, match=r"latents must be \[B, F, 4, Y, X\]"):
+        decoder.decode_block(torch.zeros(1, 1, 3, 2, 2))
+    with pytest.raises(TypeError, match="vae must be an AutoencoderKLWan, got Linear"):
+        WanStreamDecoder(torch.nn.Linear(1, 1))
+
+
+def test_latents_of_pixels_are_standardised(decoder):
+    pixels = torch.rand(1, 5, 3, 16, 24, generator=torch.Generator().manual_seed(0)) * 2 - 1
+    raw = decoder.vae.encode(pixels.transpose(1, 2)).latent_dist.mode().transpose(1, 2)
+    mean, std = statistics(decoder)
+    assert torch.allclose(decoder.encode(pixels) * std + mean, raw, atol=1e-5)
+    assert decoder.encode(pixels).shape == (1, 2, 4, 2, 3)
+    with pytest.raises(ValueError, match="1 \\+ a multiple of 4"):
+        decoder.encode(pixels[:, :4])
+
+
+def test_a_preview_keeps_nothing_of_earlier_frames():
+    torch.manual_seed(0)
+    preview, z = PreviewDecoder(4, (8, 8), stride=8).eval().requires_grad_(False), latents()
+    whole, state = streamed(preview, z, (2, 3))
+    assert torch.allclose(whole, preview(z), atol=1e-6) and whole.shape == (2, 5, 3, 24, 16)
+    assert state.frames == 5 and state.parts == () and isinstance(preview, StreamDecoder)
+    with pytest.raises(ValueError, match=r"latents must be \[B, F, 4, Y, X\]"):
+        preview.decode_block(torch.zeros(1, 1, 3, 2, 2))
+    with pytest.raises(ValueError, match="stride must be an even number"):
+        PreviewDecoder(stride=5)

@@ -1,0 +1,175 @@
+"""`vargen train video-...`: the clips, and the networks of a block-wise video model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vargen.cli.console import print_json, quiet_libraries
+from vargen.cli.options import Device, pick_device
+from vargen.cli.train_options import CONFIG, DEVICE, RUN, STEPS, THREADS, app, recipe_of, saved, text_encoder_folder
+from vargen.device import fix_threads
+from vargen.files import expanded
+
+if TYPE_CHECKING:
+    from vargen.training.video_data import VideoDataset
+
+_CLIPS = typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")
+
+
+def open_clips(folder: Path | None) -> VideoDataset:
+    from vargen.files import cache_folder
+    from vargen.training.video_data import load_video_dataset
+
+    return load_video_dataset(expanded(folder, "data") if folder else cache_folder() / "emoji-video-64")
+
+
+@app.command("video-data")
+def video_data(
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: a folder of the user's cache.")] = None,
+    size: Annotated[int, typer.Option(metavar="N", help="Side of the frames in pixels.")] = 64,
+) -> None:
+    """Build the clips: fetch four pinned packages of animated emoji (0.7 GB), cut 24 frames of each. Resumes."""
+    from vargen.files import cache_folder
+    from vargen.training.video_data import build_video_dataset
+
+    output = output and expanded(output, "output")
+    built = build_video_dataset(output, size=size)
+    folder = output or cache_folder() / f"emoji-video-{size}"
+    splits = {split: len(built.indices(split)) for split in ("train", "validation")}
+    print_json({"folder": str(folder), "clips": len(built.records), **splits, "report": built.report})
+
+
+@app.command("video-vae")
+def video_vae(
+    config: Annotated[str, CONFIG] = "emoji-video-vae",
+    data: Annotated[Path | None, _CLIPS] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-vae"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train the causal autoencoder of a video model; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.video_recipe import VideoVAERecipe
+    from vargen.training.video_vae import train_video_vae
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, VideoVAERecipe, steps)
+    clips, place = open_clips(data), pick_device(device)
+    fix_threads(threads)
+    print_json({"model": str(output / "vae"), **train_video_vae(recipe, clips, output, place)})
+
+
+_VAE = typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")
+_TEACHER = typer.Option(metavar="DIR", help="A run, or a saved model, whose flow a few-step model follows.")
+_INIT = typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved model. Default: the teacher's.")
+_TEXT_ENCODER = typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+
+
+@app.command("video-preview")
+def video_preview(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-preview",
+    data: Annotated[Path | None, _CLIPS] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-preview"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train a small decoder that shows latents to a scorer; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.video_preview import train_video_preview
+    from vargen.training.video_recipe import PreviewRecipe
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, PreviewRecipe, steps)
+    codes = saved(expanded(vae, "vae"), "vae", "vae")
+    clips, place = open_clips(data), pick_device(device)
+    fix_threads(threads)
+    print_json({"model": str(output / "preview"), **train_video_preview(recipe, clips, codes, output, place)})
+
+
+@app.command("video-target")
+def video_target(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-target",
+    data: Annotated[Path | None, _CLIPS] = None,
+    teacher: Annotated[Path | None, _TEACHER] = None,
+    init: Annotated[Path | None, _INIT] = None,
+    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-target"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train the large block-wise video model on latents, or, with a teacher, to draw in few steps; print its figures."""
+    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
+
+
+@app.command("video-drafter")
+def video_drafter(
+    vae: Annotated[Path, _VAE],
+    config: Annotated[str, CONFIG] = "emoji-video-drafter",
+    data: Annotated[Path | None, _CLIPS] = None,
+    teacher: Annotated[Path | None, _TEACHER] = None,
+    init: Annotated[Path | None, _INIT] = None,
+    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    output: Annotated[Path, RUN] = Path("runs/video-drafter"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train the small one, which drafts blocks for the large one; print its figures."""
+    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
+
+
+def _train(
+    vae: Path,
+    config: str,
+    data: Path | None,
+    teacher: Path | None,
+    init: Path | None,
+    text_encoder: Path | None,
+    output: Path,
+    steps: int | None,
+    device: Device,
+    threads: int | None,
+) -> None:
+    quiet_libraries()
+    from vargen.training.video_recipe import VideoRecipe
+    from vargen.training.video_target import train_video
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, VideoRecipe, steps)
+    encoder, codes = text_encoder_folder(text_encoder), saved(expanded(vae, "vae"), "vae", "vae")
+    guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
+    start = saved(expanded(init, "init"), "transformer", "init") if init else None
+    clips, place = open_clips(data), pick_device(device)
+    fix_threads(threads)
+    figures = train_video(recipe, clips, codes, encoder, output, place, guide, start)
+    print_json({"model": str(output / "transformer"), **figures})
+
+
+@app.command("package-video")
+def package_video(
+    vae: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of video-vae.")] = Path("runs/video-vae"),
+    target: Annotated[Path, typer.Option(metavar="DIR", help="Of video-target.")] = Path("runs/video-target-steps"),
+    drafter: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-drafter.")] = None,
+    preview: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-preview.")] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Join finished video runs to a model folder in int8, with a card that says how far training got."""
+    quiet_libraries()
+    import vargen.assets
+    from vargen.training.package_video import package_video as join
+
+    packaged = Path(vargen.assets.__file__).parent
+    place = expanded(output, "output") if output else packaged / "emoji-video"
+    given = {"vae": vae, "target": target, "drafter": drafter, "preview": preview}
+    runs = {name: path and expanded(path, name) for name, path in given.items()}
+    assert runs["vae"] and runs["target"]
+    print(join(runs["vae"], runs["target"], place, packaged / "emoji", runs["drafter"], runs["preview"], note=note))

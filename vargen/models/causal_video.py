@@ -1,0 +1,276 @@
+"""A transformer that denoises video block by block, and sees clean earlier blocks through a cache of their keys and values.
+
+Layout and parameter names are those of Wan2.1 and of the causal models distilled from it (Huang et al. 2025, "Self Forcing",
+arXiv:2506.08009), so an official state dict loads strictly; `vargen.convert.causal_video` knows diffusers' names. The network
+predicts the flow's velocity, noise minus clean latents.
+
+Shape suffixes: B videos, F latent frames, C latent channels, Y/X latent rows and columns, N tokens of a frame, T = F * N, D
+width, P rows of text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.video_blocks import Block, Head, Plan, attention_plan, rope_table, sinusoid
+from vargen.models.video_cache import TextCache, VideoCache, visible_frames
+from vargen.models.video_geometry import VideoGeometry
+
+
+class CausalVideoTransformer(CompactModel, ConfigMixin):
+    """The network. Blocks are made with a cache; without one, a whole video passes at once, as in training.
+
+    Args:
+        dim, ffn_dim, num_heads, num_layers: of the network.
+        channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps: see `VideoGeometry`.
+        text_dim: width of caption features. text_len: rows that they are padded to with zeros, None for no padding.
+        text_mask: whether padding rows are hidden; official models see them.
+        freq_dim: width of the timestep's sinusoid.
+        motion_levels: how many levels of motion can be asked for, 0 for none; official models have none.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+
+    Raises:
+        ValueError: for a geometry that cannot be, or a width that does not divide into heads of an even width of at least 6.
+    """
+
+    _no_split_modules: ClassVar[list[str]] = ["Block"]
+    kept: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
+
+    @register_to_config
+    def __init__(
+        self,
+        dim: int = 1536,
+        ffn_dim: int = 8960,
+        num_heads: int = 12,
+        num_layers: int = 30,
+        channels: int = 16,
+        height: int = 60,
+        width: int = 104,
+        patch: int = 2,
+        block_frames: int = 3,
+        spatial_stride: int = 8,
+        temporal_stride: int = 4,
+        fps: int = 16,
+        text_dim: int = 4096,
+        text_len: int | None = 512,
+        text_mask: bool = False,
+        freq_dim: int = 256,
+        motion_levels: int = 0,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        check_format(weight_format)
+        sizes = (channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps)
+        self.geometry = VideoGeometry(*sizes)
+        if dim % num_heads or dim // num_heads % 2 or dim // num_heads < 6:
+            raise ValueError(f"num_heads must divide dim into even widths of at least 6, got {num_heads} heads of {dim}")
+        self.head_dim = dim // num_heads
+        self.patch_embedding = nn.Conv3d(channels, dim, (1, patch, patch), (1, patch, patch))
+        self.text_embedding = nn.Sequential(nn.Linear(text_dim, dim), nn.GELU(approximate="tanh"), nn.Linear(dim, dim))
+        self.time_embedding = nn.Sequential(nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
+        self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
+        if motion_levels:
+            self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last: any
+        self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads) for _ in range(num_layers))
+        self.head = Head(dim, channels * patch * patch)
+
+    # -- what is computed once ---------------------------------------------------------------------------------------
+
+    def text_cache(self, embeds_BPC: Tensor, mask_BP: Tensor | None = None, motion_B: Tensor | None = None) -> TextCache:
+        """Keys and values of prompts, for all blocks.
+
+        Args:
+            embeds_BPC: caption features, padding rows zero. mask_BP: bool, True where a row is valid.
+            motion_B: int64, the level of motion that is asked for; None, or `motion_levels`, for any.
+
+        Raises:
+            ValueError: for features of another width, more rows than `text_len`, or a level that is not there.
+        """
+        P, longest = embeds_BPC.shape[1], self.config.text_len
+        if embeds_BPC.ndim != 3 or embeds_BPC.shape[2] != self.config.text_dim or (longest is not None and longest < P):
+            most = "P" if longest is None else f"at most {longest}"
+            raise ValueError(f"embeds must be [B, {most}, {self.config.text_dim}], got {list(embeds_BPC.shape)}")
+        if longest is not None:
+            embeds_BPC = nn.functional.pad(embeds_BPC, (0, 0, 0, longest - P))
+            mask_BP = None if mask_BP is None else nn.functional.pad(mask_BP, (0, longest - P))
+        rows = self.text_embedding(embeds_BPC.to(self.patch_embedding.weight.dtype))
+        if motion_B is not None or self.config.motion_levels:
+            rows, mask_BP = self._with_motion(rows, mask_BP, motion_B)
+        bias = None
+        if self.config.text_mask and mask_BP is not None:
+            bias = torch.zeros(mask_BP.shape, device=rows.device).masked_fill(~mask_BP.to(rows.device), float("-inf"))
+            bias = bias[:, None, None]
+        pairs = [block.cross_attn.keys_values(rows) for block in self.blocks]
+        return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
+
+    def _with_motion(self, rows: Tensor, mask: Tensor | None, motion: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """One more row, for the level of motion."""
+        levels = self.config.motion_levels
+        if motion is None:
+            motion = torch.full((len(rows),), levels, device=rows.device)
+        if not levels or motion.shape != rows.shape[:1] or int(motion.min()) < 0 or int(motion.max()) > levels:
+            raise ValueError(f"motion must be {len(rows)} levels from 0 to {levels}, got {motion.tolist()}")
+        row = self.motion_embedding(motion.to(rows.device))[:, None]
+        one = torch.ones(len(rows), 1, dtype=torch.bool, device=rows.device)
+        return torch.cat([rows, row.type_as(rows)], 1), None if mask is None else torch.cat([mask.to(one.device), one], 1)
+
+    def new_cache(
+        self,
+        batch: int = 1,
+        frames: int = 1,
+        *,
+        window: int | None = None,
+        sinks: int = 0,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        geometry: VideoGeometry | None = None,
+    ) -> VideoCache:
+        """An empty cache for this network; see `VideoCache`.
+
+        Args:
+            dtype, device: by default those of the weights. geometry: of a video of another size than the network's own.
+        """
+        weight = self.patch_embedding.weight
+        shape = (geometry or self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
+        kind, place = dtype or weight.dtype, device or weight.device
+        return VideoCache(*shape, frames=frames, window=window, sinks=sinks, dtype=kind, device=place)
+
+    # -- a pass ------------------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        latents_BFCYX: Tensor,
+        timestep: Tensor,
+        text: TextCache,
+        cache: VideoCache | None = None,
+        *,
+        context: Tensor | None = None,
+        context_timestep: Tensor | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+    ) -> Tensor:
+        """The velocity `[B, F, C, Y, X]`, noise minus clean latents.
+
+        With a cache, the frames are its pending ones. They are written to it and see what it holds; where they are several
+        blocks, later ones see earlier ones and not the other way round, so a clean block and the next, noisy one can share a
+        pass.
+
+        Without one, the frames are a video from its start, each block sees itself and those before it; with `context`, it sees
+        itself and the context's blocks before it, as when it is drawn.
+
+        Args:
+            latents_BFCYX: noisy latents, or clean ones with timestep 0.
+            timestep: 0 to 1000, `[B]` or `[B, F]`.
+            text: of `text_cache`.
+            context: clean latents of the same video, as many frames. context_timestep: theirs, 0 by default.
+            window, sinks: of what is seen, without a cache; see `visible_frames`.
+
+        Raises:
+            ValueError: for latents that do not divide into patches, frames other than those begun, or a context with a cache.
+        """
+        geometry, frames = self.geometry, latents_BFCYX.shape[1]
+        p = geometry.patch
+        C, sides = geometry.channels, latents_BFCYX.shape[3:]
+        if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or any(side % p for side in sides):
+            shape = f"[B, F, {geometry.channels}, Y, X] with Y and X multiples of {p}"
+            raise ValueError(f"latents must be {shape}, got {list(latents_BFCYX.shape)}")
+        if cache is not None and (context is not None or window is not None):
+            raise ValueError("context and window must be None with a cache, which has them")
+        rows, columns = (side // p for side in sides)
+        steps = _per_frame(timestep, latents_BFCYX)
+        start = 0 if cache is None else cache.frames
+        x, seen = latents_BFCYX, _seen(frames, geometry.block_frames, cache, context is not None, window, sinks)
+        if context is not None:
+            x = torch.cat([context, x], 1)
+            given = torch.zeros_like(steps) if context_timestep is None else _per_frame(context_timestep, latents_BFCYX)
+            steps = torch.cat([given, steps], 1)
+        plan = None if seen is None else attention_plan(seen, rows * columns)
+        table = rope_table(self.head_dim, start, frames, rows, columns, x.device)
+        if context is not None:
+            table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
+        out = self._tokens(self._embedded(x), steps, text, table, plan, cache)
+        out = out[:, -frames * rows * columns :]
+        patches = out.unflatten(1, (frames, rows, columns)).unflatten(-1, (p, p, -1))
+        return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
+
+    def _embedded(self, x_BFCYX: Tensor) -> Tensor:
+        """Tokens `[B, T, D]`: the 3-d convolution of the official layout as the matrix product that it is."""
+        p, weight = self.geometry.patch, self.patch_embedding.weight
+        cells = x_BFCYX.to(weight.dtype).unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
+        tokens = nn.functional.linear(cells.flatten(4).flatten(1, 3), weight.flatten(1), self.patch_embedding.bias)
+        return tokens.to(weight.dtype)  # under autocast, too: what blocks add to is not rounded
+
+    def _tokens(
+        self,
+        x_BTD: Tensor,
+        steps_BF: Tensor,
+        text: TextCache,
+        table: tuple[Tensor, Tensor],
+        plan: Plan | None,
+        cache: VideoCache | None,
+    ) -> Tensor:
+        """What the head makes of the tokens `[B, T, C * p * p]`."""
+        wave = sinusoid(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
+        step_BFD = self.time_embedding(wave)
+        steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
+        for layer, block in enumerate(self.blocks):
+            part = None if cache is None else cache.part(layer)
+            x_BTD = block(x_BTD, steps_BF6D, text.part(layer), table, plan, part)
+        return self.head(x_BTD, step_BFD)
+
+
+def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
+    """`[B, F]` timesteps."""
+    B, frames = latents_BFCYX.shape[:2]
+    if timestep.shape not in ((B,), (B, frames)):
+        raise ValueError(f"timestep must be [{B}] or [{B}, {frames}], got {list(timestep.shape)}")
+    return (timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)).to(latents_BFCYX.device)
+
+
+def _seen(
+    frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int
+) -> Tensor | None:
+    """bool [rows, columns] over frames; None where everything is seen."""
+    if cache is not None:
+        if frames != cache.pending:
+            raise ValueError(f"{cache.pending} frames were begun in the cache, got {frames}")
+        if frames <= cache.geometry.block_frames:
+            return None
+        own = visible_frames(frames, cache.geometry.block_frames)
+        return torch.cat([torch.ones(frames, cache.frames, dtype=torch.bool), own], 1)
+    before = visible_frames(frames, block, window, sinks)
+    if context:
+        own = torch.arange(frames) // block
+        itself = own[:, None] == own[None]
+        nothing = torch.zeros_like(before)
+        return torch.cat([torch.cat([before, nothing], 1), torch.cat([before & ~itself, itself], 1)])
+    return None if bool(before.all()) else before
+
+
+def geometry_of(config: object) -> VideoGeometry:
+    """The geometry that a network's configuration says."""
+    return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
+
+
+def pass_flops(config: object, tokens: int, keys: int, text: int) -> float:
+    """Floating point operations of one pass over the tokens of a video: what its cost on a large machine follows.
+
+    Args:
+        config: a network's. tokens: of the pass. keys: that each sees, its own included. text: rows of the prompt, whose keys
+            are cached.
+    """
+    dim, ffn, layers = (int(getattr(config, name)) for name in ("dim", "ffn_dim", "num_layers"))
+    products = 2 * tokens * (6 * dim * dim + 2 * dim * ffn)
+    attention = 4 * tokens * (keys + text) * dim
+    return float(layers * (products + attention))

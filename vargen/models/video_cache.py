@@ -1,0 +1,254 @@
+"""What a block-wise video model keeps of earlier blocks, and of its prompt.
+
+The cache of self-attention holds keys and values of clean frames, each frame in a slot of its own: slots of the first `sinks`
+frames are kept for good, the others are a ring, and a new frame goes where the oldest lay. Keys carry their position (RoPE at
+absolute frames), so the order of slots means nothing, nothing is ever moved, and what is visible is one slice.
+
+A block is written as often as it is denoised, always into its own slots: begin, any number of passes, a clean pass, commit. A
+block that is refused needs no undoing, as the next one of its place overwrites it.
+
+Shape suffixes: B rows, H heads, K head width, S slots (tokens), T tokens of a pass, F frames, P rows of text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from vargen.models.video_geometry import VideoGeometry
+
+
+def check_window(window: int | None, sinks: int, least: int) -> None:
+    """Raise ValueError unless `window` frames, or all of them, of which `sinks` stay, hold at least `least` more."""
+    for name, value in (("window", window), ("sinks", sinks)):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+            raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
+    if window is None and sinks:
+        raise ValueError(f"sinks must be 0 without a window, got {sinks}")
+    if window is not None and window < sinks + least:
+        raise ValueError(f"window must be at least {sinks + least} frames ({sinks} sinks and a block of {least}), got {window}")
+
+
+def visible_frames(frames: int, block: int, window: int | None = None, sinks: int = 0) -> Tensor:
+    """bool `[F, F]`: whether the frame of a row sees that of a column.
+
+    A frame sees its own block of `block` frames and what came before it; with a window, of these the first `sinks` frames and
+    as many of the latest as make `window` frames with them.
+    """
+    own = torch.arange(frames) // block
+    seen = own[:, None] >= own[None]
+    if window is not None:
+        column, end = torch.arange(frames)[None], (own[:, None] + 1) * block
+        seen = seen & ((column >= end - (window - sinks)) | (column < sinks))
+    return seen
+
+
+class VideoCache:
+    """Keys and values of every layer, `[B, H, S, K]` each.
+
+    Args:
+        geometry: how many tokens a frame has.
+        layers, batch, heads, head_dim: shape of the network, and number of videos.
+        frames: most frames that the cache will be asked for; ignored with a window.
+        window: most frames that a block sees, its own and the sinks among them; None for all.
+        sinks: first frames of the video that stay visible.
+        dtype, device: of keys and values.
+
+    Attributes:
+        frames: committed ones, counted from the start of the video.
+        pending: frames of the block that is being made, behind them.
+
+    Raises:
+        ValueError: for a window that does not hold the sinks and a block.
+    """
+
+    def __init__(
+        self,
+        geometry: VideoGeometry,
+        layers: int,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        *,
+        frames: int,
+        window: int | None = None,
+        sinks: int = 0,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ):
+        check_window(window, sinks, geometry.block_frames)
+        if window is None and (isinstance(frames, bool) or not isinstance(frames, int) or frames < 1):
+            raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
+        self.geometry, self.window, self.sinks = geometry, window, sinks
+        self.slots = frames if window is None else window
+        shape = (layers, batch, heads, self.slots * geometry.frame_tokens, head_dim)
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.frames = 0
+        self.pending = 0
+        self._written = 0  # the frame behind the last one whose slot was ever taken
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keys and values take."""
+        return 2 * self.keys.numel() * self.keys.element_size()
+
+    @property
+    def end(self) -> int:
+        """The frame behind the block that is being made."""
+        return self.frames + self.pending
+
+    def slot(self, frame: int) -> int:
+        """Where a frame lies."""
+        if self.window is None or frame < self.sinks:
+            return frame
+        return self.sinks + (frame - self.sinks) % (self.window - self.sinks)
+
+    def room(self) -> int:
+        """How many more frames can be begun before one is evicted, or the cache is full."""
+        return max(0, self.slots - self.frames)
+
+    # -- a block's life ----------------------------------------------------------------------------------------------
+
+    def begin(self, frames: int | None = None) -> None:
+        """Make the next `frames` (default: a block) the ones that passes write; one that was begun before is forgotten.
+
+        Several blocks may be begun together, as long as none of them evicts what another one sees.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        count = self.geometry.block_frames if frames is None else frames
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise ValueError(f"frames must be a whole number of at least 1, got {frames!r}")
+        if self.window is None and self.frames + count > self.slots:
+            more = self.frames + count
+            raise ValueError(f"the cache is for {self.slots} frames, got {more}: make it larger, or give a window")
+        if count > self.geometry.block_frames and count > self.room():
+            raise ValueError(
+                f"{count} frames are more than a block, and the window has room for {self.room()} more: commit them one by one"
+            )
+        if self.frames + count < self._written > self.slots:
+            lost = self._written - self.frames
+            raise ValueError(f"a refused block has evicted frames that the next one would see: begin its {lost} frames")
+        self.pending = count
+
+    def write(self, layer: int, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """Put the pending frames' keys and values into their slots; what they see `[B, H, S, K]`, they themselves included.
+
+        Raises:
+            ValueError: if these are not the tokens of the pending frames.
+        """
+        tokens = self.geometry.frame_tokens
+        if k_BHTK.shape[2] != self.pending * tokens:
+            raise ValueError(f"{self.pending} frames of {tokens} tokens were begun, got {k_BHTK.shape[2]} tokens")
+        self._written = max(self._written, self.end)
+        done = 0
+        for slot, count in self._runs():
+            into, of = slice(slot * tokens, (slot + count) * tokens), slice(done * tokens, (done + count) * tokens)
+            self.keys[layer, :, :, into] = k_BHTK[:, :, of].to(self.keys.dtype)
+            self.values[layer, :, :, into] = v_BHTK[:, :, of].to(self.values.dtype)
+            done += count
+        seen = min(self.end, self.slots) * tokens
+        return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
+
+    def part(self, layer: int) -> LayerCache:
+        """What one layer writes to."""
+        return LayerCache(self, layer)
+
+    def _runs(self) -> list[tuple[int, int]]:
+        """Slots of the pending frames as (first, count), in order: at most three, where sinks end and where the ring closes."""
+        runs: list[tuple[int, int]] = []
+        for frame in range(self.frames, self.end):
+            slot = self.slot(frame)
+            if runs and sum(runs[-1]) == slot:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((slot, 1))
+        return runs
+
+    def commit(self, frames: int | None = None) -> None:
+        """The first `frames` that are pending (default: all) are part of the video; what they hold should be of a clean pass.
+
+        Raises:
+            ValueError: if so many are not pending.
+        """
+        count = self.pending if frames is None else frames
+        if isinstance(count, bool) or not 0 <= count <= self.pending:
+            raise ValueError(f"frames must be from 0 to the {self.pending} that are pending, got {frames!r}")
+        self.frames += count
+        self.pending -= count
+
+    def rollback(self, frames: int | None = None) -> None:
+        """Forget what is pending, and committed frames behind the first `frames` (default: none of them).
+
+        Raises:
+            ValueError: if the ring has already overwritten frames that those which stay would see.
+        """
+        target = self.frames if frames is None else frames
+        if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= self.frames:
+            raise ValueError(f"frames must be from 0 to the {self.frames} that are committed, got {frames!r}")
+        if target < self.frames and self._written > self.slots:
+            raise ValueError(f"a window of {self.window} frames has overwritten what frame {target} sees: prefill it anew")
+        self.frames, self.pending = target, 0
+        if self._written <= self.slots:
+            self._written = target  # nothing was lost
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """One layer of a cache. Layers get this, and not their number: compiled code would be made anew for each number."""
+
+    cache: VideoCache
+    layer: int
+
+    def write(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """See `VideoCache.write`."""
+        return self.cache.write(self.layer, k_BHTK, v_BHTK)
+
+
+LayerText = tuple[Tensor, Tensor, Tensor | None]  # keys, values and bias of one layer
+
+
+@dataclass(frozen=True)
+class TextCache:
+    """Keys and values of a prompt for cross-attention: computed once per prompt, the same for all blocks.
+
+    Attributes:
+        keys, values: by layer, `[B, H, P, K]`. bias: float `[B, 1, 1, P]`, added to scores; None exposes all rows.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    bias: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that keys and values take."""
+        return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
+
+    def part(self, layer: int) -> LayerText:
+        """What one layer reads."""
+        return self.keys[layer], self.values[layer], self.bias
+
+    def join(self, other: TextCache) -> TextCache:
+        """These prompts, followed by others of as many rows."""
+        keys, values = (
+            tuple(torch.cat(pair) for pair in zip(a, b, strict=True))
+            for a, b in ((self.keys, other.keys), (self.values, other.values))
+        )
+        biases = [part.bias for part in (self, other)]
+        if biases[0] is None and biases[1] is None:
+            return TextCache(keys, values)
+        shape = (1, 1, keys[0].shape[2])
+        zeros = [k.new_zeros(len(k), *shape, dtype=torch.float32) for k in (self.keys[0], other.keys[0])]
+        return TextCache(keys, values, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]))
+
+    def rows(self, chosen: slice | Sequence[int]) -> TextCache:
+        """Some of the prompts."""
+        index = chosen if isinstance(chosen, slice) else list(chosen)
+        keys, values = (tuple(part[index] for part in parts) for parts in (self.keys, self.values))
+        return TextCache(keys, values, None if self.bias is None else self.bias[index])

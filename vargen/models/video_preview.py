@@ -1,0 +1,79 @@
+"""A preview of a block: latents to pixels with a small network, good enough to be scored, many times cheaper than the decoder.
+
+Routing between a small and a large video model looks at every draft, and a decoder can cost more than the draft. Frames are
+decoded alone, so a preview keeps nothing of earlier blocks and needs no undoing.
+
+Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.hybrid_vq import ConvBlock, Double, PixelNorm, unfold
+from vargen.models.video_stream import DecodeState
+
+
+class PreviewDecoder(CompactModel, ConfigMixin):
+    """One picture for each latent frame, of any size; see `StreamDecoder`.
+
+    Args:
+        latent_channels: C. widths: at the latents' resolution, and at twice that.
+        stride: pixels of a preview per latent position along a side, an even number.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+
+    Raises:
+        ValueError: for a stride that is odd or below 2.
+    """
+
+    _no_split_modules: ClassVar[list[str]] = ["ConvBlock"]
+
+    @register_to_config
+    def __init__(
+        self,
+        latent_channels: int = 4,
+        widths: tuple[int, int] = (64, 32),
+        stride: int = 8,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        check_format(weight_format)
+        if stride < 2 or stride % 2:
+            raise ValueError(f"stride must be an even number of at least 2, got {stride}")
+        coarse, fine = widths
+        self.patch = stride // 2
+        self.conv_in = nn.Conv2d(latent_channels, coarse, 3, padding=1)
+        self.coarse = ConvBlock(coarse)
+        self.up = Double(coarse, fine)
+        self.fine = ConvBlock(fine)
+        self.norm_out = PixelNorm(fine)
+        self.conv_out = nn.Conv2d(fine, 3 * self.patch**2, 3, padding=1)
+
+    def forward(self, latents_BFCYX: Tensor) -> Tensor:
+        """Standardised latents to pixels `[B, F, 3, Y', X']`, about in [-1, 1], not clamped."""
+        h = self.conv_in(latents_BFCYX.flatten(0, 1).type_as(self.conv_in.weight))
+        h = self.fine(self.up(self.coarse(h)))
+        pixels = unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
+        return pixels.unflatten(0, latents_BFCYX.shape[:2])
+
+    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
+        """See `StreamDecoder`; one frame for each latent frame, whatever the temporal stride of the latents.
+
+        Raises:
+            ValueError: if the latents have another number of channels.
+        """
+        C = self.config.latent_channels
+        if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or not latents_BFCYX.shape[1]:
+            raise ValueError(f"latents must be [B, F, {C}, Y, X], got {list(latents_BFCYX.shape)}")
+        done = (state or DecodeState()).frames + latents_BFCYX.shape[1]
+        return self(latents_BFCYX).float(), DecodeState(done)

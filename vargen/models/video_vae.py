@@ -1,0 +1,232 @@
+"""A small causal video autoencoder: frames of 64 x 64 pixels to 8 x 8 latents of 4 channels, and back.
+
+The encoder sees each frame by itself. So a frame's latent does not depend on where a clip begins: the latents of a rolled loop
+are the rolled latents, an image is a video of one frame, and latents can be computed once per clip. The decoder is causal: a
+frame is decoded from its own latent and from those before it, which keeps still parts still.
+
+Before the first frame of a video, its causal layers see that frame: a video starts as if it had stood still.
+
+Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns of pixels or latents, N positions of a latent frame,
+D width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vargen.compat import ensure_torchvision
+
+ensure_torchvision()
+
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.utils.accelerate_utils import apply_forward_hook
+
+from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.hybrid_vq import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
+from vargen.models.video_stream import DecodeState
+
+_PAST = 2  # frames before its own that a causal layer sees
+_LOG_VARIANCE = (-12.0, 4.0)
+
+
+class CausalMix(nn.Module):
+    """x_t + MLP(norm(x_{t-2}), norm(x_{t-1}), norm(x_t)) at each position; starts as the identity."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = nn.LayerNorm(width, eps=1e-6)
+        self.fc1 = nn.Linear((_PAST + 1) * width, width)
+        self.fc2 = nn.Linear(width, width)
+        nn.init.zeros_(self.fc2.weight)
+
+    def forward(self, x_BFND: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The result, and what to give for `past` with the next frames: `[B, 2, N, D]`."""
+        normed = self.norm(x_BFND)
+        seen = torch.cat([normed[:, :1].expand(-1, _PAST, -1, -1) if past is None else past.type_as(normed), normed], 1)
+        frames = x_BFND.shape[1]
+        window = torch.cat([seen[:, i : i + frames] for i in range(_PAST + 1)], -1)
+        return x_BFND + self.fc2(F.silu(self.fc1(window))), seen[:, -_PAST:].clone()
+
+
+class FrameEncoder(nn.Module):
+    """Frames `[B, 3, Y, X]` to mean and log variance `[B, 2 C, Y', X']` of their latents."""
+
+    def __init__(
+        self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
+    ):
+        super().__init__()
+        self.patch = patch
+        self.conv_in = nn.Conv2d(3 * patch * patch, widths[0], 3, padding=1)
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[:-1])
+        self.down = nn.ModuleList(Halve(a, b) for a, b in pairwise(widths))
+        self.trunk = Trunk(widths[-1], side, transformer_blocks)
+        self.out = nn.Conv2d(widths[-1], 2 * channels, 1)
+
+    def forward(self, x_BCYX: Tensor) -> Tensor:
+        h = self.conv_in(fold(x_BCYX, self.patch))
+        for level, down in zip(self.levels, self.down, strict=True):
+            h = down(level(h))
+        return self.out(self.trunk(h)).float()
+
+
+class CausalDecoder(nn.Module):
+    """Latents `[B, F, C, Y', X']` to frames `[B, F, 3, Y, X]`; only its coarsest level looks back in time."""
+
+    def __init__(
+        self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
+    ):
+        super().__init__()
+        self.patch = patch
+        widths = tuple(reversed(widths))
+        self.conv_in = nn.Conv2d(channels, widths[0], 3, padding=1)
+        self.trunk = Trunk(widths[0], side, transformer_blocks)
+        self.mixes = nn.ModuleList(CausalMix(widths[0]) for _ in range(transformer_blocks))
+        self.up = nn.ModuleList(Double(a, b) for a, b in pairwise(widths))
+        self.levels = nn.ModuleList(nn.Sequential(*(ConvBlock(width) for _ in range(conv_blocks))) for width in widths[1:])
+        self.norm_out = PixelNorm(widths[-1])
+        self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
+
+    def forward(self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The frames, and what to give for `past` with the next ones."""
+        B = len(z_BFCYX)
+        h = self.conv_in(z_BFCYX.flatten(0, 1))
+        side = h.shape[2:]
+        h = h.flatten(2).transpose(1, 2) + self.trunk.position
+        kept = []
+        for i, (block, mix) in enumerate(zip(self.trunk.blocks, self.mixes, strict=True)):
+            mixed, latest = mix(block(h).unflatten(0, (B, -1)), None if past is None else past[i])
+            h = mixed.flatten(0, 1)
+            kept.append(latest)
+        h = self.trunk.norm(h).transpose(1, 2).unflatten(2, side)
+        for up, level in zip(self.up, self.levels, strict=True):
+            h = level(up(h))
+        pixels = unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
+        return pixels.unflatten(0, (B, -1)), tuple(kept)
+
+
+class CausalVideoVAE(CompactModel, ConfigMixin):
+    """The autoencoder. What users see of latents is standardised: mean 0 and variance 1 per channel over the training data.
+
+    Args:
+        size: side of the frames in pixels.
+        latent_channels: C.
+        widths: of the levels, finest first; each next one halves the resolution.
+        patch: side of the squares of pixels that the finest level sees as one position.
+        conv_blocks: residual blocks at each level but the coarsest. transformer_blocks: at the coarsest.
+        fps: frames per second of the videos that it is made for.
+        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+
+    Raises:
+        ValueError: for a size that the strides do not divide, or a last width that does not divide into heads.
+    """
+
+    _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "TransformerBlock", "CausalMix"]
+    kept: ClassVar[tuple[str, ...]] = ("latent_mean", "latent_std")
+    latent_mean: Tensor
+    latent_std: Tensor
+
+    @register_to_config
+    def __init__(
+        self,
+        size: int = 64,
+        latent_channels: int = 4,
+        widths: tuple[int, ...] = (48, 96, 160),
+        patch: int = 2,
+        conv_blocks: int = 1,
+        transformer_blocks: int = 2,
+        fps: int = 12,
+        weight_format: str | None = None,
+    ):
+        super().__init__()
+        check_format(weight_format)
+        widths = tuple(widths)
+        stride = patch * 2 ** (len(widths) - 1)
+        if size < stride or size % stride:
+            raise ValueError(f"size must be a multiple of {stride}, which patch and widths make of it, got {size}")
+        if widths[-1] % HEAD_WIDTH:
+            raise ValueError(f"the last of widths must be a multiple of {HEAD_WIDTH}, got {widths}")
+        self.spatial_stride = stride
+        shape = (widths, patch, size // stride, conv_blocks, transformer_blocks, latent_channels)
+        self.encoder = FrameEncoder(*shape)
+        self.decoder = CausalDecoder(*shape)
+        self.register_buffer("latent_mean", torch.zeros(latent_channels))
+        self.register_buffer("latent_std", torch.ones(latent_channels))
+
+    temporal_stride = 1
+
+    @property
+    def latent_side(self) -> int:
+        """Rows, and columns, of a latent frame."""
+        return int(self.config.size // self.spatial_stride)
+
+    # -- pixels to latents -------------------------------------------------------------------------------------------
+
+    def moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and log variance `[B, F, C, Y', X']` float32 of the latents, before standardisation.
+
+        Raises:
+            ValueError: if the frames are not `size` pixels square.
+        """
+        size = self.config.size
+        if pixels_BFCYX.ndim != 5 or tuple(pixels_BFCYX.shape[2:]) != (3, size, size):
+            raise ValueError(f"pixels must be [B, F, 3, {size}, {size}], got {list(pixels_BFCYX.shape)}")
+        found = self.encoder(pixels_BFCYX.flatten(0, 1)).unflatten(0, pixels_BFCYX.shape[:2])
+        mean, log_variance = found.chunk(2, dim=2)
+        return mean, log_variance.clamp(*_LOG_VARIANCE)
+
+    def standardised(self, latents_BFCYX: Tensor) -> Tensor:
+        """Raw latents to those that users see."""
+        return (latents_BFCYX - self._channels(self.latent_mean)) / self._channels(self.latent_std)
+
+    def raw(self, latents_BFCYX: Tensor) -> Tensor:
+        """The inverse of `standardised`."""
+        return latents_BFCYX * self._channels(self.latent_std) + self._channels(self.latent_mean)
+
+    def _channels(self, values: Tensor) -> Tensor:
+        return values.float()[:, None, None]
+
+    @apply_forward_hook
+    def encode(self, pixels_BFCYX: Tensor) -> Tensor:
+        """Frames `[B, F, 3, Y, X]` in [-1, 1] to standardised latents `[B, F, C, Y', X']` float32; no noise is added.
+
+        Raises:
+            ValueError: as `moments`.
+        """
+        return self.standardised(self.moments(pixels_BFCYX)[0])
+
+    # -- latents to pixels -------------------------------------------------------------------------------------------
+
+    @apply_forward_hook
+    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
+        """See `StreamDecoder`; a latent frame is a pixel frame.
+
+        Raises:
+            ValueError: if the latents have another shape than this network's, or another batch than those before.
+        """
+        C, side = self.config.latent_channels, self.latent_side
+        if latents_BFCYX.ndim != 5 or tuple(latents_BFCYX.shape[2:]) != (C, side, side) or not latents_BFCYX.shape[1]:
+            raise ValueError(f"latents must be [B, F, {C}, {side}, {side}], got {list(latents_BFCYX.shape)}")
+        state = state or DecodeState()
+        if state.parts and len(state.parts[0]) != len(latents_BFCYX):
+            raise ValueError(f"the state is of {len(state.parts[0])} videos, the latents are of {len(latents_BFCYX)}")
+        raw = self.raw(latents_BFCYX).type_as(self.decoder.conv_in.weight)
+        pixels, past = self.decoder(raw, state.parts or None)
+        return pixels.float(), DecodeState(state.frames + latents_BFCYX.shape[1], past)
+
+    @apply_forward_hook
+    def decode(self, latents_BFCYX: Tensor) -> Tensor:
+        """Standardised latents of whole videos to frames `[B, F, 3, Y, X]` in [-1, 1], not clamped.
+
+        Raises:
+            ValueError: as `decode_block`.
+        """
+        return self.decode_block(latents_BFCYX)[0]
+
+    def forward(self, sample: Tensor) -> Tensor:
+        """Encode and decode."""
+        return self.decode(self.encode(sample))
