@@ -99,7 +99,8 @@ def convert_llamagen(
         if id2label is not None and config["condition"] != "class":
             raise ValueError("id2label names classes, but this transformer draws from text")
         labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
-        parts: dict[str, Any] = dict.fromkeys(("draft_transformer", "eagle", "medusa", "text_encoder", "tokenizer"))
+        optional = ("draft_transformer", "eagle", "medusa", "low_res", "upsampler", "text_encoder", "tokenizer")
+        parts: dict[str, Any] = dict.fromkeys(optional)
         if text_encoder is not None:
             parts |= _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
         parts["vqvae"] = build(VQModel, vq_config, codes, vq)
