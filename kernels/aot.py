@@ -1,7 +1,7 @@
 """Kernels compiled ahead of time for GPUs that need not be there, and what the compiler made of them.
 
-Registers, spills and shared memory are read from the machine code; Triton does not refuse a kernel that needs more shared memory
-than a GPU has until it is launched. Works where Triton is installed and not interpreting.
+Registers, spills and shared memory are read from the machine code; Triton does not refuse a kernel that needs more shared
+memory than a GPU has until it is launched. Works where Triton is installed and not interpreting.
 """
 
 from __future__ import annotations

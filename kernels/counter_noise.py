@@ -1,9 +1,10 @@
 """The counter-based noise of `vargen.decoding.noise`, made inside kernels: a function of (seed, position, purpose, pass).
 
-Keys and 31-bit lanes are integers, and wrap alike everywhere. `unit` and `coin` are exact up to their one rounding, so they are
-bit-equal to the reference in torch as long as the compiler fuses no product with its sum: kernels that use them are launched with
-`enable_fp_fusion=False`. `exponential` is a logarithm, which torch itself computes differently on each device; here it is one
-sequence of IEEE operations, the same under the interpreter and on every GPU, within 3 units in the last place of torch's.
+Keys and 31-bit lanes are integers, and wrap alike everywhere. `unit` and `coin` are exact up to their one rounding, so they
+are bit-equal to the reference in torch as long as the compiler fuses no product with its sum: kernels that use them are
+launched with `enable_fp_fusion=False`. `exponential` is a logarithm, which torch itself computes differently on each device;
+here it is one sequence of IEEE operations, the same under the interpreter and on every GPU, within 3 units in the last place
+of torch's.
 """
 
 from __future__ import annotations

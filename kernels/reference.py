@@ -1,11 +1,11 @@
 """What each kernel computes, written plainly in torch: the definition that tests hold the kernels to, in any float dtype.
 
-Nothing here is fast, and nothing is shared with the kernels: trees are walked by their parents, not by packed words, filters sort,
-and rules go image by image and draft by draft. On a CPU the library takes paths of its own (`few_queries`, `to_probs`, the rules of
-`vargen.decoding.acceptance`), which tests hold to the same.
+Nothing here is fast, and nothing is shared with the kernels: trees are walked by their parents, not by packed words, filters
+sort, and rules go image by image and draft by draft. On a CPU the library takes paths of its own (`few_queries`, `to_probs`,
+the rules of `vargen.decoding.acceptance`), which tests hold to the same.
 
-Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A slots
-of a path, V vocabulary.
+Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
+slots of a path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -74,14 +74,18 @@ def probabilities(
     """`[rows, V]`, row by row by sorting: guidance, temperature, top-k, top-p, softmax, as `to_probs` has them.
 
     Ties at the k-th value all stay. Of the k largest (exactly k), the most probable are kept until their sum exceeds p, the
-    crossing one included, and whatever equals the last of these. NaN counts as -inf, and so does what is made of infinities.
+    crossing one included, and whatever equals the last of these. NaN and infinities count as -inf; a row of
+    nothing else gets zeros.
     """
     out = torch.zeros(logits.shape, dtype=dtype)
     for row, z in enumerate(logits.to(dtype)):
         if unconditional is not None:
             u = unconditional[row].to(dtype)
             z = u + scale * (z - u)
-        z = (z / temperature).nan_to_num(nan=-torch.inf)
+        z = z / temperature
+        z = torch.where(z.isfinite(), z, -torch.inf)
+        if not z.isfinite().any():
+            continue
         kept = min(top_k or len(z), len(z))
         order = z.sort(descending=True).values[:kept]
         least = order[-1]

@@ -1,15 +1,15 @@
 """Attention of a pass's T tokens over a static cache and the tree among themselves, keys split over programs.
 
 The K/V of the pass lie in the cache already, in the slots behind what each row holds, so that prefix and tree are one range of
-slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query sees a prefix slot with its additive bias
-(LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the fed slots
-itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
+slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query sees a prefix slot with its additive
+bias (LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the
+fed slots itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
 
-Stage 1, `_attend`, grid `(ceil(T G' / BM), R H_kv, S)`, G' = H / H_kv query heads of a key head. A program owns BM (token, query
-head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots. It
-reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those that
-hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and writes
-the S-th output and its log-sum-exp `lse2`, in base 2. Lengths are read on the device: the grid does not depend on them.
+Stage 1, `_attend`, grid `(ceil(T G' / BM), R H_kv, S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
+query head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots.
+It reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those
+that hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
+writes the S-th output and its log-sum-exp `lse2`, in base 2. Lengths are read on the device: the grid does not depend on them.
 
 Stage 2, `_merge`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1 stage 1 writes the output itself.
 
@@ -37,17 +37,13 @@ _LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing n
 
 
 @triton.jit
-def _online(scores, v, m, l, acc, UPCAST: tl.constexpr):
+def _online(scores, v, m, mass, acc, UPCAST: tl.constexpr):
     """One tile of online softmax: `scores` float32 [BM, BN] in base 2, `v` [BN, BLOCK_D]."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     shrink = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[:, None])
-    if not UPCAST:
-        p_low = p.to(v.dtype)
-    else:
-        p_low = p
-    acc = tl.dot(p_low, v, acc * shrink[:, None], input_precision="ieee")
-    return m_new, l * shrink + tl.sum(p, 1), acc
+    acc = tl.dot(p if UPCAST else p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return m_new, mass * shrink + tl.sum(p, 1), acc
 
 
 @triton.jit(do_not_specialize=["T", "held", "earlier"])
@@ -123,7 +119,7 @@ def _attend(
         word = tl.load(words, mask=live, other=0)
 
     m = tl.full([BM], _LOWEST, dtype=tl.float32)
-    l = tl.zeros([BM], dtype=tl.float32)
+    mass = tl.zeros([BM], dtype=tl.float32)
     acc = tl.zeros([BM, BLOCK_D], dtype=tl.float32)
 
     for tile in range(0, before + behind):
@@ -144,10 +140,11 @@ def _attend(
                 seen = word[:, None] >> (bit & 63)[None, :].to(tl.int64)
             else:
                 at_word = tl.minimum(bit // 64, WORDS - 1)
-                seen = tl.load(words[:, None] + at_word[None, :], mask=live[:, None], other=0) >> (bit & 63)[None, :].to(tl.int64)
+                seen = tl.load(words[:, None] + at_word[None, :], mask=live[:, None], other=0)
+                seen = seen >> (bit & 63)[None, :].to(tl.int64)
             visible = (drafted < 0)[None, :] | ((seen & 1) != 0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor + bias[None, :]
-        m, l, acc = _online(tl.where(visible & there[None, :], scores, float("-inf")), v, m, l, acc, UPCAST)
+        m, mass, acc = _online(tl.where(visible & there[None, :], scores, float("-inf")), v, m, mass, acc, UPCAST)
 
     for slot_0 in range(middle, middle_end, BN):
         at = (slot_0 + n)[:, None] * stride_ks + d[None, :]
@@ -159,10 +156,10 @@ def _attend(
             v = tl.load(v_ptr + at, mask=(d < D_LOAD)[None, :], other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        m, l, acc = _online(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, v, m, l, acc, UPCAST)
+        m, mass, acc = _online(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, v, m, mass, acc, UPCAST)
 
-    some = l > 0
-    acc = acc / tl.where(some, l, 1.0)[:, None]
+    some = mass > 0
+    acc = acc / tl.where(some, mass, 1.0)[:, None]
     place = (row.to(tl.int64) * T + t) * (HEADS * G_SIZE) + query_head
     keep = live[:, None] & (d < D)[None, :]
     if SPLITS == 1:
@@ -170,7 +167,7 @@ def _attend(
     else:
         place = place * SPLITS + split
         tl.store(out_ptr + place[:, None] * D + d[None, :], acc, mask=keep)
-        tl.store(lse_ptr + place, tl.where(some, m + tl.log2(tl.where(some, l, 1.0)), float("-inf")), mask=live)
+        tl.store(lse_ptr + place, tl.where(some, m + tl.log2(tl.where(some, mass, 1.0)), float("-inf")), mask=live)
 
 
 @triton.jit

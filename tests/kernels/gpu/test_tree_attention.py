@@ -9,8 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 
-pytest.importorskip("triton")
-
 from vargen.decoding import Tree
 from vargen.kernels import reference
 from vargen.kernels.attention_tiles import TILES, Tiles, splits_for
