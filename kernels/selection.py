@@ -55,10 +55,34 @@ def mass_key(key, weight, least, target):
 
 
 @triton.jit
-def drawn_by_coin(weight, lane, coin, BLOCK: tl.constexpr):
-    """A lane with probability weight / sum(weight), by a coin in (0, 1); never one of weight 0, and 0 if all are."""
-    upto = tl.cumsum(weight.to(tl.float64), 0)
-    passed = (upto > coin * tl.max(upto, 0)) & (weight > 0)
-    first = tl.min(tl.where(passed, lane, BLOCK), 0)
-    last = tl.max(tl.where(weight > 0, lane, 0), 0)  # where rounding leaves none
-    return tl.where(first < BLOCK, first, last)
+def drawn_by_coin(weight, coin, BLOCK: tl.constexpr):
+    """A lane with probability weight / sum(weight), by a coin in (0, 1); never one of weight 0, unless all are.
+
+    In two steps, as `vargen.kernels.categorical` has it: sums of pieces are accumulated, then the numbers of one piece.
+    """
+    INNER: tl.constexpr = 64 if BLOCK > 64 else BLOCK
+    pieces = tl.reshape(weight, (BLOCK // INNER, INNER))
+    sums = tl.sum(pieces, 1)
+    number, lane = tl.arange(0, BLOCK // INNER), tl.arange(0, INNER)
+    upto = tl.cumsum(sums.to(tl.float64), 0)
+    target = coin * tl.max(upto, 0)
+    piece = _first_over(upto, sums, target, number, BLOCK // INNER)
+    chosen = tl.sum(tl.where((number == piece)[:, None], pieces, 0.0), 0)
+    target -= tl.sum(tl.where(number < piece, sums, 0.0).to(tl.float64), 0)
+    return piece * INNER + _first_over(tl.cumsum(chosen.to(tl.float64), 0), chosen, target, lane, INNER)
+
+
+@triton.jit
+def _first_over(upto, weight, target, index, COUNT: tl.constexpr):
+    """The first index of weight above 0 at which the sum so far exceeds the target; the last one where rounding leaves none."""
+    first = tl.min(tl.where((upto > target) & (weight > 0), index, COUNT), 0)
+    return tl.where(first < COUNT, first, tl.max(tl.where(weight > 0, index, 0), 0))
+
+
+@triton.jit
+def border_key(value, candidate, number):
+    """Of the candidates those of largest value, `number` at most: the key of the least of them, and how many that equal it
+    belong to them."""
+    key = ordered_key(value, candidate)
+    border = kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
+    return border, number - tl.sum((key > border).to(tl.int32), 0)
