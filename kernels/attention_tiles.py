@@ -31,6 +31,9 @@ TILES: dict[tuple[int, int], Tiles] = {
 }
 FLOAT32 = {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 2)}  # by head width: no tensor cores, exact products
 
+MOST_WIDTH = 128  # of a head
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
 _PROGRAMS = 2 * 132  # two for each multiprocessor of an H100 or H200
 _LEAST_KEYS = 128  # of a split, at the longest context
 _MOST_SPLITS = 16

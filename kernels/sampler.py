@@ -25,12 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from vargen.kernels.counter_noise import exponential, noise_key
+from vargen.kernels.dispatch import MOST_TOKENS
 from vargen.kernels.launch import launch
 from vargen.kernels.selection import kth_key, mass_key, ordered_key
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 _PIECE = tl.constexpr(1024)  # of a row, for which noise is made at once
-MOST_TOKENS = 16384  # whose row stays in registers
 
 
 @triton.jit

@@ -29,7 +29,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.attention_tiles import Tiles, splits_for, tiles_for
+from vargen.kernels.attention_tiles import MOST_WIDTH, Tiles, splits_for, tiles_for
 from vargen.kernels.launch import launch, upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)
@@ -284,8 +284,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, words: Tensor | None
         raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
     if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
         raise ValueError(f"q {list(q.shape)} does not fit keys {list(k.shape)}, or a last dimension is not contiguous")
-    if not 16 <= K <= 128:
-        raise ValueError(f"head width must be from 16 to 128, got {K}")
+    if K > MOST_WIDTH:
+        raise ValueError(f"head width must be at most {MOST_WIDTH}, got {K}")
     if length.shape != (R,) or length.is_floating_point():
         raise ValueError(f"length must be integers [{R}], got {length.dtype} {list(length.shape)}")
     if words is not None:

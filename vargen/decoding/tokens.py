@@ -25,6 +25,7 @@ from vargen.decoding.protocols import TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.kernels.dispatch import asked_for
 from vargen.modes import ordinary_tensors, quick_passes
 from vargen.values import shown
 
@@ -60,6 +61,7 @@ def decode(
         TypeError: for an accelerator, seeds, a sampling or a callback of another type.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
+    asked_for()  # an unknown VARGEN_KERNELS is an error before any work
     accelerator = resolve_accelerator(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):

@@ -9,7 +9,8 @@ from vargen.decoding.noise import Purpose
 from vargen.decoding.noise import race as reference_race
 from vargen.decoding.sampling import to_probs
 from vargen.kernels import reference
-from vargen.kernels.sampler import MOST_TOKENS, Coins, race, sample
+from vargen.kernels.dispatch import MOST_TOKENS
+from vargen.kernels.sampler import Coins, race, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")

@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.exact import judged
 from vargen.decoding.acceptance.siblings import Siblings, Tested, sibling_by_sibling
 from vargen.decoding.draft import Draft, Tree, Verdict
@@ -80,6 +81,9 @@ class Relaxed:
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
             return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
+        if fused.applies(probs) and draft.tokens.shape[1]:
+            wanted = self.wanted(probs[:, :-1], draft.probs, draft.tokens)
+            return fused.judged_chain(probs, draft, noise, wanted, relaxation, self.budget, self.tightening)
         drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, torch.arange(1, probs.shape[1], device=probs.device)[None])
         granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted

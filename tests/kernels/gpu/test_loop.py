@@ -1,0 +1,76 @@
+"""The loop through the kernels: the same tokens as through torch, for every kind of draft and rule."""
+
+import pytest
+import torch
+from tiny_models import tiny_transformer
+
+from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_accelerator
+from vargen.decoding.acceptance import exact, recursive_rejection, shared_noise
+from vargen.decoding.drafters import JacobiTree
+from vargen.kernels.launch import recording
+from vargen.models.condition import Condition
+from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TREE = (-1, 0, 0, 1, 1)
+METHODS = {
+    "one token a pass": Accelerator(name="a"),
+    "chain, p/q": Accelerator(name="b", drafter=Jacobi(window=4, coupling="maximal"), acceptance=exact),
+    "chain, own noise": Accelerator(name="c", drafter=Jacobi(window=4, coupling="gumbel"), acceptance=shared_noise),
+    "chain, grouped": Accelerator(name="d", drafter=Jacobi(window=4), acceptance=resolve_accelerator("gsd").acceptance),
+    "tree, own noise": Accelerator(name="e", drafter=JacobiTree(TREE, coupling="gumbel"), acceptance=shared_noise),
+    "tree, siblings": Accelerator(name="f", drafter=JacobiTree(TREE), acceptance=recursive_rejection),
+}
+
+
+def drawn(method: str | Accelerator, images: int, **overrides: object) -> torch.Tensor:
+    codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
+    draft = LlamaGenTokens(tiny_transformer("class", n_layer=1).to(DEVICE), guidance_scale=1.0)
+    transformer = tiny_transformer("class", **overrides).to(DEVICE)
+    model = LlamaGenTokens(transformer, guidance_scale=2.0, codebook=codes, draft_model=draft)
+    condition = Condition(class_labels=torch.arange(images, device=DEVICE))
+    sampling = Sampling(temperature=0.9, top_k=20, top_p=0.95)
+    return decode(model, condition, torch.arange(5, 5 + images), method, sampling).tokens.cpu()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"grid_size": 3, "n_layer": 1, "n_kv_head": 1}
+    expected = drawn(METHODS[name], 1, **small)
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    assert torch.equal(drawn(METHODS[name], 1, **small), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "recycle", "speculative-tree"])
+def test_pictures_of_presets_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = drawn(method, 2)
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    assert torch.equal(drawn(method, 2), expected)
+
+
+def test_a_pass_over_a_tree_is_judged_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a pass launches: attention by layer, the sampler, the rule, and one launch that moves keys and values."""
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    launched = []
+    import vargen.kernels.launch as home
+
+    run = home.launch
+    for module in ("tree_attention", "sampler", "accept_tree", "commit"):
+        monkeypatch.setattr(
+            f"vargen.kernels.{module}.launch",
+            lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
+        )
+    drawn(METHODS["tree, siblings"], 1, grid_size=2, n_layer=2, n_kv_head=1)
+    passes = launched.count("_keep")
+    assert passes and launched.count("_attend") == 2 * passes and launched.count("_walk") == passes
+    assert launched.count("_sample") == passes + 1, "and one behind the prefill"
+
+
+def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vargen.kernels.sampler import sample
+
+    with recording() as launches:
+        sample(torch.empty(2, 3, 50, device="meta"), top_k=5)
+    assert [each.name for each in launches] == ["sample"] and launches[0].programs == 6
+
