@@ -1,7 +1,7 @@
 """Shapes of the programs of tree attention: a table by head width and queries, and how many parts the keys are split into.
 
-The tiles are those that compile without spills for sm_80, sm_90 and sm_100 (tests/kernels/test_aot.py reads registers, spills
-and shared memory from the compiled artefacts); which of them is quickest on a GPU has not been measured.
+The tiles are those that compile for sm_80, sm_90 and sm_100 without running out of registers (tests/kernels/test_aot.py reads
+registers, spills and shared memory from the compiled artefacts); which of them is quickest on a GPU has not been measured.
 """
 
 from __future__ import annotations
