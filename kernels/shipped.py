@@ -21,6 +21,7 @@ from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
 from vargen.kernels.commit import keep
 from vargen.kernels.launch import Launch, recording
 from vargen.kernels.sampler import Coins, race, sample
+from vargen.kernels.shapes import MODELS, VOCABULARIES, attention_bytes, attention_flops, commit_bytes, sampler_bytes
 from vargen.kernels.tree_attention import tree_attention
 
 
@@ -32,26 +33,6 @@ class Case(NamedTuple):
     launches: list[Launch]
     bytes: int
     flops: int = 0
-
-
-class Shape(NamedTuple):
-    """Layers, query heads, key heads and head width of a network."""
-
-    layers: int
-    heads: int
-    key_heads: int
-    width: int
-
-
-MODELS: dict[str, Shape] = {
-    "emoji": Shape(9, 7, 7, 32),
-    "LlamaGen-B": Shape(12, 12, 12, 64),
-    "LlamaGen-XL": Shape(36, 20, 20, 64),
-    "LlamaGen-3B": Shape(24, 32, 32, 100),
-    "7B": Shape(32, 32, 32, 128),
-    "grouped": Shape(24, 32, 8, 128),
-}
-VOCABULARIES = (4096, 8192, 16384)
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -77,13 +58,12 @@ def attention(model: str, T: int, held: int, dtype: torch.dtype = torch.bfloat16
     q = _meta(R, T, shape.heads, shape.width, dtype=dtype)
     words = None if chain else _long(T, -(-T // 64))
     launches = _recorded(lambda: tree_attention(q, k, v, _long(R), _meta(R, 1), words))
-    size, splits = dtype.itemsize, launches[0].grid[2]
-    moved = 2 * R * shape.key_heads * slots * shape.width * size + 2 * q.numel() * size
-    moved += 0 if words is None else 8 * words.numel()
+    splits = launches[0].grid[2]
+    moved = attention_bytes(shape, R, T, slots, dtype.itemsize)
     moved += 0 if splits == 1 else 8 * splits * R * T * shape.heads * (shape.width + 1)
     kind = "chain" if chain else "tree"
     name = f"{model}, {kind} of {T}, {held} held, {str(dtype).removeprefix('torch.')}"
-    return Case("attention, a layer", name, launches, moved, 4 * R * T * shape.heads * slots * shape.width)
+    return Case("attention, a layer", name, launches, moved, attention_flops(shape, R, T, slots))
 
 
 def sampling(V: int, T: int, B: int = 1, filters: bool = True, draw: bool = False) -> Case:
@@ -93,7 +73,7 @@ def sampling(V: int, T: int, B: int = 1, filters: bool = True, draw: bool = Fals
     options: dict[str, Any] = {"top_k": 100, "top_p": 0.9} if filters else {}
     launches = _recorded(lambda: sample(logits, coins=coins, **options))
     name = f"V {V}, {T} rows{', top-k and top-p' if filters else ''}{', a draw' if draw else ''}"
-    return Case("sampler", name, launches, B * T * V * (2 + 4))
+    return Case("sampler", name, launches, sampler_bytes(B * T, V, 2))
 
 
 def draws(V: int, T: int, B: int = 1) -> Case:
@@ -139,8 +119,7 @@ def commit(model: str, path: int, R: int = 2) -> Case:
     k = _meta(shape.layers, R, shape.key_heads, 1100, room, dtype=torch.bfloat16)[..., : shape.width]
     done = _meta(R, dtype=torch.int32)
     launches = _recorded(lambda: keep(k, k, _long(R), _long(R, path), _long(R), done, first=1, tokens=1024))
-    moved = shape.layers * R * shape.key_heads * (path - 1) * shape.width * 2 * 2 * 2
-    return Case("commit", f"{model}, path of {path}", launches, moved)
+    return Case("commit", f"{model}, path of {path}", launches, commit_bytes(shape, R, path, 2))
 
 
 def cases() -> list[Case]:
