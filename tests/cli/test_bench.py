@@ -109,7 +109,8 @@ def test_pictures_need_a_next_scale_model(run: Any, text_model: Path) -> None:
 
 
 def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
-    words = ("bench", "kernels", "--device", "cpu", "--shape", "emoji", "--tokens", "2", "--held", "8", "--rounds", 1, "--json", "-")
+    sizes = ("--shape", "emoji", "--tokens", "2", "--held", "8", "--rounds", 1)
+    words = ("bench", "kernels", "--device", "cpu", *sizes, "--json", "-")
     result = run(*words)
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
