@@ -52,8 +52,8 @@ def splits_for(programs: int, slots: int, keys: int) -> int:
 
     By shapes alone: a captured graph serves all lengths.
     """
-    wanted = -(-_PROGRAMS // programs)
+    wanted = min(_PROGRAMS // programs, _MOST_SPLITS)  # not more: each part is written and read once again
     splits = 1
-    while splits < min(wanted, _MOST_SPLITS) and slots >= 2 * splits * max(_LEAST_KEYS, keys):
+    while 2 * splits <= wanted and slots >= 2 * splits * max(_LEAST_KEYS, keys):
         splits *= 2
     return splits

@@ -18,7 +18,7 @@ class Shape(NamedTuple):
 
 
 MODELS: dict[str, Shape] = {
-    "emoji": Shape(9, 7, 7, 32),
+    "emoji": Shape(10, 7, 7, 32),
     "LlamaGen-B": Shape(12, 12, 12, 64),
     "LlamaGen-XL": Shape(36, 20, 20, 64),
     "LlamaGen-3B": Shape(24, 32, 32, 100),
