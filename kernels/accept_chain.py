@@ -106,10 +106,10 @@ def _judge(
 
 
 class ChainVerdict(NamedTuple):
-    """`count` int64 `[B]`, accepted slots with the root; `next_token` int64 `[B]`; `relaxation` float32 `[B]`, of relaxed
+    """`accepted` int64 `[B]`, slots, the root included; `next_token` int64 `[B]`; `relaxation` float32 `[B]`, of relaxed
     rules."""
 
-    count: Tensor
+    accepted: Tensor
     next_token: Tensor
     relaxation: Tensor | None
 

@@ -137,10 +137,10 @@ def _match(
 
 
 class TreeVerdict(NamedTuple):
-    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `count` and `next_token` int64 `[B]`."""
+    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `accepted`, how many, and `next_token` int64 `[B]`."""
 
     path: Tensor
-    count: Tensor
+    accepted: Tensor
     next_token: Tensor
 
     @classmethod

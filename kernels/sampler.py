@@ -117,7 +117,7 @@ def _sample(
                 kept &= ordered_key(x, there) >= least
             won = tl.exp2((tl.where(kept, x, float("-inf")) - most) * _LOG2E) / total / exponential(noise, at)
             best, token = _better(tl.where(there, won, -1.0), first, best, token)
-        tl.store(token_ptr + row, token.to(tl.int64))
+        tl.store(token_ptr + row, token)
 
 
 @triton.jit(do_not_specialize=["T", "step"])
@@ -139,7 +139,7 @@ def _race(
         probs = tl.load(probs_ptr + row.to(tl.int64) * V + lane, mask=lane < V, other=-1.0)
         ratio = tl.where(probs == probs, probs, 0.0) / exponential(key, lane)
         best, token = _better(tl.where(lane < V, ratio, -1.0), first, best, token)
-    tl.store(token_ptr + row, token.to(tl.int64))
+    tl.store(token_ptr + row, token)
 
 
 class Sampled(NamedTuple):

@@ -91,7 +91,7 @@ def test_chains_are_judged_as_by_the_exact_rule(T: int, V: int, drawn: bool, val
         expected = exact(case.probs, case.draft, case.noise, torch.zeros(4))
         probs, tokens, q, marks, seeds, position = case.there()
         got = judge_chain(probs, tokens, q, marks, seeds, position, case.noise.step)
-        check(expected, got.count, got.next_token)
+        check(expected, got.accepted, got.next_token)
         accepted |= set(expected.count.tolist())
     assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
 
@@ -138,7 +138,7 @@ def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> N
         )
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
         got = judge_chain(probs, tokens, q, marks, seeds, position, case.noise.step, wanted=wanted, **limits)  # type: ignore[arg-type]
-        check(expected, got.count, got.next_token)
+        check(expected, got.accepted, got.next_token)
         assert expected.relaxation is not None and got.relaxation is not None
         torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
 
@@ -153,7 +153,7 @@ def test_trees_are_judged_sibling_by_sibling(name: str, drawn: bool, valid: bool
         expected = recursive_rejection(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
         got = walk_tree(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, case.noise.step)
-        check(expected, got.count, got.next_token, got.path)
+        check(expected, got.accepted, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("valid", [False, True])
@@ -167,7 +167,7 @@ def test_trees_are_judged_by_traversal(name: str, drawn: bool, valid: bool) -> N
         probs, tokens, q, marks, seeds, position = case.there()
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
         got = traverse_tree(probs, tokens, q, marks, *tables, tree.longest, seeds, position, case.noise.step)
-        check(expected, got.count, got.next_token, got.path)
+        check(expected, got.accepted, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("name", TREES)
@@ -179,7 +179,7 @@ def test_trees_are_judged_by_the_noise_of_the_image(name: str) -> None:
         expected = shared_noise(case.probs, case.draft, case.noise, torch.zeros(3))
         assert expected.drawn is not None
         got = match_tree(expected.drawn.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.longest)
-        check(expected, got.count, got.next_token, got.path)
+        check(expected, got.accepted, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("V", [8192, 16384])
@@ -188,10 +188,10 @@ def test_whole_vocabularies(V: int) -> None:
     probs, tokens, q, marks, seeds, position = case.there()
     tree, step, nothing = case.draft.tree, case.noise.step, torch.zeros(1)
     got = walk_tree(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, step)
-    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.count, got.next_token, got.path)
+    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
     got = traverse_tree(probs, tokens, q, marks, *tables, tree.longest, seeds, position, step)
-    check(traversal(case.probs, case.draft, case.noise, nothing), got.count, got.next_token, got.path)
+    check(traversal(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
 
 
 def test_the_draw_of_a_residual_follows_it() -> None:
@@ -201,7 +201,7 @@ def test_the_draw_of_a_residual_follows_it() -> None:
     tokens, position = torch.full((B, 1), 3), torch.arange(2).expand(B, 2)
     given = (each.to(DEVICE) for each in (probs, tokens, drafted))
     got = judge_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
-    assert (got.count == 1).all()
+    assert (got.accepted == 1).all()
     share = got.next_token.cpu().bincount(minlength=4) / B
     left = torch.tensor([0.0, 0.5, 0.5, 0.0])
     assert ((share - left).abs() < 5 * (left * (1 - left) / B).sqrt() + 1e-9).all()

@@ -31,8 +31,9 @@ def judged_chain(
     from vargen.kernels.accept_chain import judge_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
-    limits = {"wanted": wanted, "relaxation": relaxation, "budget": budget, "tightening": tightening}
-    count, next_token, spent = judge_chain(*given, **limits)  # type: ignore[arg-type]
+    count, next_token, spent = judge_chain(
+        *given, wanted=wanted, relaxation=relaxation, budget=budget, tightening=tightening
+    )
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
 
@@ -49,7 +50,8 @@ def matched(drawn: Tensor, draft: Draft) -> Verdict:
     """The verdict of `shared_noise`, whose noise draws int64 `[B, T]` behind the slots."""
     from vargen.kernels.accept_tree import match_tree
 
-    return Verdict(*match_tree(drawn, draft.tokens, draft.tree.children, draft.tree.longest), drawn=drawn)
+    path, count, next_token = match_tree(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
+    return Verdict(path, count, next_token, drawn=drawn)
 
 
 def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
