@@ -137,7 +137,7 @@ def _match(
 
 
 class TreeVerdict(NamedTuple):
-    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `accepted`, how many, and `next_token` int64 `[B]`."""
+    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `accepted`, how many; `next_token` int64 `[B]`."""
 
     path: Tensor
     accepted: Tensor
