@@ -4,6 +4,7 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import (
     Grouped,
     Neighbourhood,
+    Pooled,
     Ratio,
     Relaxed,
     Typical,
@@ -26,6 +27,7 @@ from vargen.decoding.drafters import (
     Recycle,
     Speculative,
     SpeculativeTree,
+    Wavefront,
 )
 from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
@@ -69,6 +71,7 @@ __all__ = [
     "Noise",
     "NonFiniteLogitsError",
     "Output",
+    "Pooled",
     "Progress",
     "Purpose",
     "Ratio",
@@ -86,6 +89,7 @@ __all__ = [
     "Tree",
     "Typical",
     "Verdict",
+    "Wavefront",
     "acceptance_rule",
     "decode",
     "decode_scales",

@@ -8,6 +8,7 @@ Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slot
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
 from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
-from vargen.decoding.protocols import TokenModel
+from vargen.decoding.protocols import AcceptanceRule, TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
@@ -100,7 +101,7 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         with run.part("accept"):
             noise = images.noise(draft, run.passes + 1)
             probs = to_probs(out.logits, sampling)
-            verdict = rule(probs, draft, noise, images.relaxation)
+            verdict = rule(probs, softened(draft, rule, out.logits, sampling), noise, images.relaxation)
         with run.part("commit"):
             count = images.commit(fed, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
@@ -130,6 +131,13 @@ def _sequential(
         logits, position, count = passes()
         run.record(logits, position, images.tokens[:, : run.total], images.length, count)
     images.widths = {1: passes.passes} if passes.passes else {}
+
+
+def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
+    """The draft, with what relaxed rules need of it where drawing is greedy; see `Draft.soft`."""
+    if rule.exact or not sampling.greedy:
+        return draft
+    return replace(draft, soft=to_probs(logits, replace(sampling, temperature=1.0)))
 
 
 class _Images:

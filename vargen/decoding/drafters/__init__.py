@@ -10,6 +10,7 @@ from vargen.decoding.drafters.recycle import Recycle
 from vargen.decoding.drafters.sequential import Sequential
 from vargen.decoding.drafters.small_model import Speculative
 from vargen.decoding.drafters.small_tree import SpeculativeTree
+from vargen.decoding.drafters.wavefront import Wavefront
 
 __all__ = [
     "Eagle",
@@ -22,5 +23,6 @@ __all__ = [
     "Sequential",
     "Speculative",
     "SpeculativeTree",
+    "Wavefront",
     "best_layers",
 ]
