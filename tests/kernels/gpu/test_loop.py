@@ -6,7 +6,10 @@ from tiny_models import tiny_transformer
 
 from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_accelerator
 from vargen.decoding.acceptance import exact, recursive_rejection, shared_noise
-from vargen.decoding.drafters import JacobiTree
+from vargen.decoding.draft import Step
+from vargen.decoding.drafters import JacobiTree, Sequential
+from vargen.decoding.sampling import to_probs
+from vargen.decoding.tokens import _Images
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -74,3 +77,30 @@ def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
         sample(torch.empty(2, 3, 50, device="meta"), top_k=5)
     assert [each.name for each in launches] == ["sample"] and launches[0].programs == 6
 
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors without values, where reading one is an error, with launches that are recorded and not run."""
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    meta, method = torch.device("meta"), METHODS[name]
+    model = LlamaGenTokens(tiny_transformer("class").to(meta), guidance_scale=2.0, codebook=torch.empty(64, 8, device=meta))
+    seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)
+    drafter, rule = (method.drafter or Sequential()).bind(model), method.acceptance.bind(model)
+    with torch.no_grad(), recording() as launches:
+        condition = Condition(class_labels=torch.empty(2, dtype=torch.int64, device=meta))
+        cache, out = model.prefill(condition, drafter.max_fed)
+        state = drafter.start(model, condition, seeds, sampling, out)
+        images = _Images(seeds, 16, drafter.max_fed, model)
+        for step in range(1, 4):
+            draft = drafter.propose(state, images.tokens, images.length, step)
+            fed = images.fed(draft)
+            out = model.forward(fed, cache, draft.tree)
+            noise, probs = images.noise(draft, step), to_probs(out.logits, sampling)
+            verdict = rule(probs, draft, noise, images.relaxation)
+            count = images.commit(fed, verdict)
+            model.commit(cache, verdict.path, count, draft.tree)
+            drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
+    names = [each.name for each in launches]
+    assert names.count("attend") == 2 * 3 and names.count("sample") == 3
+    assert any(each in names for each in ("judge", "match", "walk"))
