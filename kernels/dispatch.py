@@ -1,9 +1,24 @@
-"""Which path a pass takes: decided here, once, for all kernels and networks."""
+"""Which path a pass takes: decided here, once, for all kernels and networks.
+
+Triton kernels on a GPU where Triton is installed, torch elsewhere. VARGEN_KERNELS=reference takes torch everywhere; =triton
+insists on the kernels, and is an error where they cannot run. With TRITON_INTERPRET=1 they can run on a CPU, for tests alone.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
+from functools import lru_cache
+from importlib.util import find_spec
+
 import torch
 from torch import Tensor
+
+logger = logging.getLogger("vargen")
+
+VARIABLE = "VARGEN_KERNELS"
+MOST_TOKENS = 16384  # of a row that a program holds in registers
+_CHOICES = ("auto", "reference", "triton")
 
 
 def eager_on_cpu(tensor: Tensor) -> bool:
@@ -14,3 +29,74 @@ def eager_on_cpu(tensor: Tensor) -> bool:
 def float32_on_cpu(x: Tensor) -> bool:
     """Whether a pass in float32 may take the forms that are quicker on a CPU, operation by operation, without gradients."""
     return x.dtype == torch.float32 and not torch.is_grad_enabled() and eager_on_cpu(x)
+
+
+def asked_for() -> str:
+    """`"auto"`, `"reference"` or `"triton"`, as VARGEN_KERNELS says.
+
+    Raises:
+        ValueError: for anything else.
+    """
+    value = os.environ.get(VARIABLE, "") or "auto"
+    if value not in _CHOICES:
+        raise ValueError(f"{VARIABLE} must be one of {', '.join(_CHOICES)}, got {value!r}")
+    return value
+
+
+def explain(device: torch.device | str) -> tuple[str, str]:
+    """Which kernels run on a device, `"triton"` or `"reference"`, and why.
+
+    Raises:
+        ValueError: if VARGEN_KERNELS is none of its values, or insists on kernels that cannot run there.
+    """
+    asked, kind = asked_for(), torch.device(device).type
+    if asked == "reference":
+        return "reference", f"{VARIABLE}=reference"
+    installed = _installed()
+    if asked == "triton":
+        if not installed:
+            raise ValueError(f"{VARIABLE}=triton needs Triton, which is not installed; pip install vargen[kernels]")
+        if kind != "cuda" and not _interpreted():
+            raise ValueError(f"{VARIABLE}=triton needs an NVIDIA GPU, and this runs on {kind}; unset it")
+        return "triton", f"{VARIABLE}=triton"
+    if kind != "cuda":
+        return "reference", f"Triton kernels are for NVIDIA GPUs, and this runs on {kind}"
+    if not installed:
+        return "reference", "Triton is not installed: pip install vargen[kernels]"
+    if torch.version.cuda is None:  # ROCm calls its devices cuda too
+        return "reference", "the kernels are made for NVIDIA GPUs"
+    return "triton", "Triton is installed, and this is an NVIDIA GPU"
+
+
+def use_triton(tensor: Tensor) -> bool:
+    """Whether Triton kernels take part in what is computed from this tensor.
+
+    Raises:
+        ValueError: see `explain`.
+    """
+    if tensor.device.type == "cpu" and VARIABLE not in os.environ:  # at every operation of a pass: nothing to look up
+        return False
+    return _chosen(tensor.device.type, os.environ.get(VARIABLE, ""))
+
+
+def fits_kernels(rows: Tensor) -> bool:
+    """Whether Triton kernels take float32 rows `[..., V]` of probabilities or logits: those that a program can hold."""
+    return use_triton(rows) and rows.shape[-1] <= MOST_TOKENS and rows.dtype != torch.float64
+
+
+@lru_cache
+def _chosen(kind: str, asked: str) -> bool:
+    name, reason = explain(kind)
+    logger.debug("kernels on %s: %s (%s)", kind, name, reason)
+    return name == "triton"
+
+
+@lru_cache(maxsize=1)
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _interpreted() -> bool:
+    from vargen.kernels.launch import INTERPRETED
+
+    return INTERPRETED

@@ -11,6 +11,8 @@ Shape suffixes: B rows, T queries, H query heads, G key heads, S slots, K head w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +20,15 @@ from torch import Tensor
 from vargen.kernels.dispatch import float32_on_cpu
 
 MOST_QUERIES = 64
+
+
+class Seen(NamedTuple):
+    """What the queries of a pass see, for the kernel of `tree_attention`, whose arguments of these names they are."""
+
+    length: Tensor
+    prefix_bias: Tensor
+    words: Tensor | None
+    earlier: int
 
 
 def written_out_pays() -> bool:
@@ -37,12 +48,17 @@ def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
     return bias.expand(B, heads, T, S).reshape(B * groups, -1, S)
 
 
-def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor) -> Tensor:
-    """Attention `[B, T, H, K]` under a `folded` bias, written out; or under what torch's own takes, a bias or a mask, by that.
+def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | Seen) -> Tensor:
+    """Attention `[B, T, H, K]` under a `folded` bias, written out; or under what torch's own takes, a bias or a mask, by that;
+    or by a kernel, which takes what is `Seen`.
 
     Written out, heads are one batch with the rows, which takes no copy of keys and values that are contiguous but for their
     number of slots.
     """
+    if isinstance(bias, Seen):
+        from vargen.kernels.tree_attention import tree_attention
+
+        return tree_attention(q_BTHK, k_BGSK, v_BGSK, bias.length, bias.prefix_bias, bias.words, earlier=bias.earlier)
     B, T, H, K = q_BTHK.shape
     G = k_BGSK.shape[1]
     q = q_BTHK.transpose(1, 2)

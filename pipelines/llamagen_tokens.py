@@ -124,8 +124,8 @@ class LlamaGenTokens:
         rows, guidance = tokens.repeat(self.halves, 1), self._guidance_at(state.length[: len(tokens), None] + tree.depth)
         places = {}
         if not tree.chain:
-            depth, ancestors = (self._for_rows(part, dims) for part, dims in ((tree.depth, 1), (tree.ancestors, 2)))
-            places = {"positions": state.length[:, None] + depth, "ancestors": ancestors}
+            ancestors = tree.words if state.fused else self._for_rows(tree.ancestors, 2)
+            places = {"positions": state.length[:, None] + self._for_rows(tree.depth, 1), "ancestors": ancestors}
         with self._mode():
             out = self.step(rows, cache=state, guidance=guidance, **places)
         return Output(out.logits, out.hidden)

@@ -24,6 +24,9 @@ os.environ.update(
     TORCHINDUCTOR_CACHE_DIR=f"{_caches.name}/inductor",
     GRADIO_TEMP_DIR=f"{_caches.name}/gradio",
 )
+if not Path("/dev/nvidiactl").exists():
+    # No NVIDIA GPU: Triton interprets its kernels in NumPy. It reads this when it is imported, which any library may do.
+    os.environ["TRITON_INTERPRET"] = "1"
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Several workers with a thread pool each fight for the cores: far slower than one thread each.
     os.environ.update(OMP_NUM_THREADS="1", MKL_NUM_THREADS="1")

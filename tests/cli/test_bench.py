@@ -106,3 +106,32 @@ def test_pictures_need_a_next_scale_model(run: Any, text_model: Path) -> None:
     result = run("bench", "var", "--model", text_model)
     assert result.exit_code == 2 and "model must be a next-scale one, such as var-d16" in result.stderr
     assert "rounds must be" in run("bench", "var", "--rounds", 0).stderr
+
+
+def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
+    sizes = ("--shape", "emoji", "--tokens", "2", "--held", "8", "--rounds", 1)
+    words = ("bench", "kernels", "--device", "cpu", *sizes, "--json", "-")
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    document = json.loads(result.stdout)
+    assert document["kernels"] == "reference" and "runs on cpu" in document["reason"]
+    ways = {(each["operation"], each["implementation"]): each for each in document["timings"]}
+    assert {name for name, _ in ways} == {"attention, a layer", "sampler", "commit"}
+    for (_, way), each in ways.items():
+        measured = each["microseconds"] is not None
+        assert measured == (each["reason"] is None) == (way in ("torch, our path", "SDPA with a mask")) and each["bytes"] > 0
+    result = run(*words[:-2])
+    assert "not measured" in result.stdout and "GB/s copied" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--shape", "gpt"], "shape must be one of emoji"),
+        (["--tokens", "257"], "tokens must be whole numbers of at least 1 and at most 256"),
+        (["--rounds", "0"], "rounds must be a whole number of at least 1"),
+    ],
+)
+def test_kernels_refuse_other_shapes(run: Any, words: list[str], said: str) -> None:
+    result = run("bench", "kernels", *words)
+    assert result.exit_code != 0 and said in result.output

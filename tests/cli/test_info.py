@@ -15,7 +15,8 @@ def test_info_as_json(run: Any) -> None:
     result = run("info", "--json")
     assert result.exit_code == 0 and result.stderr == ""
     document = json.loads(result.stdout)
-    assert set(document) == {"versions", "machine", "threads", "default_device", "default_dtype", "models", "presets"}
+    parts = {"versions", "machine", "threads", "default_device", "default_dtype", "kernels", "models", "presets"}
+    assert set(document) == parts and document["kernels"].startswith(("reference: ", "triton: "))
     assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
     assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
 
@@ -23,7 +24,8 @@ def test_info_as_json(run: Any) -> None:
 def test_info_for_people(run: Any) -> None:
     result = run("info")
     assert result.exit_code == 0
-    for part in (__version__, "torch", "cpu", "default dtype", "Packaged models", "Presets: auto, ar", "CPU threads"):
+    parts = (__version__, "torch", "cpu", "default dtype", "kernels", "Packaged models", "Presets: auto, ar", "CPU threads")
+    for part in parts:
         assert part in result.stdout
 
 

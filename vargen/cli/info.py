@@ -34,6 +34,7 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
         *([f"gpu {number}", gpu] for number, gpu in enumerate(gpus)),
         *([["gpu", "none"]] if not gpus else []),
         ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
+        ["kernels", facts["kernels"]],
         *(["passes run on" if not number else "", line] for number, line in enumerate(facts["threads"].splitlines())),
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
@@ -89,6 +90,7 @@ def gather() -> dict[str, Any]:
     from vargen.compat import installed_version
     from vargen.device import fast_dtype
     from vargen.evaluation.machine import describe_machine
+    from vargen.kernels.dispatch import explain
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}
@@ -104,6 +106,7 @@ def gather() -> dict[str, Any]:
         "threads": thread_choice(),
         "default_device": device,
         "default_dtype": str(fast_dtype(device)).removeprefix("torch."),
+        "kernels": ": ".join(explain(device)),
         "models": models,
         "presets": presets(),
     }

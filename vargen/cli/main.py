@@ -11,6 +11,7 @@ import typer
 from vargen import __version__
 from vargen.cli import (
     bench,
+    bench_kernels,
     bench_pictures,
     compare,
     convert,
@@ -65,6 +66,7 @@ app.command("draw")(evaluate.draw)
 app.command("score")(evaluate.score)
 app.add_typer(info.app, name="info")
 bench.app.command("distribution")(distribution.distribution)
+bench.app.command("kernels")(bench_kernels.kernels)
 bench.app.command("var")(bench_pictures.pictures)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")

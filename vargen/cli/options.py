@@ -52,9 +52,13 @@ def pick_device(name: Device) -> torch.device:
     """The device to run on; `auto` takes a GPU where there is one.
 
     Raises:
-        ValueError: for cuda where torch sees none.
+        ValueError: for cuda where torch sees none, or kernels by VARGEN_KERNELS that cannot run there.
     """
-    return device.pick_device(name.value)
+    from vargen.kernels.dispatch import explain
+
+    chosen = device.pick_device(name.value)
+    explain(chosen)  # before weights are loaded
+    return chosen
 
 
 def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
+from vargen.kernels.ancestors import packed
 from vargen.modes import ordinary_tensors
-
-_WORD = 64  # ancestors in an int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,9 +76,7 @@ class Tree:
     @ordinary_tensors()
     def words(self) -> Tensor:
         """The ancestors as bits of int64 words, `[T, W]` or `[B, T, W]`: bit j % 64 of word j // 64 is `ancestors[..., j]`."""
-        T = self.ancestors.shape[-1]
-        padded = torch.nn.functional.pad(self.ancestors, (0, -T % _WORD)).unflatten(-1, (-1, _WORD)).to(torch.int64)
-        return (padded << torch.arange(_WORD, device=padded.device)).sum(-1)  # bits do not overlap, so a sum is an or
+        return packed(self.ancestors)
 
     @cached_property
     @ordinary_tensors()

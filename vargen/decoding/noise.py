@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.categorical import categorical
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import eager_on_cpu, fits_kernels
 from vargen.modes import ordinary_tensors
 
 
@@ -200,6 +200,10 @@ def race(
 
     Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.
     """
+    if fits_kernels(probs):
+        from vargen.kernels import sampler
+
+        return sampler.race(probs, sampler.Coins(seeds, position, int(purpose), step))
     return _winner(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
 
 
@@ -249,6 +253,8 @@ class Noise:
         Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
         """
         if purpose == Purpose.TOKEN:
+            if fits_kernels(probs):
+                return race(probs, self.seeds, self.position)
             return _winner(probs, self.exponential(probs.shape[-1], purpose))
         return categorical(probs, self.coins(purpose))
 

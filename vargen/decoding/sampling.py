@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
+from vargen.kernels.dispatch import fits_kernels
 from vargen.kernels.kth_largest import kth_largest, largest
 from vargen.options import OPTIONS
 from vargen.values import shown
@@ -75,5 +76,12 @@ def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities float32 `[..., V]` of guided logits `[..., V]`."""
-    scaled = logits.float() / max(sampling.temperature, LOWEST_TEMPERATURE)
+    temperature = max(sampling.temperature, LOWEST_TEMPERATURE)
+    if fits_kernels(logits) and not torch.is_grad_enabled():
+        from vargen.kernels.sampler import sample
+
+        made = sample(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        assert made.probs is not None
+        return made.probs
+    scaled = logits.float() / temperature
     return filtered(scaled, sampling.top_k, sampling.top_p).softmax(-1)

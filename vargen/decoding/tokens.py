@@ -7,6 +7,7 @@ Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
+from vargen.decoding import captured
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import shared_noise
 from vargen.decoding.acceptance.siblings import offered_and_accepted
+from vargen.decoding.captured import CUDAGraph, Graph
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
@@ -26,6 +29,7 @@ from vargen.decoding.protocols import AcceptanceRule, TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
+from vargen.kernels.dispatch import asked_for
 from vargen.modes import ordinary_tensors, quick_passes
 from vargen.values import shown
 
@@ -61,6 +65,7 @@ def decode(
         TypeError: for an accelerator, seeds, a sampling or a callback of another type.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
+    asked_for()  # an unknown VARGEN_KERNELS is an error before any work
     accelerator = resolve_accelerator(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
@@ -85,6 +90,8 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         state = drafter.start(model, condition, seeds, sampling, out)
     images = _Images(seeds, run.total, drafter.max_fed, model)
     images.begin(run, out.logits, to_probs(out.logits, sampling))
+    if accelerator.drafter is None and captured.asked_for(torch.device(model.device)):
+        _sequential(run, images, model, cache, sampling)
     while not run.finished:
         with run.part("draft"):
             draft = drafter.propose(state, images.tokens, images.length, run.passes + 1)
@@ -101,6 +108,29 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
             drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
     return images
+
+
+def _sequential(
+    run: Run, images: _Images, model: TokenModel, cache: Any, sampling: Sampling, graph: Callable[[], Graph] = CUDAGraph
+) -> None:
+    """The loop without drafts, pass by pass the same as that of `_loop`, as a graph."""
+    images.settle()
+    draft = Draft.empty(len(images.seeds), model.vocab, images.seeds.device)
+
+    def one_pass() -> tuple[Tensor, ...]:
+        fed, noise = images.fed(draft), images.noise(draft, 0)  # the image's own noise does not depend on the pass
+        out = model.forward(fed, cache, draft.tree)
+        verdict = shared_noise(to_probs(out.logits, sampling), draft, noise, images.relaxation)
+        position = noise.position.clone()
+        count = images.commit(fed, verdict)
+        model.commit(cache, verdict.path, count, draft.tree)
+        return out.logits, position, count
+
+    passes = captured.Replayed(one_pass, graph)
+    while not run.finished:
+        logits, position, count = passes()
+        run.record(logits, position, images.tokens[:, : run.total], images.length, count)
+    images.widths = {1: passes.passes} if passes.passes else {}
 
 
 def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
@@ -121,6 +151,7 @@ class _Images:
         siblings: int64 `[ranks, 2]`, see `DecodeStats`.
         draft: the last one that was fed.
         widths: passes by the tokens they fed.
+        settled: whether lengths are changed in place.
     """
 
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
@@ -134,7 +165,13 @@ class _Images:
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
         self.siblings = torch.zeros(0, 2, dtype=torch.int64, device=device)
         self.draft: Draft | None = None
+        self.settled = False
         self.widths: dict[int, int] = {}
+
+    def settle(self) -> None:
+        """From now on every tensor stays where it is. Who keeps the length of a pass has to copy it."""
+        with ordinary_tensors():
+            self.length, self.settled = self.length.clone(), True
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
         """Token 0, from the prefill's row of logits and probabilities `[B, 1, V]`."""
@@ -168,7 +205,10 @@ class _Images:
             ranks = self.draft.tree.widest
             self.siblings = _longer(self.siblings, ranks)
             self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0).sum(0)
-        self.length = self.length + count
+        if self.settled:
+            self.length += count
+        else:
+            self.length = self.length + count
         self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
         return count
 

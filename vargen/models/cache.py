@@ -12,7 +12,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.ancestors import packed, unpacked
+from vargen.kernels.attention_tiles import DTYPES, MOST_WIDTH
+from vargen.kernels.dispatch import eager_on_cpu, use_triton
+from vargen.kernels.few_queries import Seen, folded
 
 
 class KVCache:
@@ -27,6 +30,7 @@ class KVCache:
 
     Attributes:
         length: `[R]` int64, image tokens held per row. The next token fed goes to position `length`.
+        fused: whether kernels attend and move slots: settled here, so that no pass asks.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
         norm_scales: by layer, what its two norms take on a CPU; see `RMSNorm.scaled_weight`. Empty until the prefill.
     """
@@ -46,10 +50,14 @@ class KVCache:
     ):
         self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
         self.slots = prefix + tokens + scratch
-        shape = (layers, rows, heads, self.slots, head_dim)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)
-        self.v = torch.zeros(shape, dtype=dtype, device=device)
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.fused = head_dim <= MOST_WIDTH and dtype in DTYPES and use_triton(self.length)
+        # For kernels a slot of a width such as 100 begins at 16 bytes or a multiple, in memory that is whole lines.
+        room = -(-head_dim // 16) * 16 if self.fused else head_dim
+        shape = (layers, rows, heads, self.slots, room)
+        self.k = torch.zeros(shape, dtype=dtype, device=device)[..., :head_dim]
+        self.v = torch.zeros(shape, dtype=dtype, device=device)[..., :head_dim]
+        self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, device=device)
         self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []
         first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
@@ -85,6 +93,24 @@ class KVCache:
         behind = self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
         ahead = self._image_slot[earlier : earlier + T] + behind
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
+
+    def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | Seen:
+        """What `attention` takes of a pass over T tokens with `heads` query heads that reads `reach` slots; made once for all
+        layers.
+
+        Args:
+            ancestors: as of `bias`, or packed as int64 words `[T, W]` or `[B, T, W]` of images whose halves are the rows.
+            earlier: as of `span`.
+        """
+        words = ancestors is not None and ancestors.dtype == torch.int64
+        if self.fused and not torch.is_grad_enabled():
+            bits = ancestors if words or ancestors is None else packed(ancestors)
+            return Seen(self.length.clamp(max=self.tokens), self.prefix_bias, bits, earlier)
+        if words and ancestors is not None:
+            ancestors = unpacked(ancestors, earlier + T)
+            if ancestors.dim() == 3:
+                ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
+        return folded(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
 
     def bias(
         self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0
@@ -126,6 +152,11 @@ class KVCache:
             accepted_RA: int64 `[R, A]`, indices among the pass's tokens, root first, strictly increasing while valid.
             count_R: int64 `[R]`, how many of the A are valid.
         """
+        if self.fused:
+            from vargen.kernels.commit import keep
+
+            keep(self.k, self.v, self.length, accepted_RA, count_R, self._done, first=self.prefix, tokens=self.tokens)
+            return
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)
         valid = steps[None] < count_R[:, None]

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_queries import folded
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import MAX_GRID
@@ -147,7 +146,7 @@ class EagleDrafter(ModelMixin, ConfigMixin):
             positions = cache.length[:, None] + torch.arange(earlier, earlier + T, device=features.device)
         rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
         span = cache.span(T, earlier)
-        bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach, earlier), self.config.n_head, cache.k.shape[2])
+        bias = cache.seen(T, ancestors, self.config.n_head, span.reach, earlier)
         x = self.joined(features, embeddings, above)
         attention = self.layer.attention
         q, k, v = attention.project(self.layer.attention_norm(x), rotary)

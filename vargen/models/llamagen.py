@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_queries import folded
 from vargen.kernels.few_rows import transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
@@ -228,7 +227,8 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
         Args:
             positions: int64 `[T]` or `[B, T]`, grid cell of each fed token; default: consecutive from the pointer. Cells past
                 the grid are clamped (their logits are meaningless).
-            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each may see; default: a chain.
+            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each may see, or packed (`KVCache.seen`); default:
+                a chain.
             guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`: the second half of the rows are
                 unconditional, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: logits of all rows.
 
@@ -319,7 +319,7 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
             positions = cache.length[:, None] + torch.arange(T, device=tokens_BT.device)
         rotary = rotation(self.rotary[positions.clamp(max=self.tokens - 1)])
         span = cache.span(T)
-        bias = folded(cache.bias(T, ancestors, cache.k.dtype, span.reach), self.config.n_head, cache.k.shape[2])
+        bias = cache.seen(T, ancestors, self.config.n_head, span.reach)
         x = self.tok_embeddings(tokens_BT)
         for i, layer in enumerate(self.layers):
             attention, scales = layer.attention, cache.norm_scales[i] if cache.norm_scales else (None, None)

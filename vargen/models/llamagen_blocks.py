@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.kernels.dispatch import float32_on_cpu
-from vargen.kernels.few_queries import attention
+from vargen.kernels.few_queries import Seen, attention
 from vargen.modes import ordinary_tensors
 
 Rotary = Tensor | tuple[Tensor, Tensor]
@@ -116,9 +116,9 @@ class Attention(nn.Module):
         # Offloaded, or stored in another dtype: weights come only with their module's `forward`.
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
-    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | Seen) -> Tensor:
         exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # a softmax in float32
-        if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact:
+        if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact and isinstance(bias, Tensor):
             # The gradient of torch's fused attention took a third of a training step there, and these products can be compiled.
             if k_BHSK.shape[1] != self.n_head:
                 k_BHSK, v_BHSK = (each.repeat_interleave(self.n_head // self.n_kv_head, 1) for each in (k_BHSK, v_BHSK))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.rule import acceptance_rule
 from vargen.decoding.acceptance.siblings import followed
 from vargen.decoding.draft import Draft, Verdict
@@ -22,6 +23,8 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     probabilities do not matter. Arguments: see `AcceptanceRule`.
     """
     drawn = noise.draw(probs, Purpose.TOKEN)  # [B, T]: what follows each slot
+    if fused.applies(probs):
+        return fused.matched(drawn, draft)
     tree = draft.tree
     agrees = drawn.new_ones(drawn.shape).bool()
     agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.rule import acceptance_rule
 from vargen.decoding.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
@@ -20,6 +21,8 @@ def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. What follows a fully accepted draft is drawn from p. The
     output follows the target if q is what the draft was really drawn with. Arguments: see `AcceptanceRule`.
     """
+    if fused.applies(probs):
+        return fused.judged_chain(probs, draft, noise)
     p, q = chances(probs, draft)
     coins = noise.uniform(Purpose.ACCEPT)[:, :-1]
     return judged(coins * q < p, probs, draft, noise)

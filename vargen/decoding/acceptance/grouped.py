@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.exact import probability
 from vargen.decoding.acceptance.relaxation import Relaxed
 from vargen.decoding.protocols import TokenModel
@@ -82,6 +83,11 @@ class Grouped(Relaxed):
         return torch.where(joins, member, tokens[..., None])
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        if fused.applies(p):
+            from vargen.kernels.accept_wanted import grouped_chances
+
+            codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
+            return grouped_chances(p, q, tokens, self.size, self.delta, self.distance, codes)
         member = self.members(p, tokens)
         joined = member != tokens[..., None]
         group_p = probability(p, tokens) + (p.gather(2, member) * joined).sum(2)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.exact import probability
 from vargen.decoding.acceptance.neighbours import codebook_of, nearest_tokens
 from vargen.decoding.acceptance.relaxation import Relaxed
@@ -84,6 +85,10 @@ class Neighbourhood(Relaxed):
         return (reached * within).amax(2)
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        if self.nearest is not None and fused.applies(p):
+            from vargen.kernels.accept_wanted import neighbour_chances
+
+            return neighbour_chances(p, q, tokens, self.nearest, self.ratio, self.delta)
         own_p, own_q = probability(p, tokens), probability(q, tokens)
         return torch.where(own_p > 0, (own_p + self.mass(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.rule import acceptance_rule
 from vargen.decoding.acceptance.siblings import Siblings, Tested, sibling_by_sibling
 from vargen.decoding.draft import Draft, Verdict
@@ -20,6 +21,8 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
     EAGLE-2). On a chain it is `exact`. The output follows the target if each q is what the sibling was really drawn with.
     Arguments: see `AcceptanceRule`.
     """
+    if fused.applies(probs):
+        return fused.walked(probs, draft, noise)
     return sibling_by_sibling(_test, probs, draft, noise)
 
 

@@ -18,6 +18,7 @@ from typing import ClassVar, Self
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.exact import judged
 from vargen.decoding.acceptance.siblings import Siblings, Tested, sibling_by_sibling
 from vargen.decoding.draft import Draft, Tree, Verdict
@@ -88,6 +89,10 @@ class Relaxed:
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
             return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
+        if fused.applies(probs) and type(self).granted is Relaxed.granted and draft.tokens.shape[1]:
+            given = (probs[:, :-1], draft.probs, draft.tokens)
+            wanted = self.wanted(*given) if draft.soft is None else self.wanted_greedily(*given, draft.soft[:, :-1])
+            return fused.judged_chain(probs, draft, noise, wanted, relaxation, self.budget, self.tightening)
         verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=granted_in(granted, verdict, draft))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vargen.decoding.acceptance import fused
 from vargen.decoding.acceptance.rule import acceptance_rule
 from vargen.decoding.acceptance.siblings import path_to
 from vargen.decoding.draft import Draft, Verdict
@@ -26,6 +27,8 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     of its own. Reaches do not depend on the rule's coins, so slots are gone through once, in order, and then the first that
     passes is found. Arguments: see `AcceptanceRule`.
     """
+    if fused.applies(probs):
+        return fused.traversed(probs, draft, noise)
     B, T, _ = probs.shape
     tree, image = draft.tree, torch.arange(B, device=probs.device)
     parents = tree.parents.expand(B, T)

@@ -1,0 +1,235 @@
+"""Judging a tree of drafts by walking down from its root, in one launch: the rules `shared_noise`, which needs no
+probabilities, and `recursive_rejection`, for siblings that were drawn with or without replacement or not at all.
+
+Grid `(B,)`: a program owns one image and follows the accepted path; what is not reached is not looked at. `_match` compares
+each draft with the token that the image's own noise draws behind its parent. `_walk` holds the row of p behind the present
+slot: it tests the children in order, u < p(x) / q(x), and takes norm((p - q)+) from it at each refusal; where all are refused,
+or there is none, it draws from what is left by one coin. Coins are those of `vargen.decoding.acceptance.siblings`. Nothing
+depends on the host.
+
+Bytes moved by an image: `_match` a few; `_walk` 4 V for each slot on the path and each sibling that is tested.
+
+Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C most children of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vargen.kernels.accept_chain import ACCEPT, RESIDUAL
+from vargen.kernels.counter_noise import BRANCH, coin, noise_key, unit
+from vargen.kernels.launch import launch
+from vargen.kernels.sampler import check_vocabulary, warps_for
+from vargen.kernels.selection import drawn_by_coin
+
+
+@triton.jit
+def refused(p, q_row_ptr, token, lane, inside, HAS_Q: tl.constexpr):
+    """norm((p - q)+), q one on the token of a draft that was not drawn; p where nothing is left."""
+    left = tl.where(lane == token, 0.0, p)
+    if HAS_Q:
+        left = tl.maximum(p - tl.load(q_row_ptr + lane, mask=inside, other=0.0), 0.0)
+    total = tl.sum(left, 0)
+    return tl.where(total > 0, left / tl.where(total > 0, total, 1.0), p)
+
+
+@triton.jit(do_not_specialize=["T", "step"])
+def _walk(
+    probs_ptr,  # float32 [B, T, V]
+    q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
+    tokens_ptr,  # int64 [B, T - 1]
+    valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 where there is none
+    seeds_ptr,  # int64 [B]
+    position_ptr,  # int64 [B, T]
+    path_ptr,  # int64 [B, A]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    T,
+    A,
+    C,
+    stride_cb,
+    step,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    HAS_Q: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < V
+    place = tl.arange(0, BLOCK_A)
+    path = tl.zeros([BLOCK_A], dtype=tl.int64)
+    seed = tl.load(seeds_ptr + image)
+    node = tl.zeros([], dtype=tl.int64)
+    count = 1
+    probs_ptr += image * T * V
+    p = tl.load(probs_ptr + lane, mask=inside, other=0.0)
+    rank = tl.zeros([], dtype=tl.int64)
+    while rank < C:
+        child = tl.load(children_ptr + image * stride_cb + node * C + rank)
+        at = image * (T - 1) + tl.maximum(child - 1, 0)
+        there = child > 0
+        if HAS_VALID:
+            there = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
+        token = tl.load(tokens_ptr + at, mask=there, other=0).to(tl.int32)
+        own = tl.sum(tl.where(lane == token, p, 0.0), 0)
+        if HAS_Q:
+            own = tl.math.div_rn(own, tl.load(q_ptr + at * V + token, mask=there, other=1.0))
+        position = tl.load(position_ptr + image * T + node) + rank * BRANCH
+        stands = there & (unit(noise_key(seed, position, ACCEPT, step)) < own)
+        if stands:
+            node = child
+            path = tl.where(place == count, child, path)
+            count += 1
+            rank = tl.zeros([], dtype=tl.int64)
+            p = tl.load((probs_ptr + node * V) + lane, mask=inside, other=0.0)
+        else:
+            rank += 1
+            if there:
+                p = refused(p, q_ptr + at * V, token, lane, inside, HAS_Q)
+    tl.store(path_ptr + image * A + place, path, mask=place < A)
+    tl.store(count_ptr + image, tl.zeros([], dtype=tl.int64) + count)
+    noise = noise_key(seed, tl.load(position_ptr + image * T + node), RESIDUAL, step)
+    tl.store(next_ptr + image, drawn_by_coin(p, coin(noise), BLOCK).to(tl.int64))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _match(
+    drawn_ptr,  # int64 [B, T], what the image's own noise draws behind each slot
+    tokens_ptr,  # int64 [B, T - 1]
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 where there is none
+    path_ptr,  # int64 [B, A]
+    count_ptr,  # int64 [B]
+    next_ptr,  # int64 [B]
+    T,
+    A,
+    C,
+    stride_cb,
+    BLOCK_A: tl.constexpr,
+):
+    image = tl.program_id(0).to(tl.int64)
+    place = tl.arange(0, BLOCK_A)
+    path = tl.zeros([BLOCK_A], dtype=tl.int64)
+    node = tl.zeros([], dtype=tl.int64)
+    drawn = tl.load(drawn_ptr + image * T)
+    count = 1
+    rank = 0
+    while rank < C:
+        child = tl.load(children_ptr + image * stride_cb + node * C + rank)
+        token = tl.load(tokens_ptr + image * (T - 1) + child - 1, mask=child > 0, other=-1)
+        rank += 1
+        if token == drawn:
+            node = child
+            path = tl.where(place == count, child, path)
+            count += 1
+            rank = 0
+            drawn = tl.load(drawn_ptr + image * T + node)
+    tl.store(path_ptr + image * A + place, path, mask=place < A)
+    tl.store(count_ptr + image, tl.zeros([], dtype=tl.int64) + count)
+    tl.store(next_ptr + image, drawn)
+
+
+class TreeVerdict(NamedTuple):
+    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `accepted`, how many; `next_token` int64 `[B]`."""
+
+    path: Tensor
+    accepted: Tensor
+    next_token: Tensor
+
+    @classmethod
+    def uninitialized(cls, B: int, A: int, device: torch.device) -> TreeVerdict:
+        shapes = ((B, A), (B,), (B,))
+        return cls(*(torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes))
+
+
+def image_stride(table: Tensor, dims: int) -> int:
+    """From one image's part of a table to the next one's; 0 where all share it."""
+    return table.stride(0) if table.dim() == dims else 0
+
+
+def child_table(children: Tensor) -> Tensor:
+    """Contiguous, and with a column at least: a root alone has no children."""
+    return children.contiguous() if children.shape[-1] else torch.nn.functional.pad(children, (0, 1))
+
+
+def walk_tree(
+    probs: Tensor,
+    tokens: Tensor,
+    q: Tensor | None,
+    valid: Tensor | None,
+    children: Tensor,
+    longest: int,
+    seeds: Tensor,
+    position: Tensor,
+    step: int,
+) -> TreeVerdict:
+    """The verdict of `recursive_rejection`.
+
+    Args:
+        probs, tokens, q, valid, seeds, position, step: as of `accept_chain.judge_chain`; of siblings drawn without replacement
+            q has none of the elder ones.
+        children: int64 `[T, C]` or `[B, T, C]`, the slots behind each slot in order, 0 where there are no more.
+        longest: slots of the longest path, A.
+
+    Raises:
+        ValueError: for more tokens than a program holds.
+    """
+    B, T, V = probs.shape
+    check_vocabulary(V)
+    verdict = TreeVerdict.uninitialized(B, longest, probs.device)
+    children = child_table(children)
+    launch(
+        _walk,
+        (B,),
+        *(probs if each is None else each.contiguous() for each in (probs, q, tokens, valid)),
+        children,
+        seeds,
+        position.contiguous(),
+        *verdict,
+        T,
+        longest,
+        children.shape[-1],
+        image_stride(children, 3),
+        step,
+        V=V,
+        BLOCK=triton.next_power_of_2(V),
+        BLOCK_A=triton.next_power_of_2(longest),
+        HAS_Q=q is not None,
+        HAS_VALID=valid is not None,
+        num_warps=warps_for(V),
+        enable_fp_fusion=False,
+    )
+    return verdict
+
+
+def match_tree(drawn: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
+    """The verdict of `shared_noise`, on chains too: a draft stands where it is the token `drawn` `[B, T]` behind its parent.
+
+    Args:
+        tokens, children, longest: as of `walk_tree`.
+    """
+    B, T = drawn.shape
+    verdict = TreeVerdict.uninitialized(B, longest, drawn.device)
+    children = child_table(children)
+    launch(
+        _match,
+        (B,),
+        drawn.contiguous(),
+        tokens.contiguous(),
+        children,
+        *verdict,
+        T,
+        longest,
+        children.shape[-1],
+        image_stride(children, 3),
+        BLOCK_A=triton.next_power_of_2(longest),
+        num_warps=1,
+    )
+    return verdict

@@ -1,0 +1,206 @@
+"""How likely relaxed rules want drafts accepted: the mass of a group of tokens (GSD), or of the nearest in code (LANTERN).
+
+`_group`, grid `(S, B)`: a program owns one draft, whose row of p it holds; the group's borders, by rank of probability above
+and below the draft's, are found by bisection, without a sort. Of equal probabilities at a border the smaller tokens join.
+`_near`, grid `(S, B)`: a program gathers p of the K nearest tokens of one draft, sums them up one by one, and takes the
+longest prefix within the bounds.
+
+Bytes moved by a draft: a group 8 V (p and q), and 4 C V with codes; a neighbourhood 6 K and a few.
+
+Shape suffixes: B images, S drafts, V vocabulary, C width of a code, K neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vargen.kernels.launch import launch
+from vargen.kernels.sampler import check_vocabulary, warps_for
+from vargen.kernels.selection import border_key, ordered_key
+
+_NO_BOUND = 3.0e38  # finite: infinity times a probability of 0 is NaN
+
+
+_PIECE = tl.constexpr(1024)  # of a row, whose members are summed up at once
+
+
+@triton.jit
+def _members(value, candidate, border, ties, before):
+    """Which candidates are within a border, of those that equal it the first `ties`; and how many there were so far."""
+    key = ordered_key(value, candidate)
+    even = candidate & (key == border)
+    number = before + tl.cumsum(even.to(tl.int32), 0)
+    return (candidate & (key > border)) | (even & (number <= ties)), before + tl.sum(even.to(tl.int32), 0)
+
+
+@triton.jit
+def _group(
+    p_ptr,  # float32 [B, S, V], by strides
+    q_ptr,  # float32 [B, S, V]; not read without HAS_Q
+    tokens_ptr,  # int64 [B, S]
+    codes_ptr,  # float32 [C, V]; not read for C = 0
+    wanted_ptr,  # float32 [B, S]
+    stride_pb,
+    stride_qb,
+    below,
+    above,
+    delta,
+    distance,
+    V: tl.constexpr,
+    BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    draft, image = tl.program_id(0), tl.program_id(1)
+    lane = tl.arange(0, BLOCK)
+    inside = lane < V
+    at = image * tl.num_programs(0) + draft
+    token = tl.load(tokens_ptr + at)
+    p_ptr += image.to(tl.int64) * stride_pb + draft * V
+    p = tl.load(p_ptr + lane, mask=inside, other=0.0)
+    own = tl.load(p_ptr + token)
+    other = inside & (lane != token)
+    low, low_ties = border_key(p, other & (p <= own), below)
+    high, high_ties = border_key(-p, other & (p > own), above)
+    mass, proposed = own, 1.0
+    q_ptr += image.to(tl.int64) * stride_qb + draft * V
+    if HAS_Q:
+        proposed = tl.load(q_ptr + token)
+    low_seen, high_seen = 0, 0
+    for first in range(0, V, _PIECE):
+        member = first + tl.arange(0, _PIECE)
+        x = tl.load(p_ptr + member, mask=member < V, other=0.0)
+        some = (member < V) & (member != token)
+        lower, low_seen = _members(x, some & (x <= own), low, low_ties, low_seen)
+        higher, high_seen = _members(-x, some & (x > own), high, high_ties, high_seen)
+        joins = (lower | higher) & (x > 0) & (x <= 1) & (tl.abs(x - own) < delta)
+        if C > 0:
+            gap = tl.zeros([_PIECE], dtype=tl.float32)
+            for c in range(C):
+                code = tl.load(codes_ptr + c * V + member, mask=member < V, other=0.0)
+                apart = code - tl.load(codes_ptr + c * V + token)
+                gap += apart * apart
+            joins &= gap < distance
+        mass += tl.sum(tl.where(joins, x, 0.0), 0)
+        if HAS_Q:
+            proposed += tl.sum(tl.load(q_ptr + member, mask=joins, other=0.0), 0)
+    tl.store(wanted_ptr + at, tl.where(proposed > 0, mass / tl.where(proposed > 0, proposed, 1.0), 0.0))
+
+
+@triton.jit
+def _near(
+    p_ptr,  # float32 [B, S, V], by strides
+    q_ptr,  # float32 [B, S, V]; not read without HAS_Q
+    tokens_ptr,  # int64 [B, S]
+    nearest_ptr,  # int16 or int32 [V, K]
+    wanted_ptr,  # float32 [B, S]
+    stride_pb,
+    stride_qb,
+    ratio,
+    delta,
+    V: tl.constexpr,
+    K: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    HAS_Q: tl.constexpr,
+):
+    draft, image = tl.program_id(0), tl.program_id(1)
+    near = tl.arange(0, BLOCK_K)
+    at = image * tl.num_programs(0) + draft
+    token = tl.load(tokens_ptr + at)
+    p_ptr += image.to(tl.int64) * stride_pb + draft * V
+    own = tl.load(p_ptr + token)
+    neighbour = tl.load(nearest_ptr + token * K + near, mask=near < K, other=0).to(tl.int32)
+    reached = tl.cumsum(tl.load(p_ptr + neighbour, mask=near < K, other=0.0), 0)
+    within = (near < K) & (reached <= (ratio - 1.0) * own) & (reached <= delta)
+    mass = tl.max(tl.where(within, reached, 0.0), 0)
+    proposed = 1.0
+    if HAS_Q:
+        proposed = tl.maximum(tl.load(q_ptr + image.to(tl.int64) * stride_qb + draft * V + token), 1e-30)
+    tl.store(wanted_ptr + at, tl.where(own > 0, (own + mass) / proposed, 0.0))
+
+
+def _rows(probs: Tensor) -> Tensor:
+    """`[B, S, V]` whose rows follow each other within an image."""
+    return probs if probs.stride(2) == 1 and probs.stride(1) == probs.shape[2] else probs.contiguous()
+
+
+def grouped_chances(
+    p: Tensor, q: Tensor | None, tokens: Tensor, size: int, delta: float, distance: float | None, codes_CV: Tensor | None
+) -> Tensor:
+    """What `vargen.decoding.acceptance.Grouped` wants, float32 `[B, S]`; may exceed 1.
+
+    Args:
+        p, q: float32 `[B, S, V]`, of target and draft at each; q None for drafts that were not drawn.
+        tokens: int64 `[B, S]`.
+        size, delta, distance: see there.
+        codes_CV: the codebook, transposed; with `distance`.
+
+    Raises:
+        ValueError: for more tokens than a program holds.
+    """
+    B, S, V = p.shape
+    check_vocabulary(V)
+    wanted = torch.empty(B, S, dtype=torch.float32, device=p.device)
+    p, q = _rows(p), None if q is None else _rows(q)
+    coded = distance is not None and codes_CV is not None
+    if B * S:
+        launch(
+            _group,
+            (S, B),
+            p,
+            p if q is None else q,
+            tokens.contiguous(),
+            codes_CV.contiguous() if coded and codes_CV is not None else p,
+            wanted,
+            p.stride(0),
+            p.stride(0) if q is None else q.stride(0),
+            min((size + 1) // 2, V - 1),
+            min(size // 2, V - 1),
+            delta,
+            0.0 if distance is None else distance,
+            V=V,
+            BLOCK=triton.next_power_of_2(V),
+            C=codes_CV.shape[0] if coded and codes_CV is not None else 0,
+            HAS_Q=q is not None,
+            num_warps=warps_for(V),
+        )
+    return wanted
+
+
+def neighbour_chances(
+    p: Tensor, q: Tensor | None, tokens: Tensor, nearest_VK: Tensor, ratio: float | None, delta: float | None
+) -> Tensor:
+    """What `vargen.decoding.acceptance.Neighbourhood` wants, float32 `[B, S]`; may exceed 1.
+
+    Args:
+        p, q, tokens: as of `grouped_chances`.
+        nearest_VK: int16 or int32, the nearest tokens of each, nearest first.
+        ratio, delta: bounds of the mass; None: none.
+    """
+    B, S, V = p.shape
+    K = nearest_VK.shape[1]
+    wanted = torch.empty(B, S, dtype=torch.float32, device=p.device)
+    p, q = _rows(p), None if q is None else _rows(q)
+    if B * S:
+        launch(
+            _near,
+            (S, B),
+            p,
+            p if q is None else q,
+            tokens.contiguous(),
+            nearest_VK,
+            wanted,
+            p.stride(0),
+            p.stride(0) if q is None else q.stride(0),
+            _NO_BOUND if ratio is None else ratio,
+            _NO_BOUND if delta is None else delta,
+            V=V,
+            K=K,
+            BLOCK_K=triton.next_power_of_2(K),
+            HAS_Q=q is not None,
+            num_warps=4,
+        )
+    return wanted

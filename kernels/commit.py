@@ -1,0 +1,118 @@
+"""After a pass over a tree: the accepted tokens' keys and values of all layers become consecutive, and the pointers move.
+
+`_keep`, grid `(layers, R G)`: a program owns one row and key head of one layer. It reads the K and V of the whole path, up to A
+slots, before it writes the first of them, so that source and target may overlap. The last program of a row to end, by a counter
+in memory that returns to zero, moves the row's pointer: none of the others reads it any more. One launch, nothing read by the
+host; a chain needs none, its tokens lie where they belong.
+
+Bytes moved: 8 layers R G D (A - 1) in two-byte dtypes at most, and less where the path begins with first children.
+
+Shape suffixes: R rows, G key heads, S slots, K head width, A slots of the longest path.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vargen.kernels.launch import launch
+
+
+@triton.jit(do_not_specialize=["A", "limit", "last"])
+def _keep(
+    k_ptr,  # [layers, R, G, slots, D], by strides; v alike
+    v_ptr,
+    path_ptr,  # int64 [R, A], places among the pass's tokens, rising
+    count_ptr,  # int64 [R]
+    length_ptr,  # int64 [R], moved by count
+    done_ptr,  # int32 [R], zeros before and after
+    stride_l,
+    stride_r,
+    stride_h,
+    stride_s,
+    A,
+    first,
+    limit,
+    last,
+    HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_A: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    layer, row, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    step, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
+    count, length = tl.load(count_ptr + row), tl.load(length_ptr + row)
+    path = tl.load(path_ptr + row * A + step, mask=step < A, other=0)
+    base = first + tl.minimum(length, limit)
+    moves = (step < count) & (path != step) & (base + path <= last)
+    store = layer.to(tl.int64) * stride_l + row.to(tl.int64) * stride_r + head.to(tl.int64) * stride_h
+    source = store + (base + path)[:, None] * stride_s + d[None, :]
+    target = store + (base + step)[:, None] * stride_s + d[None, :]
+    mask = moves[:, None] & (d < D)[None, :]
+    k = tl.load(k_ptr + source, mask=mask)
+    v = tl.load(v_ptr + source, mask=mask)
+    tl.debug_barrier()  # all threads have read
+    tl.store(k_ptr + target, k, mask=mask)
+    tl.store(v_ptr + target, v, mask=mask)
+    ended = tl.atomic_add(done_ptr + row, 1, sem="acq_rel")
+    if ended == tl.num_programs(0) * HEADS - 1:
+        tl.store(length_ptr + row, length + count)
+        tl.store(done_ptr + row, 0)
+
+
+def keep(
+    k_LRGSK: Tensor,
+    v_LRGSK: Tensor,
+    length_R: Tensor,
+    path_RA: Tensor,
+    count_R: Tensor,
+    done_R: Tensor,
+    *,
+    first: int,
+    tokens: int,
+) -> None:
+    """Move the accepted tokens of every row together, in place, and the pointers past them.
+
+    Args:
+        k_LRGSK, v_LRGSK: keys and values of all layers, of equal strides.
+        length_R: int64, image tokens held; changed in place.
+        path_RA: int64, accepted slots of the pass, root first, strictly increasing in the first `count_R` of each row.
+        count_R: int64, how many are accepted; 0 moves nothing.
+        done_R: int32 zeros, and again zeros afterwards: the programs count themselves there.
+        first: slot of image token 0.
+        tokens: of the grid: full rows write behind it only.
+
+    Raises:
+        ValueError: for operands that do not fit together.
+    """
+    layers, R, G, slots, K = k_LRGSK.shape
+    A = path_RA.shape[1]
+    if k_LRGSK.stride() != v_LRGSK.stride() or k_LRGSK.shape != v_LRGSK.shape or k_LRGSK.stride(-1) != 1:
+        raise ValueError("k and v must be alike in shape and strides, with a contiguous last dimension")
+    integers = {"length": length_R, "path": path_RA, "count": count_R}
+    if wrong := [name for name, given in integers.items() if given.dtype != torch.int64 or given.shape[0] != R]:
+        given = integers[wrong[0]]
+        raise ValueError(f"{wrong[0]} must be int64 of {R} rows, got {given.dtype} {list(given.shape)}")
+    block_a, block_d = triton.next_power_of_2(A), triton.next_power_of_2(K)
+    launch(
+        _keep,
+        (layers, R * G),
+        k_LRGSK,
+        v_LRGSK,
+        path_RA.contiguous(),
+        count_R,
+        length_R,
+        done_R,
+        *k_LRGSK.stride()[:4],
+        A,
+        first,
+        tokens,
+        slots - 1,
+        HEADS=G,
+        D=K,
+        BLOCK_A=block_a,
+        BLOCK_D=block_d,
+        num_warps=min(8, max(1, block_a * block_d // 1024)),
+    )

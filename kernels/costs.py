@@ -1,0 +1,114 @@
+"""What kernels cost as far as it can be known without a GPU: `python -m vargen.kernels.costs [--json] [80] [90] [100]`, the
+compute capabilities, by default all.
+
+Registers, spills and shared memory are read from what the compiler made for each GPU; programs and waves follow from the grid
+and these. Bytes and operations are counted from shapes. The roofline's time is computed, bytes over bandwidth or operations
+over rate, whichever is longer, from data sheets: no kernel can be quicker, and none was run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any, NamedTuple
+
+import triton
+
+from vargen.kernels.aot import SHARED_LIMIT, Resources, compiled
+from vargen.kernels.launch import Launch
+from vargen.kernels.shipped import Case, cases
+
+
+class GPU(NamedTuple):
+    """Of a data sheet: compute capability, multiprocessors, bytes a second, operations a second of two-byte products."""
+
+    capability: int
+    multiprocessors: int
+    bandwidth: float
+    rate: float
+
+
+GPUS: dict[str, GPU] = {
+    "A100 80 GB": GPU(80, 108, 2.04e12, 312e12),
+    "H100 SXM": GPU(90, 132, 3.35e12, 989e12),
+    "H200": GPU(90, 132, 4.8e12, 989e12),
+    "B200": GPU(100, 148, 8.0e12, 2250e12),
+}
+_WIDE = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10,|cp\.async\.c[ag]\.shared\.global[^;]*, 16")
+_CORES = ("mma.sync", "wgmma", "tcgen05.mma")
+
+
+def resources(launch: Launch, capability: int, made: dict[str, Resources]) -> Resources:
+    """What a launch takes on a GPU; equal ones are compiled once."""
+    kinds = [
+        getattr(each, "dtype", (each == 1, each % 16 == 0) if isinstance(each, int) else type(each)) for each in launch.args
+    ]
+    key = f"{launch.name} {capability} {kinds} {sorted(launch.options.items())}"
+    if key not in made:
+        made[key] = compiled(launch, capability)
+    return made[key]
+
+
+def sheet(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)) -> dict[str, Any]:
+    """Every shipped launch on every generation of GPUs, and what the roofline allows every case."""
+    made: dict[str, Resources] = {}
+    kernels, operations = [], []
+    for case in cases():
+        for launch in case.launches:
+            for capability in capabilities:
+                kernels.append(_described(case, launch, resources(launch, capability, made), capability))
+        operations.append({
+            "operation": case.operation, "shape": case.shape, "bytes": case.bytes, "flops": case.flops,
+            "launches": len(case.launches), "programs": [launch.programs for launch in case.launches],
+            "roofline_microseconds": {
+                name: round(1e6 * max(case.bytes / gpu.bandwidth, case.flops / gpu.rate), 3) for name, gpu in GPUS.items()
+            },
+        })  # fmt: skip
+    return {"triton": triton.__version__, "kernels": kernels, "operations": operations}
+
+
+def _described(case: Case, launch: Launch, found: Resources, capability: int) -> dict[str, Any]:
+    resident = found.blocks_per_multiprocessor(capability)
+    return {
+        "operation": case.operation, "shape": case.shape, "kernel": launch.name, "capability": capability,
+        "registers": found.registers, "spills": found.stack, "shared": found.shared, "shared_limit": SHARED_LIMIT[capability],
+        "warps": found.warps, "programs": launch.programs, "resident": resident,
+        "waves": {
+            name: round(launch.programs / (resident * gpu.multiprocessors), 3)
+            for name, gpu in GPUS.items() if gpu.capability == capability
+        },
+        "tensor_cores": any(name in found.ptx for name in _CORES),
+        "wide_copies": len(_WIDE.findall(found.ptx)),
+    }  # fmt: skip
+
+
+def tables(document: dict[str, Any]) -> str:
+    """The sheet as two tables of Markdown."""
+    seen: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
+    for each in document["kernels"]:
+        seen.setdefault((each["kernel"], each["operation"], each["shape"]), {})[each["capability"]] = each
+    lines = [
+        "| kernel | shape | programs | warps | registers | spills | shared bytes | waves on H200 |",
+        "|---|---|---:|---:|---|---|---|---:|",
+    ]
+    for (kernel, _, shape), by in seen.items():
+        cells = [" / ".join(str(each[name]) for each in by.values()) for name in ("registers", "spills", "shared")]
+        first = next(iter(by.values()))
+        waves = by[90]["waves"]["H200"] if 90 in by else ""
+        lines.append(f"| `{kernel}` | {shape} | {first['programs']} | {first['warps']} | {' | '.join(cells)} | {waves} |")
+    lines += ["", f"| operation | shape | KB | MFLOP | {' | '.join(GPUS)} |", "|---|---|---:|---:|" + "---:|" * len(GPUS)]
+    for each in document["operations"]:
+        times = " | ".join(f"{value:.2f}" for value in each["roofline_microseconds"].values())
+        size, work = each["bytes"] / 1e3, each["flops"] / 1e6
+        lines.append(f"| {each['operation']} | {each['shape']} | {size:.1f} | {work:.1f} | {times} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    asked = tuple(each for each in SHARED_LIMIT if str(each) in sys.argv[1:])
+    try:
+        document = sheet(asked or tuple(SHARED_LIMIT))
+    except RuntimeError as error:
+        sys.exit(str(error))
+    print(json.dumps(document, indent=1) if "--json" in sys.argv[1:] else tables(document))

@@ -1,0 +1,75 @@
+"""How kernels are run: compiled for a GPU, or by Triton's interpreter, which runs them in NumPy for tests on a CPU.
+
+Every launch goes through `launch`, so that what would be launched can also be recorded: `vargen.kernels.aot` compiles exactly
+that for GPUs that are not there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# As Triton reads it, once, when it is imported; kernels are made for one or the other.
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+def upcast(dtype: torch.dtype) -> bool:
+    """Whether a kernel has to convert what it loads to float32: the interpreter computes nonsense in bfloat16, silently."""
+    return INTERPRETED and dtype == torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch that was recorded: the kernel, its grid, its arguments by position, and its constants and options by name."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        return self.kernel.__name__.lstrip("_")
+
+    @property
+    def programs(self) -> int:
+        count = 1
+        for size in self.grid:
+            count *= size
+        return count
+
+
+_recorded: ContextVar[list[Launch] | None] = ContextVar("recorded", default=None)
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Run `kernel` on the device of its first argument."""
+    if not torch.compiler.is_compiling():
+        record = _recorded.get()
+        if record is not None:
+            record.append(Launch(kernel, grid, args, options))
+            return
+        first: Tensor = args[0]
+        if first.is_cuda and first.device.index != torch.cuda.current_device():
+            with torch.cuda.device(first.device):
+                kernel[grid](*args, **options)
+            return
+    kernel[grid](*args, **options)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """Inside, launches are not run but put into a list. Tensors may be of the device "meta": nothing is read."""
+    launches: list[Launch] = []
+    token = _recorded.set(launches)
+    try:
+        yield launches
+    finally:
+        _recorded.reset(token)

@@ -1,0 +1,88 @@
+"""Choosing among the values of one row inside a kernel, without sorting: thresholds by bisection, a draw by one coin.
+
+A float32 is ordered like the integer of its bits once those of negative values are turned round; so the exact k-th largest
+value is found by halving the range of that integer at most 32 times, and with it what every kernel here does with ties:
+whatever equals a threshold is on its side.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_ALL = tl.constexpr(0x7FFFFFFF)
+OUTSIDE = tl.constexpr(-0x80000000)  # below the key of every number, -inf included
+
+
+@triton.jit
+def ordered_key(x, inside):
+    """int32 keys that are ordered as float32 `x`, which holds no NaN; equal values, 0 and -0 too, have equal keys."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(inside, bits ^ ((bits >> 31) & _ALL), OUTSIDE)
+
+
+@triton.jit
+def kth_key(key, k):
+    """The k-th largest key, of at least k inside: the largest t that at least k keys reach."""
+    low = tl.min(tl.where(key == OUTSIDE, _ALL, key), 0).to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64) + 1
+    while high - low > 1:
+        middle = low + ((high - low) >> 1)
+        reaching = key >= middle.to(tl.int32)
+        count = tl.sum(reaching.to(tl.int32), 0)
+        if count == k:  # these are the k largest
+            low = tl.min(tl.where(reaching, key, _ALL), 0).to(tl.int64)
+            high = low + 1
+        elif count > k:
+            low = middle
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def mass_key(key, weight, least, target):
+    """The largest key t above `least` whose keys t and up weigh more than `target`; `least` if there is none."""
+    low = least.to(tl.int64)
+    high = tl.max(key, 0).to(tl.int64) + 1
+    while high - low > 1:
+        middle = low + ((high - low) >> 1)
+        if tl.sum(tl.where(key >= middle.to(tl.int32), weight, 0.0), 0) > target:
+            low = middle
+        else:
+            high = middle
+    return low.to(tl.int32)
+
+
+@triton.jit
+def drawn_by_coin(weight, coin, BLOCK: tl.constexpr):
+    """A lane with probability weight / sum(weight), by a coin in (0, 1); never one of weight 0, unless all are.
+
+    In two steps, as `vargen.kernels.categorical` has it: sums of pieces are accumulated, then the numbers of one piece.
+    """
+    INNER: tl.constexpr = 64 if BLOCK > 64 else BLOCK
+    pieces = tl.reshape(weight, (BLOCK // INNER, INNER))
+    sums = tl.sum(pieces, 1)
+    number, lane = tl.arange(0, BLOCK // INNER), tl.arange(0, INNER)
+    upto = tl.cumsum(sums.to(tl.float64), 0)
+    target = coin * tl.max(upto, 0)
+    piece = _first_over(upto, sums, target, number, BLOCK // INNER)
+    chosen = tl.sum(tl.where((number == piece)[:, None], pieces, 0.0), 0)
+    target -= tl.sum(tl.where(number < piece, sums, 0.0).to(tl.float64), 0)
+    return piece * INNER + _first_over(tl.cumsum(chosen.to(tl.float64), 0), chosen, target, lane, INNER)
+
+
+@triton.jit
+def _first_over(upto, weight, target, index, COUNT: tl.constexpr):
+    """The first index of weight above 0 at which the sum so far exceeds the target; the last one where rounding leaves none."""
+    first = tl.min(tl.where((upto > target) & (weight > 0), index, COUNT), 0)
+    return tl.where(first < COUNT, first, tl.max(tl.where(weight > 0, index, 0), 0))
+
+
+@triton.jit
+def border_key(value, candidate, number):
+    """Of the candidates those of largest value, `number` at most: the key of the least of them, and how many that equal it
+    belong to them."""
+    key = ordered_key(value, candidate)
+    border = kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
+    return border, number - tl.sum((key > border).to(tl.int32), 0)

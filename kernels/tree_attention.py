@@ -1,0 +1,295 @@
+"""Attention of a pass's T tokens over a static cache and the tree among themselves, keys split over programs.
+
+The K/V of the pass lie in the cache already, in the slots behind what each row holds, so that prefix and tree are one range of
+slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query sees a prefix slot with its additive
+bias (LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the
+fed slots itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
+
+Stage 1, `_attend`, grid `(ceil(T G' / BM), R H_kv, S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
+query head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots.
+It reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those
+that hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
+writes the S-th output and its log-sum-exp `lse2`, in base 2. Lengths are read on the device: the grid does not depend on them.
+
+Stage 2, `_merge`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1 stage 1 writes the output itself.
+
+Bytes moved, of one layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and
+for S > 1 partial outputs twice, 8 S R T H (D + 1).
+
+Slots outside [start, P + length + held) are never loaded: they may hold NaN. A query that sees nothing gets zeros.
+
+Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix slots, W
+words.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from vargen.kernels.attention_tiles import MOST_WIDTH, Tiles, splits_for, tiles_for
+from vargen.kernels.launch import launch, upcast
+
+_LOG2E = tl.constexpr(1.4426950408889634)
+_LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing never subtracts infinities
+
+
+@triton.jit
+def _online(scores, v, m, mass, acc, UPCAST: tl.constexpr):
+    """One tile of online softmax: `scores` float32 [BM, BN] in base 2, `v` [BN, BLOCK_D]."""
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    shrink = tl.exp2(m - m_new)
+    p = tl.exp2(scores - m_new[:, None])
+    acc = tl.dot(p if UPCAST else p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return m_new, mass * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=["T", "held", "earlier"])
+def _attend(
+    q_ptr,  # [R, T, H, D], by strides
+    k_ptr,  # [R, G, slots, D_LOAD or more], by strides; v alike
+    v_ptr,
+    out_ptr,  # [R, T, H, D] for SPLITS = 1, else float32 [R, T, H, SPLITS, D]
+    lse_ptr,  # float32 [R, T, H, SPLITS], written for SPLITS > 1
+    length_ptr,  # int64 or int32 [R], image tokens held
+    words_ptr,  # int64 [word_rows, T, WORDS]; not read for a chain
+    start_ptr,  # int32 or int64 [R], first visible slot; not read without HAS_START
+    bias_ptr,  # float32 [R, P], natural units
+    stride_qr,
+    stride_qt,
+    stride_qh,
+    stride_kr,
+    stride_kh,
+    stride_ks,
+    T,
+    held,
+    earlier,
+    slots,
+    P,
+    word_rows,
+    scale,
+    G_SIZE: tl.constexpr,  # query heads of a key head
+    HEADS: tl.constexpr,  # key heads
+    D: tl.constexpr,
+    D_LOAD: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    CHAIN: tl.constexpr,
+    WORDS: tl.constexpr,
+    HAS_START: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    row, head, split = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.program_id(2)
+    pair = tl.program_id(0) * BM + tl.arange(0, BM)
+    t, query_head = pair // G_SIZE, head * G_SIZE + pair % G_SIZE
+    live = t < T
+    d = tl.arange(0, BLOCK_D)
+    n = tl.arange(0, BN)
+
+    base = P + tl.load(length_ptr + row).to(tl.int32)
+    total = tl.minimum(base + held, slots)
+    start = 0
+    if HAS_START:
+        start = tl.load(start_ptr + row).to(tl.int32)
+    first = start // BN * BN
+    part = tl.cdiv(tl.cdiv(total - first, BN), SPLITS) * BN
+    low = first + split * part
+    high = tl.minimum(low + part, total)
+    # Tiles within [middle, middle_end) hold committed image tokens alone.
+    middle = tl.maximum(low, tl.cdiv(tl.maximum(start, P), BN) * BN)
+    middle_end = tl.maximum(middle, tl.minimum(high, base // BN * BN))
+    before = tl.maximum(tl.cdiv(tl.minimum(high, middle) - low, BN), 0)  # masked tiles ahead of them
+    behind = tl.maximum(tl.cdiv(high - tl.maximum(low, middle_end), BN), 0)
+
+    q_at = row.to(tl.int64) * stride_qr + t[:, None] * stride_qt + query_head[:, None] * stride_qh + d[None, :]
+    q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
+    k_first = row.to(tl.int64) * stride_kr + head.to(tl.int64) * stride_kh
+    k_ptr += k_first
+    v_ptr += k_first
+    if UPCAST:
+        q = q.to(tl.float32)
+    factor = scale * _LOG2E
+    words = words_ptr + (row % word_rows) * T * WORDS + t * WORDS
+    word = tl.zeros([BM], dtype=tl.int64)
+    if (not CHAIN) and WORDS == 1:
+        word = tl.load(words, mask=live, other=0)
+
+    m = tl.full([BM], _LOWEST, dtype=tl.float32)
+    mass = tl.zeros([BM], dtype=tl.float32)
+    acc = tl.zeros([BM, BLOCK_D], dtype=tl.float32)
+
+    for tile in range(0, before + behind):
+        slot = n + tl.where(tile < before, low + tile * BN, tl.maximum(low, middle_end) + (tile - before) * BN)
+        there = (slot < total) & (slot >= start)
+        at = slot[:, None] * stride_ks + d[None, :]
+        k = tl.load(k_ptr + at, mask=there[:, None] & (d < D_LOAD)[None, :], other=0.0)
+        v = tl.load(v_ptr + at, mask=there[:, None] & (d < D_LOAD)[None, :], other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        bias = tl.load(bias_ptr + row * P + slot, mask=there & (slot < P), other=0.0) * _LOG2E
+        drafted = slot - base  # negative: committed
+        if CHAIN:
+            visible = drafted[None, :] <= earlier + t[:, None]
+        else:
+            bit = tl.maximum(drafted, 0)
+            if WORDS == 1:
+                seen = word[:, None] >> (bit & 63)[None, :].to(tl.int64)
+            else:
+                at_word = tl.minimum(bit // 64, WORDS - 1)
+                seen = tl.load(words[:, None] + at_word[None, :], mask=live[:, None], other=0)
+                seen = seen >> (bit & 63)[None, :].to(tl.int64)
+            visible = (drafted < 0)[None, :] | ((seen & 1) != 0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor + bias[None, :]
+        m, mass, acc = _online(tl.where(visible & there[None, :], scores, float("-inf")), v, m, mass, acc, UPCAST)
+
+    for slot_0 in range(middle, middle_end, BN):
+        at = (slot_0 + n)[:, None] * stride_ks + d[None, :]
+        if D_LOAD == BLOCK_D:
+            k = tl.load(k_ptr + at)
+            v = tl.load(v_ptr + at)
+        else:
+            k = tl.load(k_ptr + at, mask=(d < D_LOAD)[None, :], other=0.0)
+            v = tl.load(v_ptr + at, mask=(d < D_LOAD)[None, :], other=0.0)
+        if UPCAST:
+            k, v = k.to(tl.float32), v.to(tl.float32)
+        m, mass, acc = _online(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, v, m, mass, acc, UPCAST)
+
+    some = mass > 0
+    acc = acc / tl.where(some, mass, 1.0)[:, None]
+    place = (row.to(tl.int64) * T + t) * (HEADS * G_SIZE) + query_head
+    keep = live[:, None] & (d < D)[None, :]
+    if SPLITS == 1:
+        tl.store(out_ptr + place[:, None] * D + d[None, :], acc.to(out_ptr.dtype.element_ty), mask=keep)
+    else:
+        place = place * SPLITS + split
+        tl.store(out_ptr + place[:, None] * D + d[None, :], acc, mask=keep)
+        tl.store(lse_ptr + place, tl.where(some, m + tl.log2(tl.where(some, mass, 1.0)), float("-inf")), mask=live)
+
+
+@triton.jit
+def _merge(
+    part_ptr,  # float32 [rows, SPLITS, D]
+    lse_ptr,  # float32 [rows, SPLITS], base 2
+    out_ptr,  # [rows, D]
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    place = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    d = tl.arange(0, BLOCK_D)
+    lse = tl.load(lse_ptr + place * SPLITS + s)
+    most = tl.maximum(tl.max(lse, 0), _LOWEST)
+    weight = tl.exp2(lse - most)
+    part = tl.load(part_ptr + (place * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
+    sum_ = tl.sum(weight, 0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(sum_ > 0, sum_, 1.0)
+    tl.store(out_ptr + place * D + d, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+def tree_attention(
+    q_RTHK: Tensor,
+    k_RGSK: Tensor,
+    v_RGSK: Tensor,
+    length_R: Tensor,
+    prefix_bias_RP: Tensor,
+    words: Tensor | None = None,
+    *,
+    earlier: int = 0,
+    start_R: Tensor | None = None,
+    scale: float | None = None,
+    splits: int | None = None,
+    tiles: Tiles | None = None,
+) -> Tensor:
+    """Attention `[R, T, H, K]` of a pass whose K/V were written to slots P + length + earlier and on.
+
+    Args:
+        q_RTHK: queries; the last dimension is contiguous.
+        k_RGSK, v_RGSK: one layer of the cache, of equal strides; H / G query heads share a key head.
+        length_R: int64 or int32, image tokens that each row holds.
+        prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides one.
+        words: int64 `[T, W]` or `[B, T, W]`, B dividing R (row r takes tree r mod B): bit j % 64 of word j // 64 is set where
+            token j of the `earlier + T` held behind the pointer is the query or one of its ancestors. None for a chain.
+        earlier: tokens that passes before this one fed behind the pointer, which it may see.
+        start_R: first visible slot of each row; None: 0.
+        scale: of the scores; default: K^-0.5.
+        splits, tiles: of the keys, a power of two, and shapes of the programs; default: by shape (`attention_tiles`).
+
+    Raises:
+        ValueError: for operands that do not fit together.
+    """
+    R, T, H, K = q_RTHK.shape
+    _, G, slots, _ = k_RGSK.shape
+    P, held = prefix_bias_RP.shape[1], earlier + T
+    _check(q_RTHK, k_RGSK, v_RGSK, length_R, words, held)
+    tiles = tiles or tiles_for(T * (H // G), K, q_RTHK.dtype)
+    splits = splits or splits_for(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
+    out = q_RTHK.new_empty(R, T, H, K)
+    part, lse = out, out
+    if splits > 1:
+        part = q_RTHK.new_empty(R, T, H, splits, K, dtype=torch.float32)
+        lse = q_RTHK.new_empty(R, T, H, splits, dtype=torch.float32)
+    stride = k_RGSK.stride(2)
+    padded = -(-K // 8) * 8  # whole 16 bytes of 2-byte numbers, where the store has room for them
+    block = max(triton.next_power_of_2(K), 16)
+    grid = (triton.cdiv(T * (H // G), tiles.queries), R * G, splits)
+    launch(
+        _attend,
+        grid,
+        q_RTHK,
+        k_RGSK,
+        v_RGSK,
+        part,
+        lse,
+        length_R,
+        length_R if words is None else words,
+        length_R if start_R is None else start_R,
+        prefix_bias_RP,
+        *q_RTHK.stride()[:3],
+        *k_RGSK.stride()[:3],
+        T,
+        held,
+        earlier,
+        slots,
+        P,
+        1 if words is None or words.dim() == 2 else words.shape[0],
+        K**-0.5 if scale is None else scale,
+        G_SIZE=H // G,
+        HEADS=G,
+        D=K,
+        D_LOAD=padded if stride % 8 == 0 and stride >= padded else K,
+        BLOCK_D=block,
+        BM=tiles.queries,
+        BN=tiles.keys,
+        SPLITS=splits,
+        CHAIN=words is None,
+        WORDS=1 if words is None else words.shape[-1],
+        HAS_START=start_R is not None,
+        UPCAST=upcast(q_RTHK.dtype),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+    if splits > 1:
+        launch(_merge, (R * T * H,), part, lse, out, D=K, BLOCK_D=block, SPLITS=splits, num_warps=1)
+    return out
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, words: Tensor | None, held: int) -> None:
+    R, T, H, K = q.shape
+    if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype or k.dtype != q.dtype:
+        raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
+    if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
+        raise ValueError(f"q {list(q.shape)} does not fit keys {list(k.shape)}, or a last dimension is not contiguous")
+    if K > MOST_WIDTH:
+        raise ValueError(f"head width must be at most {MOST_WIDTH}, got {K}")
+    if length.shape != (R,) or length.is_floating_point():
+        raise ValueError(f"length must be integers [{R}], got {length.dtype} {list(length.shape)}")
+    if words is not None:
+        fits = words.dtype == torch.int64 and words.is_contiguous() and words.dim() in (2, 3)
+        if not fits or words.shape[-2:] != (T, -(-held // 64)) or (words.dim() == 3 and R % words.shape[0]):
+            given = f"{words.dtype} {list(words.shape)}"
+            raise ValueError(f"words must be contiguous int64 [T, W] or [B, T, W] of {T} tokens and {held} bits, got {given}")

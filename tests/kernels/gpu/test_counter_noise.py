@@ -1,0 +1,58 @@
+"""The noise that kernels make is the noise of `vargen.decoding.noise`: bit by bit but for the logarithm of exponentials."""
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from vargen.decoding import noise
+from vargen.kernels import counter_noise
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@triton.jit(do_not_specialize=["step"])
+def _all(seed_ptr, position_ptr, unit_ptr, coin_ptr, lane_ptr, race_ptr, V, step, BLOCK: tl.constexpr, PURPOSE: tl.constexpr):
+    row = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)
+    key = counter_noise.noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, step)
+    tl.store(unit_ptr + row, counter_noise.unit(key))
+    tl.store(coin_ptr + row, counter_noise.coin(key))
+    tl.store(lane_ptr + row * V + lane, counter_noise.lane_units(key, lane), mask=lane < V)
+    tl.store(race_ptr + row * V + lane, counter_noise.exponential(key, lane), mask=lane < V)
+
+
+@pytest.mark.parametrize("step", [0, 1, 2**31 - 1])
+@pytest.mark.parametrize("purpose", [noise.Purpose.TOKEN, noise.Purpose.RESIDUAL, noise.Purpose.CHOICE])
+def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int) -> None:
+    V = 1500
+    seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567], device=DEVICE)
+    position = torch.tensor([0, 1, 575, 2**32, 3 * 2**32 + 17, 5], device=DEVICE)[:, None]
+    R = len(seeds)
+    units, coins = torch.empty(R, device=DEVICE), torch.empty(R, dtype=torch.float64, device=DEVICE)
+    lanes, races = torch.empty(2, R, V, device=DEVICE)
+    block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
+    _all[(R,)](seeds, position, units, coins, lanes, races, V, step, **block)
+    assert torch.equal(units, noise.uniform(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
+    expected = noise._unit_(noise._lane_bits(noise._keys(seeds, position, purpose, step), V))[:, 0]
+    assert torch.equal(lanes, expected), "the uniform numbers of a race"
+    apart = (races.view(torch.int32) - noise.exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)).abs()
+    assert apart.max() <= 3, "units in the last place of the exponentials"
+
+
+@triton.jit
+def _logarithm(u_ptr, out_ptr, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    tl.store(out_ptr + lane, counter_noise.exponential_of(tl.load(u_ptr + lane)))
+
+
+def test_exponentials_are_accurate_from_the_smallest_to_the_largest_number() -> None:
+    least, most = 2.0**-32, 1 - 2.0**-24
+    near = torch.tensor([least, 2.0**-31, 0.25 - 2.0**-26, 0.25, 0.25 + 2.0**-25, 0.5, 0.75, 1 - 2.0**-23, most])
+    u = torch.cat([torch.logspace(-9.6, -1e-6, 2048 - 9), near]).clamp(least, most).to(DEVICE)
+    out = torch.empty_like(u)
+    _logarithm[(1,)](u, out, BLOCK=2048, enable_fp_fusion=False)
+    exact = -torch.log1p(-u.double())
+    assert ((out.double() - exact).abs() / exact).max() < 3 * 2.0**-24
+    assert (out > 0).all()

@@ -1,0 +1,115 @@
+"""The fused sampler against filters that sort, in float64, and against the library's own noise and filters."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.decoding import Sampling
+from vargen.decoding.noise import Purpose
+from vargen.decoding.noise import race as reference_race
+from vargen.decoding.sampling import to_probs
+from vargen.kernels import reference
+from vargen.kernels.dispatch import MOST_TOKENS
+from vargen.kernels.sampler import Coins, race, sample
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("canaries")
+
+
+def drawn_logits(*shape: int, spread: float = 2.0, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator) * spread
+
+
+@pytest.mark.parametrize("V", [5, 1000, 4096, 8192, 16384])
+@pytest.mark.parametrize(("top_k", "top_p"), [(None, 1.0), (3, 1.0), (100, 0.9), (None, 0.9), (1, 1.0), (5, 0.01)])
+def test_probabilities_and_draws(V: int, top_k: int | None, top_p: float) -> None:
+    top_k = None if top_k is None else min(top_k, V)
+    logits, other = drawn_logits(1, 2, V), drawn_logits(1, 2, V, seed=1)
+    seeds, position = torch.tensor([7]), torch.tensor([[3, 99]])
+    options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
+    there = (each.to(DEVICE) for each in (logits, other, seeds, position))
+    given, given_other, given_seeds, given_position = there
+    coins = Coins(given_seeds, given_position, int(Purpose.TOKEN))
+    out = sample(given, given_other, 2.5, coins=coins, **options)  # type: ignore[arg-type]
+    assert out.probs is not None and out.tokens is not None and not out.bad.any()
+    expected = reference.probabilities(logits[0], other[0], 2.5, 0.8, top_k, top_p)[None]
+    assert torch.equal(out.probs.cpu() > 0, expected > 0), "the support"
+    torch.testing.assert_close(out.probs.cpu().double(), expected, atol=2e-6, rtol=0)
+    own = to_probs(other + 2.5 * (logits - other), Sampling(**options))  # type: ignore[arg-type]
+    assert torch.equal(out.tokens.cpu(), reference_race(own, seeds, position))
+    assert torch.equal(race(out.probs, coins), out.tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_of_logits(dtype: torch.dtype) -> None:
+    logits = drawn_logits(3, 300).to(dtype)
+    out = sample(logits.to(DEVICE), top_k=20)
+    torch.testing.assert_close(out.probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(3, 1.0), (None, 0.5), (3, 0.5), (5, 0.99), (2, 0.3), (3, 0.65), (3, 0.52)])
+def test_ties_stay(top_k: int | None, top_p: float) -> None:
+    """Whatever equals the k-th largest, or the one that crosses p, is kept: 0 and -0 are equal."""
+    rows = torch.tensor([
+        [1.0, 3.0, 2.0, 2.0, 2.0, -1.0, 0.5],
+        [0.0, -0.0, 0.0, -0.0, -1.0, -2.0, -3.0],
+        [1.0] * 7,
+        [-4.0, -4.0, -5.0, -5.0, -5.0, -5.0, -90.0],
+    ])  # fmt: skip
+    out = sample(rows.to(DEVICE), top_k=top_k, top_p=top_p).probs
+    own = to_probs(rows, Sampling(top_k=top_k, top_p=top_p))
+    expected = reference.probabilities(rows, top_k=top_k, top_p=top_p)
+    assert torch.equal(own > 0, expected > 0)
+    assert torch.equal(out.cpu() > 0, expected > 0)
+    torch.testing.assert_close(out.cpu().double(), expected, atol=1e-6, rtol=0)
+
+
+def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
+    logits = drawn_logits(5, 40)
+    logits[1, 3] = torch.nan
+    logits[2, 4] = torch.inf
+    logits[3, :39] = -torch.inf
+    logits[4] = torch.nan
+    coins = Coins(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
+    for options in ({}, {"top_k": 10}, {"top_p": 0.9}):
+        out = sample(logits[None].to(DEVICE), coins=coins, **options)  # type: ignore[arg-type]
+        assert out.probs is not None and out.tokens is not None
+        assert out.bad.tolist() == [[0, 1, 1, 1, 1]]
+        expected = reference.probabilities(logits, **options)  # type: ignore[arg-type]
+        assert torch.equal(out.probs[0].cpu() > 0, expected > 0)
+        torch.testing.assert_close(out.probs[0].cpu().double(), expected, atol=1e-6, rtol=0)
+        assert out.tokens[0, 1] != 3 and out.tokens[0, 2] != 4 and out.tokens[0, 3] == 39 and out.tokens[0, 4] == 0
+
+
+def test_the_first_of_equal_ones_is_drawn() -> None:
+    """Of a row that is read in several pieces."""
+    coins = Coins(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
+    assert sample(torch.full((1, 1, 3000), torch.nan, device=DEVICE), coins=coins).tokens.tolist() == [[0]]  # type: ignore[union-attr]
+    assert race(torch.zeros(1, 1, 3000, device=DEVICE), coins).tolist() == [[0]]
+
+
+def test_what_is_not_asked_for_is_not_made() -> None:
+    logits = drawn_logits(1, 2, 30).to(DEVICE)
+    coins = Coins(torch.tensor([1], device=DEVICE), torch.arange(2, device=DEVICE)[None], 0)
+    both, token = sample(logits, coins=coins, top_k=5), sample(logits, coins=coins, top_k=5, probs=False)
+    assert token.probs is None and sample(logits).tokens is None
+    assert torch.equal(both.tokens, token.tokens)  # type: ignore[arg-type]
+
+
+def test_draws_follow_the_probabilities() -> None:
+    """600 draws of 5 tokens: each share within 5 standard deviations."""
+    count = 600
+    logits = torch.tensor([0.0, 1.0, -1.0, 2.0, 0.5])
+    probs = logits.softmax(0)
+    rows = probs.expand(1, 200, 5).contiguous().to(DEVICE)
+    found = torch.zeros(5)
+    for seed in range(count // 200):
+        coins = Coins(torch.tensor([seed], device=DEVICE), torch.arange(200, device=DEVICE)[None], 5, step=3)
+        found += race(rows, coins)[0].cpu().bincount(minlength=5)
+    assert ((found / count - probs).abs() < 5 * (probs * (1 - probs) / count).sqrt()).all()
+
+
+def test_rows_that_no_program_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match=f"at most {MOST_TOKENS} tokens, got {MOST_TOKENS + 1}"):
+        sample(torch.zeros(1, MOST_TOKENS + 1))

@@ -1,0 +1,210 @@
+"""Tree attention against attention query by query in float64: interpreted without a GPU, compiled with one.
+
+What lies around a row's slots is NaN, and so are the outputs before they are written.
+"""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.decoding import Tree
+from vargen.kernels import reference
+from vargen.kernels.attention_tiles import TILES, Tiles, splits_for
+from vargen.kernels.tree_attention import tree_attention
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# By dtype: float32 sums, or one rounding of an output near 1; the interpreter cuts bfloat16 off instead of rounding it.
+TOLERANCE = {torch.float32: 3e-6, torch.float16: 2e-3, torch.bfloat16: 3e-2}
+SMALL = Tiles(16, 16, 4, 2)  # many tiles of few slots
+
+
+def random_parents(count: int, seed: int) -> list[int]:
+    draw = random.Random(seed)
+    return [-1, *(draw.randrange(max(0, slot - 6), slot) for slot in range(1, count))]
+
+
+class Case:
+    """A cache in which all but the slots of each row is NaN, and what attends to it."""
+
+    def __init__(
+        self,
+        T: int,
+        lengths: list[int],
+        *,
+        H: int = 2,
+        G: int = 1,
+        K: int = 32,
+        P: int = 1,
+        room: int = 300,
+        earlier: int = 0,
+        dtype: torch.dtype = torch.float32,
+        stride: int | None = None,
+        chain: bool = False,
+    ):
+        torch.manual_seed(T + K)
+        R, held = len(lengths), earlier + T
+        slots = P + room + held
+        self.earlier = earlier
+        self.k, self.v = (torch.zeros(R, G, slots, stride or K, dtype=dtype)[..., :K] for _ in range(2))
+        for store in (self.k, self.v):
+            store.copy_(torch.randn(R, G, slots, K))
+            for row, length in enumerate(lengths):
+                store[row, :, P + length + held :] = torch.nan
+        self.q = torch.randn(R, T, H, K).to(dtype)
+        self.length = torch.tensor(lengths)
+        self.bias = torch.randn(R, P) * 3
+        chain_parents = list(range(-1, held - 1))
+        self.parents = [chain_parents if chain else random_parents(held, 7 * row) for row in range(R)]
+        per_image = Tree.per_image(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
+        self.words: Tensor | None = None if chain else per_image.words[:, earlier:].contiguous()
+
+    def expected(self, **options: Tensor) -> Tensor:
+        return reference.tree_attention(
+            self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options
+        )
+
+    def got(self, start_R: Tensor | None = None, **options: object) -> Tensor:
+        tensors = (each.to(DEVICE) if each is not None else None for each in (self.q, self.length, self.bias, self.words))
+        q, length, bias, words = tensors
+        stores = []
+        for store in (self.k, self.v):  # of the same strides there
+            whole = torch.zeros(*store.shape[:3], store.stride(2), dtype=store.dtype, device=DEVICE)
+            whole[..., : store.shape[3]] = store.to(DEVICE)
+            stores.append(whole[..., : store.shape[3]])
+        start = None if start_R is None else start_R.to(DEVICE)
+        assert q is not None and length is not None and bias is not None
+        return tree_attention(q, *stores, length, bias, words, earlier=self.earlier, start_R=start, **options).cpu()  # type: ignore[arg-type]
+
+
+def check(case: Case, **options: object) -> None:
+    out = case.got(**options)
+    assert (out.double() - case.expected()).abs().max() <= TOLERANCE[case.q.dtype]
+
+
+@pytest.mark.parametrize("T", [1, 5, 63, 64, 65, 130])
+def test_any_number_of_tokens_and_words(T: int) -> None:
+    """Bit 63 of a word is set from 64 tokens on, a second and a third word are needed past it."""
+    case = Case(T, [3, 41], P=2, room=60)
+    if T >= 64:
+        assert case.words is not None and (case.words[..., 63:, 0] < 0).any(), "no tree of this test sets bit 63"
+    check(case, tiles=SMALL if T < 63 else Tiles(64, 32, 4, 2), splits=2)
+
+
+@pytest.mark.parametrize(("K", "stride"), [(32, None), (64, None), (100, 112), (100, None), (128, None)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_head_widths_and_dtypes(K: int, stride: int | None, dtype: torch.dtype) -> None:
+    check(Case(6, [0, 90], K=K, stride=stride, dtype=dtype, room=100), splits=2)
+
+
+@pytest.mark.parametrize(("H", "G"), [(4, 4), (4, 2), (6, 2), (3, 1)])
+def test_query_heads_that_share_keys(H: int, G: int) -> None:
+    check(Case(7, [20, 33], H=H, G=G, room=40), tiles=SMALL)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize("P", [1, 16, 20])
+def test_ragged_rows_from_an_empty_to_a_full_cache(P: int, splits: int) -> None:
+    """Lengths at the borders of tiles; splits that have nothing to read."""
+    check(Case(4, [0, 15, 16, 17, 95, 96, 100], P=P, room=100), tiles=SMALL, splits=splits)
+
+
+def test_a_chain_needs_no_words() -> None:
+    check(Case(9, [0, 70], chain=True, room=80), tiles=SMALL, splits=2)
+
+
+@pytest.mark.parametrize("chain", [True, False])
+def test_tokens_of_earlier_passes_behind_the_pointer(chain: bool) -> None:
+    check(Case(5, [10, 31], earlier=62, chain=chain, room=40), tiles=SMALL, splits=2)
+
+
+def test_rows_begin_where_they_are_told() -> None:
+    """Slots before the start may hold anything."""
+    case, start = Case(3, [60, 70], P=40, room=70), torch.tensor([37, 5])
+    for row in range(2):
+        case.k[row, :, : start[row]] = torch.nan
+        case.v[row, :, : start[row]] = torch.nan
+    out = case.got(start_R=start, tiles=SMALL, splits=2)
+    assert (out.double() - case.expected(start_R=start)).abs().max() < 3e-6
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+def test_a_query_that_sees_nothing_gets_zeros(splits: int) -> None:
+    case = Case(2, [0, 50], room=60)
+    case.bias.fill_(-torch.inf)
+    assert case.words is not None
+    case.words[0] = 0  # not even itself
+    out = case.got(tiles=SMALL, splits=splits)
+    assert not out[0].any()
+    assert (out[1].double() - case.expected()[1]).abs().max() < 3e-6
+
+
+def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
+    """n rows of key 0 are one slot of key 0, their mean and bias log n: the exact form of LlamaGen's conditioning."""
+    many, one = Case(4, [30], P=24, room=40), Case(4, [30], P=1, room=40)
+    visible = torch.arange(24) >= 5
+    many.k[:, :, :24] = 0
+    many.bias = visible.float().log()[None]
+    for a, b in ((one.k, many.k), (one.v, many.v)):
+        a[:, :, 1:35] = b[:, :, 24:58]
+    one.k[:, :, :1] = 0
+    one.v[:, :, :1] = many.v[:, :, :24][:, :, visible].mean(2, keepdim=True)
+    one.bias = visible.sum().float().log().view(1, 1)
+    one.q = many.q
+    torch.testing.assert_close(one.got(tiles=SMALL), many.got(tiles=SMALL), atol=2e-6, rtol=0)
+    check(one, tiles=SMALL)
+
+
+def test_results_do_not_depend_on_splits_and_tiles() -> None:
+    case = Case(20, [77, 3], K=64, room=100)
+    base = case.got(tiles=SMALL, splits=1)
+    for tiles in {Tiles(each.queries, each.keys, 4, 2) for each in TILES.values()}:
+        torch.testing.assert_close(case.got(tiles=tiles, splits=4), base, atol=2e-6, rtol=0)
+
+
+def test_a_leaf_does_not_matter_to_others() -> None:
+    case = Case(6, [12], room=20)
+    assert case.words is not None
+    leaf = next(slot for slot in range(5, 0, -1) if slot not in case.parents[0])
+    before = case.got(tiles=SMALL)
+    case.k[0, :, 1 + 12 + leaf] += 1
+    case.v[0, :, 1 + 12 + leaf] -= 1
+    after = case.got(tiles=SMALL)
+    others = [slot for slot in range(6) if slot != leaf]
+    assert torch.equal(before[:, others], after[:, others]) and not torch.equal(before, after)
+
+
+def test_one_tree_for_the_batch_and_a_tree_for_each_image() -> None:
+    case = Case(5, [4, 9, 2, 6], room=20)  # rows 0 and 2, and 1 and 3, are two halves of an image under guidance
+    case.parents = case.parents[:2] * 2
+    assert case.words is not None
+    case.words = case.words[:2].contiguous()
+    check(case, tiles=SMALL)
+    case.parents = case.parents[:1] * 4
+    case.words = case.words[0].contiguous()
+    check(case, tiles=SMALL)
+
+
+def test_splits_are_by_shape_alone_and_never_short() -> None:
+    assert splits_for(24, 1041, 64) == 8
+    assert splits_for(24, 200, 64) == 1
+    assert splits_for(1000, 10**6, 64) == 1
+    assert splits_for(2, 10**6, 64) == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda case: setattr(case, "words", case.words.int()), "words must be"),
+        (lambda case: setattr(case, "words", case.words[:, :2]), "words must be"),
+        (lambda case: setattr(case, "length", case.length.float()), "length must be"),
+        (lambda case: setattr(case, "q", case.q[..., :16]), "does not fit"),
+        (lambda case: setattr(case, "v", case.v.double()), "must agree"),
+    ],
+)
+def test_operands_that_do_not_fit_are_refused(change: object, said: str) -> None:
+    case = Case(3, [4], room=10)
+    change(case)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=said):
+        case.got(tiles=SMALL)

@@ -1,0 +1,68 @@
+"""Which kernels run where: torch on a CPU, and an error, before any work, where Triton was insisted on."""
+
+import pytest
+import torch
+
+from vargen.decoding import decode
+from vargen.kernels import dispatch
+from vargen.kernels.ancestors import packed, unpacked
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    dispatch._chosen.cache_clear()
+
+
+def test_a_cpu_takes_torch_and_says_why() -> None:
+    assert dispatch.explain("cpu") == ("reference", "Triton kernels are for NVIDIA GPUs, and this runs on cpu")
+    assert not dispatch.use_triton(torch.zeros(1))
+
+
+def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARGEN_KERNELS", "triton")
+    monkeypatch.setattr(dispatch, "_interpreted", lambda: False)
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
+    with pytest.raises(ValueError, match="VARGEN_KERNELS=triton needs an NVIDIA GPU, and this runs on cpu"):
+        dispatch.use_triton(torch.zeros(1))
+    monkeypatch.setattr(dispatch, "_installed", lambda: False)
+    with pytest.raises(ValueError, match="needs Triton, which is not installed"):
+        dispatch.explain("cuda")
+
+
+def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARGEN_KERNELS", "cuda")
+    with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of auto, reference, triton, got 'cuda'"):
+        dispatch.use_triton(torch.zeros(1))
+
+
+def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(dispatch, "_installed", lambda: True)
+    assert dispatch.explain("cuda:1")[0] == "triton"
+    monkeypatch.setenv("VARGEN_KERNELS", "reference")
+    assert dispatch.explain("cuda") == ("reference", "VARGEN_KERNELS=reference")
+    monkeypatch.setenv("VARGEN_KERNELS", "")
+    monkeypatch.setattr(dispatch, "_installed", lambda: False)
+    assert dispatch.explain("cuda")[0] == "reference"
+
+
+def test_the_loop_refuses_before_it_looks_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VARGEN_KERNELS", "trition")
+    with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of"):
+        decode(None, None, torch.tensor([1]))  # type: ignore[arg-type]
+
+
+def test_rows_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "use_triton", lambda rows: True)
+    assert dispatch.fits_kernels(torch.empty(1, dispatch.MOST_TOKENS, device="meta"))
+    assert not dispatch.fits_kernels(torch.empty(1, dispatch.MOST_TOKENS + 1, device="meta"))
+    assert not dispatch.fits_kernels(torch.empty(1, 5, dtype=torch.float64, device="meta"))
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 130])
+def test_words_hold_every_bit(count: int) -> None:
+    table = torch.rand(2, 5, count) < 0.5
+    table[..., count - 1] = True
+    words = packed(table)
+    assert words.shape == (2, 5, -(-count // 64)) and torch.equal(unpacked(words, count), table)
+    assert count % 64 or (words[..., -1] < 0).all(), "bit 63 is the sign"

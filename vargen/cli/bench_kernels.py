@@ -1,0 +1,81 @@
+"""`vargen bench kernels`: what each kernel takes beside other ways to the same result."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Annotated, Any
+
+import typer
+
+from vargen.cli.bench import JSON, prepare, whole_numbers
+from vargen.cli.console import table
+from vargen.cli.options import Device, Dtype, check_range
+from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
+from vargen.values import shown
+
+
+def kernels(
+    shape: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Network whose shapes are taken.")] = None,
+    tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens of a pass.")] = "1,16,64",
+    held: Annotated[str, typer.Option(metavar="N,...", help="Tokens held.")] = "256,1024",
+    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
+    device: Annotated[Device, typer.Option()] = Device.auto,
+    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 5,
+    as_json: Annotated[str | None, JSON] = None,
+) -> None:
+    """Microseconds of tree attention, the sampler and the commit: our kernel, our torch path, SDPA with a mask, FlexAttention.
+
+    What cannot run here is listed with the reason. The share is that of the time which the bytes take at a copy's rate.
+    """
+    widths, lengths = whole_numbers(tokens, "tokens", 256), whole_numbers(held, "held", 16384)
+    check_range(rounds, "rounds", 1)
+    json_file, names = result_file(as_json, ".json", "json"), shape or ["LlamaGen-B"]
+    check_apart({"json": [json_file]}, {})
+
+    from vargen.kernels.shapes import MODELS
+
+    for name in names:
+        if name not in MODELS:
+            raise ValueError(f"shape must be one of {', '.join(MODELS)}, got {shown(name)}")
+    chosen, kind, machine = prepare(device, dtype, threads, [])
+
+    import torch
+
+    from vargen.decoding.sampling import Sampling, to_probs
+    from vargen.evaluation.machine import machine_line
+    from vargen.kernels import measure
+    from vargen.kernels.dispatch import explain
+    from vargen.models.cache import KVCache
+
+    def cache_of(network: Any) -> KVCache:
+        size = {"prefix": 1, "tokens": 256, "scratch": 64}
+        return KVCache(network.layers, 2, network.key_heads, network.width, **size, dtype=kind, device=chosen)
+
+    with torch.inference_mode():
+        rate = measure.copy_rate(chosen)
+        attend = partial(measure.attention_operation, dtype=kind, device=chosen)
+        operations = [attend(name, T, count) for name in names for count in lengths for T in widths]
+        filtered = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
+        operations += [measure.sampler_operation(V, T, chosen, filtered) for V in (4096, 16384) for T in widths]
+        operations += [measure.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
+        timings = measure.measure(operations, chosen, rounds, rate)
+    backend, reason = explain(chosen)
+    document = {
+        "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
+        "timings": [each.to_dict() for each in timings],
+    }  # fmt: skip
+    head = f"{machine_line(machine, chosen, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
+    lines = f"{head}\n\n{_table(timings)}"
+    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
+    write_each([*writes, *json_writes(as_json, json_file, document)])
+
+
+def _table(timings: list[Any]) -> str:
+    rows = []
+    for each in timings:
+        times = ["", "", each.reason]
+        if each.microseconds is not None:
+            times = [f"{each.microseconds:.1f}", f"{100 * each.share:.0f} %", ""]
+        rows.append([each.operation, each.shape, each.implementation, f"{each.bytes / 1e3:.1f}", *times])
+    return table(["operation", "shape", "way", "KB", "us", "of a copy", "not measured"], rows, "<<<>>><")
