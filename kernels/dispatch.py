@@ -65,7 +65,9 @@ def explain(device: torch.device | str) -> tuple[str, str]:
         return "reference", "Triton is not installed: pip install vargen[kernels]"
     if torch.version.cuda is None:  # ROCm calls its devices cuda too
         return "reference", "the kernels are made for NVIDIA GPUs"
-    return "triton", "Triton is installed, and this is an NVIDIA GPU"
+    if wrong := _trouble(str(device)):
+        return "reference", f"a kernel failed its check here ({wrong})"
+    return "triton", "Triton is installed, this is an NVIDIA GPU, and every kernel passed its check here"
 
 
 def use_triton(tensor: Tensor) -> bool:
@@ -89,6 +91,16 @@ def _chosen(kind: str, asked: str) -> bool:
     name, reason = explain(kind)
     logger.debug("kernels on %s: %s (%s)", kind, name, reason)
     return name == "triton"
+
+
+@lru_cache
+def _trouble(device: str) -> str | None:
+    from vargen.kernels.self_check import trouble
+
+    found = trouble(device)
+    if found:
+        logger.warning("kernels on %s fail their check, so torch runs instead; please report this: %s", device, found)
+    return found
 
 
 @lru_cache(maxsize=1)

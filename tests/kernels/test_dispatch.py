@@ -38,7 +38,9 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(dispatch, "_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "_trouble", lambda device: "sampler: off by 1" if device == "cuda:2" else None)
     assert dispatch.explain("cuda:1")[0] == "triton"
+    assert dispatch.explain("cuda:2") == ("reference", "a kernel failed its check here (sampler: off by 1)")
     monkeypatch.setenv("VARGEN_KERNELS", "reference")
     assert dispatch.explain("cuda") == ("reference", "VARGEN_KERNELS=reference")
     monkeypatch.setenv("VARGEN_KERNELS", "")

@@ -1,0 +1,114 @@
+"""A look at every kernel on the device itself before anything is drawn with it: small cases whose results are known.
+
+Interpreted kernels are tested against references, and compiled ones by their registers; what a new driver, Triton or GPU makes
+of them shows only there. So before the first pass on a device each runs once, and `vargen.kernels.dispatch` takes torch
+instead, with a warning, if one fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from vargen.kernels import reference
+
+_TOLERANCE = 2e-2  # of numbers near 1 in bfloat16
+
+
+def trouble(device: torch.device | str) -> str | None:
+    """What is wrong with the first kernel that fails there; None where all are right. Compiling them takes seconds once."""
+    for name, check in CHECKS.items():
+        try:
+            wrong = check(torch.device(device))
+        except Exception as error:  # whatever a compiler or a driver raises
+            return f"{name}: {type(error).__name__}: {str(error)[:200]}"
+        if wrong:
+            return f"{name}: {wrong}"
+    return None
+
+
+def _attention(device: torch.device) -> str | None:
+    """A tree of five behind a prefix and rows of other lengths, in float32 and bfloat16."""
+    from vargen.kernels.tree_attention import tree_attention
+
+    generator = torch.Generator().manual_seed(0)
+    parents = [-1, 0, 0, 1, 2]
+    seen = [sum(1 << each for each in reference.lineage(parents, slot)) for slot in range(5)]
+    words, length = torch.tensor(seen)[:, None], torch.tensor([3, 70])
+    bias = torch.tensor([[0.5], [1.5]])
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.randn(2, 5, 2, 64, generator=generator).to(dtype)
+        k, v = (torch.randn(2, 2, 96, 64, generator=generator).to(dtype) for _ in range(2))
+        expected = reference.tree_attention(q, k, v, length, bias, [parents, parents])
+        given = (each.to(device) for each in (q, k, v, length, bias, words))
+        off = (tree_attention(*given, splits=2).cpu().double() - expected).abs().max()
+        if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # TF32 in products of float32
+            return f"{dtype} is off by {float(off):.2g}"
+    return None
+
+
+def _sampler(device: torch.device) -> str | None:
+    from vargen.kernels.sampler import Coins, sample
+
+    logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0)) * 3
+    expected = reference.probabilities(logits.flatten(0, 1), None, 1.0, 0.8, 50, 0.9).unflatten(0, (2, 3))
+    coins = Coins(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
+    out = sample(logits.to(device), temperature=0.8, top_k=50, top_p=0.9, coins=coins)
+    assert out.probs is not None and out.tokens is not None
+    if not torch.equal(out.probs.cpu() > 0, expected > 0):
+        return "other tokens are kept"
+    off = (out.probs.cpu().double() - expected).abs().max()
+    if not off <= 1e-5:
+        return f"probabilities are off by {float(off):.2g}"
+    return None if (out.probs.gather(2, out.tokens[..., None]) > 0).all() else "a token without probability is drawn"
+
+
+def _commit(device: torch.device) -> str | None:
+    from vargen.kernels.commit import keep
+
+    k = torch.arange(2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 12, 16)
+    length, path = torch.tensor([0, 3]), [[0, 2, 5], [0, 1]]
+    expected = reference.kept_path(k, (length + 1).tolist(), path)
+    slots, count = torch.tensor([[0, 2, 5], [0, 1, 0]]), torch.tensor([3, 2])
+    keys, values, at = (each.to(device, copy=True) for each in (k, k, length))  # written in place
+    done = torch.zeros(2, dtype=torch.int32, device=device)
+    keep(keys, values, at, slots.to(device), count.to(device), done, first=1, tokens=11)
+    if at.tolist() != (length + count).tolist() or done.any():
+        return "pointers are wrong"
+    kept = [slice(0, 1 + start + number) for start, number in zip(length.tolist(), count.tolist(), strict=True)]
+    same = all(
+        torch.equal(store.cpu()[:, row, :, part], expected[:, row, :, part])
+        for store in (keys, values)
+        for row, part in enumerate(kept)
+    )
+    return None if same else "other slots are moved"
+
+
+def _acceptance(device: torch.device) -> str | None:
+    """Where every probability is 0 or 1, a verdict does not depend on noise."""
+    from vargen.kernels.accept_chain import judge_chain
+    from vargen.kernels.accept_tree import match_tree, walk_tree
+
+    certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
+    tokens = torch.tensor([[5, 6], [5, 6]], device=device)
+    noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0
+    chain = judge_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
+    if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
+        return "a chain is judged wrongly"
+    siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two behind the root
+    children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
+    walked = walk_tree(certain, siblings, None, None, children, 2, *noise)
+    matched = match_tree(certain.argmax(-1), siblings, children, 2)
+    for path, count, next_token in (walked, matched):
+        if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
+            return "a tree is judged wrongly"
+    return None
+
+
+CHECKS: dict[str, Callable[[torch.device], str | None]] = {
+    "tree attention": _attention,
+    "sampler": _sampler,
+    "commit": _commit,
+    "acceptance": _acceptance,
+}
