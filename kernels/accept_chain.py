@@ -121,7 +121,7 @@ def judge_chain(
     valid: Tensor | None,
     seeds: Tensor,
     position: Tensor,
-    step: int,
+    step: int | Tensor,
     *,
     wanted: Tensor | None = None,
     relaxation: Tensor | None = None,

@@ -164,7 +164,7 @@ def traverse_tree(
     longest: int,
     seeds: Tensor,
     position: Tensor,
-    step: int,
+    step: int | Tensor,
 ) -> TreeVerdict:
     """The verdict of `vargen.decoding.acceptance.traversal`.
 

@@ -168,7 +168,7 @@ def walk_tree(
     longest: int,
     seeds: Tensor,
     position: Tensor,
-    step: int,
+    step: int | Tensor,
 ) -> TreeVerdict:
     """The verdict of `recursive_rejection`.
 

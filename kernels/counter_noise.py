@@ -36,7 +36,10 @@ def _mixed(z):
 
 @triton.jit
 def noise_key(seed, position, PURPOSE: tl.constexpr, step):
-    """uint64 key of a stream; `seed`, `position` and `step` are integers of any shapes that broadcast."""
+    """uint64 key of a stream; `seed`, `position` and `step` are integers of any shapes that broadcast. `step` may also be a
+    pointer to one int64, of a pass whose number the device counts."""
+    if step.dtype.is_ptr():
+        step = tl.load(step)
     number = (step.to(tl.int64) * 64 + (PURPOSE + 1)).to(tl.uint64, bitcast=True)
     key = _mixed(seed.to(tl.uint64, bitcast=True) + number * _GOLDEN)
     return _mixed(key + (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * _GOLDEN)

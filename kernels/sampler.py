@@ -152,12 +152,13 @@ class Sampled(NamedTuple):
 
 
 class Coins(NamedTuple):
-    """Whose noise a draw takes: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and of the pass."""
+    """Whose noise a draw takes: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and of the pass,
+    also as an int64 scalar on the device."""
 
     seeds: Tensor
     position: Tensor
     purpose: int
-    step: int = 0
+    step: int | Tensor = 0
 
 
 def warps_for(V: int) -> int:

@@ -68,6 +68,13 @@ def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
     assert one.min() > 0 and one.max() < 1 and one.unique().numel() > 19_900
 
 
+@pytest.mark.parametrize("draw", [uniform, coins, lambda *key: exponential(*key[:2], 33, *key[2:])])
+@pytest.mark.parametrize("step", [0, 1, 9, 2**40])
+def test_a_pass_that_the_device_counts_has_the_same_coins(draw, step):
+    position = torch.arange(50).expand(len(SEEDS), -1)
+    assert torch.equal(draw(SEEDS, position, Purpose.DRAFT, torch.tensor(step)), draw(SEEDS, position, Purpose.DRAFT, step))
+
+
 def test_draws_of_one_coin_follow_their_law_pass_by_pass():
     probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]

@@ -4,6 +4,8 @@ So a row of a batch draws what the image alone would draw, and a drafted token a
 Keys are mixed by SplitMix64 (Steele, Lea & Flood 2014), the many draws of a key by the 32-bit mixer with Wellons' constants
 (lowbias32), which is several times cheaper than 64-bit mixing on a CPU. Integer arithmetic wraps alike on every device.
 
+The number of a pass may be a scalar on the device, which a captured pass counts up itself; the coins are the same.
+
 Shape suffixes: B images, T positions, V vocabulary.
 """
 
@@ -65,12 +67,15 @@ def _mix_(z: Tensor) -> Tensor:
     return _shift_(z, 31)
 
 
-def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int = 0) -> Tensor:
+def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """int64 `[B, T]`, one independent stream each."""
-    stream = _signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
-    if _in_numpy(seeds):
-        return _keys_numpy(seeds.numpy(), position.numpy(), stream)
-    key = _mix_(seeds + stream)
+    if isinstance(step, Tensor):  # the same number, wrapped by the device
+        key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
+    else:
+        stream = _signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
+        if _in_numpy(seeds):
+            return _keys_numpy(seeds.numpy(), position.numpy(), stream)
+        key = _mix_(seeds + stream)
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
 
 
@@ -126,7 +131,7 @@ def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
     return _keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
-def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
+def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
     keys = _keys(seeds, position, purpose, step)
     if _in_numpy(keys):
@@ -135,7 +140,7 @@ def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) ->
     return _unit_(keys >> 32)
 
 
-def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:
+def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """float64 `[B, T]` in (0, 1), of 52 bits: fine enough to choose among any number of tokens."""
     keys = _keys(seeds, position, purpose, step)
     if _in_numpy(keys):
@@ -143,7 +148,7 @@ def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> T
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int = 0) -> Tensor:
+def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
     return _exponential(_keys(seeds, position, purpose, step), vocab)
 
@@ -194,7 +199,7 @@ class OwnNoise:
 
 
 def race(
-    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int = 0
+    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
 ) -> Tensor:
     """Draw int64 `[B, T]` tokens from probabilities `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
 
@@ -224,13 +229,13 @@ class Noise:
     Attributes:
         seeds: int64 `[B]`.
         position: int64 `[B, T]`, grid position of the token that follows each fed slot.
-        step: number of the pass.
+        step: number of the pass; an int64 scalar where the device counts passes, which gives the same coins.
         own: the images' own noise, where it is kept from pass to pass; None makes it anew.
     """
 
     seeds: Tensor
     position: Tensor
-    step: int = 0
+    step: int | Tensor = 0
     own: OwnNoise | None = None
 
     def exponential(self, vocab: int, purpose: Purpose) -> Tensor:

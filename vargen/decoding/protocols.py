@@ -205,7 +205,7 @@ class Drafter(Protocol[State]):
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> State:
         """The state of B new images, behind the prefill, whose output is `first`."""
 
-    def propose(self, state: State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """The draft of pass `step`. `tokens` `[B, N + max_fed]` are meaningful up to `length` `[B]`; the last is the root."""
 
     def observe(self, state: State, step: Step) -> None:

@@ -189,7 +189,7 @@ class _Images:
         self.draft = draft
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
-    def noise(self, draft: Draft, step: int) -> Noise:
+    def noise(self, draft: Draft, step: int | Tensor) -> Noise:
         """Noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 

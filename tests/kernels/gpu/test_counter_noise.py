@@ -22,17 +22,19 @@ def _all(seed_ptr, position_ptr, unit_ptr, coin_ptr, lane_ptr, race_ptr, V, step
     tl.store(race_ptr + row * V + lane, counter_noise.exponential(key, lane), mask=lane < V)
 
 
+@pytest.mark.parametrize("counted", [False, True], ids=["number", "scalar on the device"])
 @pytest.mark.parametrize("step", [0, 1, 2**31 - 1])
 @pytest.mark.parametrize("purpose", [noise.Purpose.TOKEN, noise.Purpose.RESIDUAL, noise.Purpose.CHOICE])
-def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int) -> None:
+def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, counted: bool) -> None:
     V = 1500
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 12345678901234567], device=DEVICE)
     position = torch.tensor([0, 1, 575, 2**32, 3 * 2**32 + 17, 5], device=DEVICE)[:, None]
     R = len(seeds)
     units, coins = torch.empty(R, device=DEVICE), torch.empty(R, dtype=torch.float64, device=DEVICE)
     lanes, races = torch.empty(2, R, V, device=DEVICE)
+    number = torch.tensor(step, device=DEVICE) if counted else step
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
-    _all[(R,)](seeds, position, units, coins, lanes, races, V, step, **block)
+    _all[(R,)](seeds, position, units, coins, lanes, races, V, number, **block)
     assert torch.equal(units, noise.uniform(seeds, position, purpose, step)[:, 0])
     assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
     expected = noise._unit_(noise._lane_bits(noise._keys(seeds, position, purpose, step), V))[:, 0]

@@ -61,7 +61,7 @@ class Eagle(FeatureTree):
         features, total = Features.first(first, len(seeds)), model.grid[0] * model.grid[1]
         return _State(drafter, held, features, sampling, seeds, total, choice)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         model, held, tree = state.model, state.held, self.chosen(state.choice)
         if tree is None:  # it keeps up with what is drawn
             _continued(model, held, state.features, tokens, length)

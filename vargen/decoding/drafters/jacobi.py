@@ -118,7 +118,7 @@ class Jacobi:
             initial = from_low_res(low_res_model(model), condition, seeds, sampling)
         return _State(model.vocab, rows * columns, columns, seeds, window, initial)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         state.own, T = state.window.widths(length)
         S, device = T - 1, tokens.device
         if S == 0:  # no drafts; should the window widen again, it begins with initial ones

@@ -163,7 +163,7 @@ class JacobiTree(Shaped):
             choice = AlwaysTree(tree.slots)
         return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         state.parents = state.choice.next()
         plan = _plan(state.parents, tokens.device)
         state.window.present = len(plan.first) + 1

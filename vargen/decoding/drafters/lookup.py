@@ -173,7 +173,7 @@ class Lookup:
         power = self.sharpness / max(sampling.temperature, LOWEST_TEMPERATURE)
         return _State(seeds, rows * columns, columns, model.vocab, power, index)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         known, found = tokens.clone(), torch.ones_like(length, dtype=torch.bool)
         drafted, probs, valid = [], [], []
         for slot in range(self.drafts):

@@ -63,7 +63,7 @@ class Medusa(FeatureTree):
         """Seconds of the heads behind a draft, measured; what builds the tree is left out."""
         return _seconds(self.trained(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         tree = self.chosen(state.choice)
         if tree is None:
             return Draft.empty(len(tokens), state.model.vocab, tokens.device)

@@ -90,7 +90,7 @@ class Recycle:
         candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
         return _State(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device), seeds[:, None])
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         image = torch.arange(len(tokens), device=tokens.device)
         fed, probs = [tokens.gather(1, length[:, None] - 1)[:, 0]], []
         known = torch.ones_like(length, dtype=torch.bool)

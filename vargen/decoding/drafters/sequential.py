@@ -26,7 +26,7 @@ class Sequential:
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Draft:
         return Draft.empty(len(seeds), model.vocab, torch.device(model.device))
 
-    def propose(self, state: Draft, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: Draft, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         return state
 
     def observe(self, state: Draft, step: Step) -> None:

@@ -151,7 +151,7 @@ class Speculative:
         """Seconds of the small model's passes behind a chain of `drafts`, measured."""
         return _drafting(pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;
         then each draft but the last."""
         model, held, device = state.model, state.held, tokens.device

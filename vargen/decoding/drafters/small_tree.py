@@ -108,7 +108,7 @@ class SpeculativeTree(Shaped):
         widths = [1, 2, 4, 8, 16, 32, 64]
         return self._drafting(pass_costs(Speculative(1, self.model).small_model(model), condition, images, widths), tree)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Level by level. The small model keeps no drafts: each level feeds the root and all that was expanded, and the first
         one what was committed in the meantime."""
         model, held = state.model, state.held

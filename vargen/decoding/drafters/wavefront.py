@@ -65,7 +65,7 @@ class Wavefront(Jacobi):
         inner = super().start(model, condition, seeds, sampling, first)
         return _State(inner, kept, rows, columns, torch.ones_like(seeds))
 
-    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int) -> Draft:
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         draft = super().propose(state.jacobi, tokens, length, step)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
         state.length = length
