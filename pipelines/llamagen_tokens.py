@@ -87,6 +87,11 @@ class LlamaGenTokens:
         return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{layers}{compiled}{prefix}"
 
     @property
+    def moving(self) -> str | None:
+        """See `MovingModel`."""
+        return "weights are offloaded, or cast layer by layer, which hooks do in each pass" if self._hooked else None
+
+    @property
     def layers(self) -> int:
         return len(self.transformer.layers)
 

@@ -1,75 +1,215 @@
-"""Sequential passes as a graph: the same picture and the same statistics. What stands in for a graph on a CPU repeats the pass
-into the tensors that the capture returned, as a graph would; the last test takes a real one, where there is a GPU."""
+"""Passes as a graph: the same pictures and the same statistics. What stands in for a graph on a CPU records the operations of a
+pass and repeats them; the last test takes a real graph, where there is a GPU."""
 
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer
-from torch import Tensor
 
-from vargen.decoding import Decoded, Sampling, captured, decode, tokens
+from vargen.decoding import Accelerator, Decoded, Jacobi, Sampling, captured, decode, exact, resolve_accelerator, tokens
 from vargen.models.condition import Condition
+from vargen.models.eagle import EagleDrafter
+from vargen.models.medusa import MedusaDrafter
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
-
-class StandIn:
-    """Runs the pass at each replay; the captured tensors alone carry its results."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        type(self).made += 1
-
-    def capture(self, run: captured.Pass) -> tuple[Tensor, ...]:
-        self.run, self.out, self.waiting = run, run(), True  # a graph does nothing yet: the first replay makes up for it
-        return self.out
-
-    def replay(self) -> None:
-        if not self.waiting:
-            for kept, new in zip(self.out, self.run(), strict=True):
-                kept.copy_(new)
-        self.waiting = False
+METHODS = ["ar", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative"]
+MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa", "wavefront"]
+GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 
 
-def drawn(device: str = "cpu", **options: Any) -> Decoded:
-    model = LlamaGenTokens(tiny_transformer("class").to(device), guidance_scale=2.0)
-    condition = Condition(class_labels=torch.tensor([1, 2], device=device))
-    return decode(model, condition, torch.tensor([3, 4]), "ar", Sampling(top_k=20), **options)
+def tiny(device: str = "cpu") -> LlamaGenTokens:
+    sizes = {"grid_size": GRID, "n_head": 2, "multiple_of": 32}
+    codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(device)
+    draft = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
+    torch.manual_seed(2)
+    eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
+    medusa = MedusaDrafter(32, 64, 4).eval().to(device)
+    transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
+    return LlamaGenTokens(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa)
 
 
-def test_a_captured_run_is_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = drawn()
-    monkeypatch.setattr(captured, "asked_for", lambda device: True)
-    monkeypatch.setattr(StandIn, "made", 0)
-    monkeypatch.setattr(tokens._sequential, "__defaults__", (StandIn,))
-    seen: list[int] = []
-    found = drawn(callback=lambda progress: seen.append(int(progress.length[0])))
-    assert torch.equal(found.tokens, expected.tokens) and StandIn.made == 1
-    assert seen == list(range(1, 17)), "what callbacks see of each pass"
-    assert found.stats.fed == expected.stats.fed and found.stats.passes == expected.stats.passes
-    assert found.stats.accepted_histogram == expected.stats.accepted_histogram
+def drawn(
+    method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokens | None = None, **options: Any
+) -> Decoded:
+    condition = Condition(class_labels=torch.arange(1, images + 1, device=device))
+    model = tiny(device) if model is None else model
+    return decode(model, condition, torch.arange(3, 3 + images), method, Sampling(0.9, top_k=20), **options)
 
 
-def test_a_captured_run_can_be_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "asked_for", lambda device: True)
-    monkeypatch.setattr(tokens._sequential, "__defaults__", (StandIn,))
-    found = drawn(callback=lambda progress: progress.step < 7)
-    assert not found.finished and found.length.tolist() == [7, 7]
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Lets the test turn graphs on. All runs take the passes of other devices than CPUs: neither NumPy nor changing shapes."""
+    on = SimpleNamespace(on=False)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(captured, "asked_for", lambda device: on.on)
+    monkeypatch.setattr(tokens.Passes.captured, "__defaults__", (None, RecordedGraph))
+    monkeypatch.setattr(RecordedGraph, "made", 0)
+    monkeypatch.setattr(RecordedGraph, "replays", 0)
+    return on
+
+
+def same(found: Decoded, expected: Decoded) -> bool:
+    """Pictures and statistics, but for seconds."""
+    untimed = [replace(each.stats, seconds=0.0, seconds_by_part={}) for each in (found, expected)]
+    alike = torch.equal(found.tokens, expected.tokens) and torch.equal(found.length, expected.length)
+    return alike and untimed[0] == untimed[1]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
+@pytest.mark.parametrize("images", [3, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_captured_run_is_the_eager_one(method: str, images: int, graphs: SimpleNamespace) -> None:
+    method = resolve_accelerator(method).fitted(GRID**2)
+    expected = drawn(method, images)
+    graphs.on = True
+    found = drawn(method, images)
+    assert same(found, expected)
+    assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
+
+
+def test_relaxation_is_carried_to_its_budget(graphs: SimpleNamespace) -> None:
+    """What earlier passes granted counts against the budget, also in replays."""
+    method = resolve_accelerator("gsd")
+    free = drawn(method).stats.relaxation
+    method = replace(method, acceptance=replace(method.acceptance, budget=0.6 * min(free)))
+    expected = drawn(method)
+    graphs.on = True
+    assert same(drawn(method), expected) and RecordedGraph.replays
+    assert max(expected.stats.relaxation) <= 0.6 * min(free) * 1.001
+
+
+def test_callbacks_see_every_pass(graphs: SimpleNamespace) -> None:
+    def lengths(into: list[list[int]]) -> Any:
+        return lambda progress: into.append(progress.length.tolist())
+
+    expected: list[list[int]] = []
+    found: list[list[int]] = []
+    drawn("scd", callback=lengths(expected))
+    graphs.on = True
+    drawn("scd", callback=lengths(found))
+    assert found == expected and len({tuple(each) for each in found[-3:]}) > 1
+
+
+@pytest.mark.parametrize("method", ["ar", "scd"])
+def test_a_captured_run_can_be_stopped(method: str, graphs: SimpleNamespace) -> None:
+    expected = drawn(method, callback=lambda progress: progress.step < 7)
+    graphs.on = True
+    found = drawn(method, callback=lambda progress: progress.step < 7)
+    assert not found.finished and same(found, expected)
+
+
+# -- what cannot be captured --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Odd(Jacobi):
+    """A drafter that does one thing in each pass that a graph cannot repeat."""
+
+    does: str = ""
+
+    def start(self, *arguments: Any) -> Any:
+        state = super().start(*arguments)
+        state.generator = torch.Generator() if self.does == "holds a generator" else None
+        state.passes = 0
+        return state
+
+    def propose(self, state: Any, tokens: torch.Tensor, length: torch.Tensor, step: Any) -> Any:
+        if self.does == "counts on the host":
+            state.passes += 1
+        if self.does == "reads a value":
+            length.amax().item()
+        return super().propose(state, tokens, length, step)
+
+
+@pytest.mark.parametrize(
+    ("does", "reason"),
+    [
+        ("holds a generator", "state.generator is a Generator, whose changes a graph would not repeat"),
+        ("counts on the host", "state.passes, a value of the host, changes from pass to pass"),
+        ("reads a value", "the host reads values in a pass, at item"),
+    ],
+)
+def test_what_cannot_be_captured_is_run_one_by_one(
+    does: str, reason: str, graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    method = Accelerator("odd", Odd(6, "maximal", does=does), exact)
+    expected = drawn(method)
+    graphs.on = True
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn(method), expected)
+    assert [reason in each.getMessage() for each in caplog.records] == [True] and RecordedGraph.made == 0
+
+
+def test_a_window_that_follows_measured_costs_is_run_one_by_one(
+    graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a CPU, where it is chosen in each pass."""
+    costs = lambda model, condition, images, widths: {fed: 1 + 0.01 * fed for fed in widths}  # noqa: E731
+    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", costs)
+    method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_accelerator("gumbel").acceptance)
+    expected = drawn(method)
+    graphs.on = True
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn(method), expected)
+    assert "state.window.choice" in caplog.text and RecordedGraph.made == 0
+
+
+def test_what_fails_while_it_is_captured_is_run_one_by_one(
+    graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Amid the pass, where state has been changed already: it is as if it had not been tried."""
+    expected = drawn("eagle")
+    graphs.on = True
+    seen: list[str] = []
+
+    def refuse(name: str) -> None:
+        seen.append(name)
+        if len(seen) == 400:
+            raise HostReadError("no such operation")
+
+    monkeypatch.setattr(RecordedGraph, "before", staticmethod(refuse))
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn("eagle"), expected)
+    assert ["no such operation" in each.getMessage() for each in caplog.records] == [True]
+
+
+def test_moved_weights_are_not_captured(graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
+    expected, model = drawn("scd"), tiny()
+    model._hooked = True
+    graphs.on = True
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn("scd", model=model), expected)
+    assert "weights are offloaded" in caplog.text and RecordedGraph.made == 0
+
+
+# -- asking for it ------------------------------------------------------------------------------------------------------
 
 
 def test_graphs_are_asked_for_by_a_variable_and_are_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not captured.asked_for(torch.device("cuda"))
+    assert captured.explain(torch.device("cuda")) == "not captured; VARGEN_CUDA_GRAPHS=1 captures them"
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
     assert captured.asked_for(torch.device("cuda")) and not captured.asked_for(torch.device("cpu"))
+    assert captured.explain(torch.device("cuda")).startswith("captured, by VARGEN_CUDA_GRAPHS=1, but where")
+    assert "are for NVIDIA GPUs, and this runs on cpu" in captured.explain(torch.device("cpu"))
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "yes")
     with pytest.raises(ValueError, match="VARGEN_CUDA_GRAPHS must be 0 or 1, got 'yes'"):
         captured.asked_for(torch.device("cpu"))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need an NVIDIA GPU")
-def test_a_real_graph_draws_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = drawn("cuda")
+@pytest.mark.parametrize("method", METHODS)
+def test_a_real_graph_draws_the_same(
+    method: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = drawn(method, device="cuda")
     monkeypatch.setenv("VARGEN_CUDA_GRAPHS", "1")
-    found = drawn("cuda")
-    assert torch.equal(found.tokens, expected.tokens)
+    with caplog.at_level(logging.WARNING, "vargen"):
+        found = drawn(method, device="cuda")
+    assert same(found, expected) and not caplog.records

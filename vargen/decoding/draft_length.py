@@ -18,6 +18,7 @@ from vargen.decoding.by_cost import ByCost, Growth
 from vargen.decoding.cost import pass_costs
 from vargen.decoding.naming import nearest
 from vargen.decoding.protocols import TokenModel
+from vargen.kernels.dispatch import eager_on_cpu
 from vargen.values import real, shown, whole
 
 _MOST_FED = 4096  # more than any grid has
@@ -113,7 +114,7 @@ class _AdaptiveState:
     def widths(self, length: Tensor) -> tuple[Tensor, int]:
         own = (self.mean * self.policy.ahead).ceil().long().clamp(min(self.policy.min_fed, self.max_fed), self.max_fed)
         own = torch.where(length < self.total, own, 2)  # a finished image asks for nothing
-        return own, int(own.amax()) if length.device.type == "cpu" else self.max_fed
+        return own, int(own.amax()) if eager_on_cpu(length) else self.max_fed
 
     def observe(self, count: Tensor, active: Tensor) -> None:
         self.mean = self.policy.memory * self.mean + (1 - self.policy.memory) * count

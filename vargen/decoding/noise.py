@@ -148,7 +148,9 @@ def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor 
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def exponential(seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0) -> Tensor:
+def exponential(
+    seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
+) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
     return _exponential(_keys(seeds, position, purpose, step), vocab)
 

@@ -64,6 +64,15 @@ class TokenModel(Protocol):
 
 
 @runtime_checkable
+class MovingModel(Protocol):
+    """A `TokenModel` whose passes may do what cannot be captured in a graph."""
+
+    @property
+    def moving(self) -> str | None:
+        """What, such as `"weights are moved in a pass"`; None: nothing."""
+
+
+@runtime_checkable
 class LayeredModel(Protocol):
     """A `TokenModel` that can run without some of its layers."""
 

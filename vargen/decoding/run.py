@@ -101,6 +101,11 @@ class Run:
         self.passes, self.finished, self.stopped = 0, False, False
         self._clock, self._watch = _Clock(device, profile), _Watch(device)
 
+    @property
+    def timed_by_part(self) -> bool:
+        """Whether the device is waited for between parts."""
+        return self._clock.detailed and self._clock.device.type == "cuda"
+
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What the block takes counts as `name`."""

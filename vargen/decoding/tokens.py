@@ -7,8 +7,8 @@ Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slot
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections import Counter
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,13 +19,13 @@ from vargen.decoding import captured
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import shared_noise
 from vargen.decoding.acceptance.siblings import offered_and_accepted
-from vargen.decoding.captured import CUDAGraph, Graph
+from vargen.decoding.captured import CUDAGraph, Graph, Replayed
 from vargen.decoding.cost import suitable_threads
-from vargen.decoding.draft import Draft, Step, Verdict
+from vargen.decoding.draft import Draft, Output, Step, Verdict
 from vargen.decoding.drafters import Sequential
 from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, Drafter, MovingModel, TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
@@ -84,53 +84,85 @@ def decode(
 
 def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling) -> _Images:
     """The algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
+    passes, out = prefilled(run, model, condition, seeds, accelerator, sampling)
+    images = passes.images
+    images.begin(run, out.logits, to_probs(out.logits, sampling))
+    replayed = passes.captured(_refused(run, model)) if captured.asked_for(seeds.device) else None
+    widths: Counter[int] = Counter()
+    while not run.finished:
+        logits, position, count = replayed() if replayed else passes(run.passes + 1)
+        widths[logits.shape[1]] += 1
+        run.record(logits, position, images.tokens[:, : run.total], images.length, count)
+    images.widths = dict(widths)  # only now: what passes find in their objects, a replay finds too
+    return images
+
+
+def prefilled(
+    run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
+) -> tuple[Passes, Output]:
+    """What makes the passes, and the output of the prefill, by which token 0 is drawn."""
     drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
     with run.part("prefill"):
         cache, out = model.prefill(condition, drafter.max_fed)
         state = drafter.start(model, condition, seeds, sampling, out)
     images = _Images(seeds, run.total, drafter.max_fed, model)
-    images.begin(run, out.logits, to_probs(out.logits, sampling))
-    if accelerator.drafter is None and captured.asked_for(torch.device(model.device)):
-        _sequential(run, images, model, cache, sampling)
-    while not run.finished:
+    return Passes(run, model, cache, drafter, state, rule, sampling, images), out
+
+
+@dataclass
+class Passes:
+    """The passes behind the prefill: their parts, and by which objects each leaves something to the next."""
+
+    run: Run
+    model: TokenModel
+    cache: Any
+    drafter: Drafter[Any]
+    state: Any
+    rule: AcceptanceRule
+    sampling: Sampling
+    images: _Images
+
+    def __call__(self, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Do pass number `step`: its logits `[B, T, V]`, positions `[B, T]` of what they say, committed tokens `[B]`."""
+        run, model, images = self.run, self.model, self.images
         with run.part("draft"):
-            draft = drafter.propose(state, images.tokens, images.length, run.passes + 1)
+            draft = self.drafter.propose(self.state, images.tokens, images.length, step)
             fed = images.fed(draft)
         with run.part("target"):
-            out = model.forward(fed, cache, draft.tree)
+            out = model.forward(fed, self.cache, draft.tree)
         with run.part("accept"):
-            noise = images.noise(draft, run.passes + 1)
-            probs = to_probs(out.logits, sampling)
-            verdict = rule(probs, softened(draft, rule, out.logits, sampling), noise, images.relaxation)
+            noise = images.noise(draft, step)
+            probs = to_probs(out.logits, self.sampling)
+            judged = softened(draft, self.rule, out.logits, self.sampling)
+            verdict = self.rule(probs, judged, noise, images.relaxation)
         with run.part("commit"):
-            count = images.commit(fed, verdict)
-            model.commit(cache, verdict.path, count, draft.tree)
-            drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
-        run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
-    return images
+            count = images.commit(fed, draft, verdict)
+            model.commit(self.cache, verdict.path, count, draft.tree)
+            self.drafter.observe(self.state, Step(draft, probs, out.features, verdict, noise, count))
+        return out.logits, noise.position, count
+
+    def captured(self, refused: str | None = None, graph: type[Graph] = CUDAGraph) -> Replayed:
+        """The same passes, as a graph where they can be captured; the device counts them.
+
+        Args:
+            refused: why they cannot, if that is known. graph: see `Replayed`.
+        """
+        step = torch.full((), self.run.passes + 1, dtype=torch.int64, device=self.images.seeds.device)
+
+        def counting() -> tuple[Tensor, Tensor, Tensor]:
+            made = self(step)
+            step.add_(1)
+            return made
+
+        return Replayed(counting, {"images": self.images, "state": self.state, "cache": self.cache}, graph, refused)
 
 
-def _sequential(
-    run: Run, images: _Images, model: TokenModel, cache: Any, sampling: Sampling, graph: Callable[[], Graph] = CUDAGraph
-) -> None:
-    """The loop without drafts, pass by pass the same as that of `_loop`, as a graph."""
-    images.settle()
-    draft = Draft.empty(len(images.seeds), model.vocab, images.seeds.device)
-
-    def one_pass() -> tuple[Tensor, ...]:
-        fed, noise = images.fed(draft), images.noise(draft, 0)  # the image's own noise does not depend on the pass
-        out = model.forward(fed, cache, draft.tree)
-        verdict = shared_noise(to_probs(out.logits, sampling), draft, noise, images.relaxation)
-        position = noise.position.clone()
-        count = images.commit(fed, verdict)
-        model.commit(cache, verdict.path, count, draft.tree)
-        return out.logits, position, count
-
-    passes = captured.Replayed(one_pass, graph)
-    while not run.finished:
-        logits, position, count = passes()
-        run.record(logits, position, images.tokens[:, : run.total], images.length, count)
-    images.widths = {1: passes.passes} if passes.passes else {}
+def _refused(run: Run, model: TokenModel) -> str | None:
+    """Why passes are not to be captured, as far as that is known before the first."""
+    if run.timed_by_part:
+        return "their parts are timed"
+    models = [each for each in (model, model.draft_model) if isinstance(each, MovingModel)]
+    return next((each.moving for each in models if each.moving), None)
 
 
 def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
@@ -149,9 +181,7 @@ class _Images:
         relaxation: float32 `[B]`, granted so far.
         histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
         siblings: int64 `[ranks, 2]`, see `DecodeStats`.
-        draft: the last one that was fed.
         widths: passes by the tokens they fed.
-        settled: whether lengths are changed in place.
     """
 
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
@@ -164,14 +194,7 @@ class _Images:
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
         self.siblings = torch.zeros(0, 2, dtype=torch.int64, device=device)
-        self.draft: Draft | None = None
-        self.settled = False
         self.widths: dict[int, int] = {}
-
-    def settle(self) -> None:
-        """From now on every tensor stays where it is. Who keeps the length of a pass has to copy it."""
-        with ordinary_tensors():
-            self.length, self.settled = self.length.clone(), True
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
         """Token 0, from the prefill's row of logits and probabilities `[B, 1, V]`."""
@@ -186,30 +209,26 @@ class _Images:
 
     def fed(self, draft: Draft) -> Tensor:
         """int64 `[B, T]`: the root, then the draft."""
-        self.draft = draft
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def noise(self, draft: Draft, step: int | Tensor) -> Noise:
         """Noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
-    def commit(self, fed: Tensor, verdict: Verdict) -> Tensor:
-        """Keep what was accepted of `fed` `[B, T]`; returns how many tokens `[B]` that were, 0 for a finished image."""
+    def commit(self, fed: Tensor, draft: Draft, verdict: Verdict) -> Tensor:
+        """Keep what was accepted of `fed` `[B, T]`, the root and the draft; returns how many tokens `[B]` that were, 0 for a
+        finished image."""
         count = torch.minimum(verdict.count, self.total - self.length)
         committed = verdict.committed(fed)
         self.tokens.scatter_(1, self.length[:, None] + torch.arange(committed.shape[1], device=fed.device), committed)
         self.histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation += verdict.relaxation * (count > 0)
-        if self.draft is not None and not self.draft.tree.chain:
-            ranks = self.draft.tree.widest
+        if not draft.tree.chain:
+            ranks = draft.tree.widest
             self.siblings = _longer(self.siblings, ranks)
-            self.siblings[:ranks] += offered_and_accepted(self.draft, verdict, count > 0).sum(0)
-        if self.settled:
-            self.length += count
-        else:
-            self.length = self.length + count
-        self.widths[fed.shape[1]] = self.widths.get(fed.shape[1], 0) + 1
+            self.siblings[:ranks] += offered_and_accepted(draft, verdict, count > 0).sum(0)
+        self.length = self.length + count
         return count
 
     def stats(self, name: str, threads: int) -> DecodeStats:

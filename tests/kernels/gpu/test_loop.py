@@ -98,7 +98,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, monkeypatch: pytest.MonkeyP
             out = model.forward(fed, cache, draft.tree)
             noise, probs = images.noise(draft, step), to_probs(out.logits, sampling)
             verdict = rule(probs, draft, noise, images.relaxation)
-            count = images.commit(fed, verdict)
+            count = images.commit(fed, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
     names = [each.name for each in launches]

@@ -20,6 +20,7 @@ from vargen.decoding.growth import DRAWINGS, Drawing, check_drawing, check_vocab
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.tree_choice import TreeChoice, sizes
 from vargen.decoding.trees import MOST_FED, AutoTree, DynamicTree, StaticTree, TreeShape, chain, tree_of
+from vargen.kernels.dispatch import eager_on_cpu
 from vargen.values import shown, whole
 
 
@@ -40,7 +41,7 @@ class Features:
         longest path: the host does not wait for a device."""
         features = there(step.features)
         path, self.count = step.verdict.path, step.count
-        if path.device.type == "cpu":
+        if eager_on_cpu(path):
             path = path[:, : max(int(step.count.max()), 1)]
         self.held = at_slots(features, path)
 
