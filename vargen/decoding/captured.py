@@ -121,7 +121,8 @@ class Replayed:
     def __init__(
         self, run: Pass, roots: Mapping[str, Any], graph: type[Graph] = CUDAGraph, refused: str | None = None
     ):
-        self.run, self._roots, self._kind, self.refused = run, roots, graph, None
+        self.run, self._roots, self._kind = run, roots, graph
+        self.refused: str | None = None
         self._warm = 0
         self._carried: Carried | None = None
         self._graph: Graph | None = None

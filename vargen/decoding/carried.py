@@ -184,11 +184,16 @@ def _with(value: Any, path: str, tensors: Mapping[str, Tensor], seen: dict[int, 
     elif isinstance(value, _READ_ONLY):
         raise CannotCarryError(f"{path} is a {type(value).__name__}, and passes replace tensors in it")
     else:
-        if dataclasses.is_dataclass(value) and type(value).__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if _frozen(value):
             made = copy.copy(value)
         _fill(made, put)
     seen[id(value)] = value, made
     return made
+
+
+def _frozen(value: Any) -> bool:
+    kind: Any = type(value)
+    return dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)
 
 
 class Carried:

@@ -161,8 +161,10 @@ def _refused(run: Run, model: TokenModel) -> str | None:
     """Why passes are not to be captured, as far as that is known before the first."""
     if run.timed_by_part:
         return "their parts are timed"
-    models = [each for each in (model, model.draft_model) if isinstance(each, MovingModel)]
-    return next((each.moving for each in models if each.moving), None)
+    for each in (model, model.draft_model):
+        if isinstance(each, MovingModel) and each.moving:
+            return each.moving
+    return None
 
 
 def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
