@@ -83,11 +83,16 @@ def draws(V: int, T: int, B: int = 1) -> Case:
     )
 
 
-def acceptance(V: int, T: int, B: int = 1) -> Iterator[Case]:
-    """Every rule, at T fed tokens of each image; a tree's path is taken to be 5 slots long, with 2 siblings tried at each."""
+def acceptance(V: int, T: int, B: int = 1, counted: bool = False) -> Iterator[Case]:
+    """Every rule, at T fed tokens of each image; a tree's path is taken to be 5 slots long, with 2 siblings tried at each.
+
+    Args:
+        counted: whether the device counts the passes, as captured ones; only rules with coins differ.
+    """
     probs, q, tokens = _meta(B, T, V), _meta(B, T - 1, V), _long(B, T - 1)
     valid = _meta(B, T - 1, dtype=torch.bool)
-    drawn, noise, shape = (probs, tokens, q, valid), (_long(B), _long(B, T), 1), f"V {V}, {T} fed"
+    drawn, shape = (probs, tokens, q, valid), f"V {V}, {T} fed{', counted on the device' if counted else ''}"
+    noise = _long(B), _long(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
     relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
     yield Case("accept, chain", shape, _recorded(lambda: judge_chain(*drawn, *noise)), 8 * B * V)
     yield Case("accept, relaxed chain", shape, _recorded(lambda: judge_chain(*drawn, *noise, **relaxed)), 8 * B * V)
@@ -98,6 +103,8 @@ def acceptance(V: int, T: int, B: int = 1) -> Iterator[Case]:
     yield Case(
         "accept, traversal", shape, _recorded(lambda: traverse_tree(*drawn, *tables, 6, *noise)), B * 4 * V * (T // 3 + T)
     )
+    if counted:
+        return
     codes = _meta(8, V)
     groups = _recorded(lambda: grouped_chances(probs[:, :-1], q, tokens, 14, 0.15, 1.0, codes))
     yield Case("accept, groups", shape, groups, B * (T - 1) * 8 * V + 4 * 8 * V)
@@ -134,4 +141,5 @@ def cases() -> list[Case]:
     found += [attention("grouped", 16, 1024), *(attention("7B", T, 1024) for T in (16, 32, 64))]
     for V in VOCABULARIES:
         found += [sampling(V, 32), sampling(V, 32, filters=False), sampling(V, 1, draw=True), draws(V, 32), *acceptance(V, 32)]
+    found += acceptance(VOCABULARIES[0], 32, counted=True)
     return [*found, *bookkeeping(32), commit("LlamaGen-B", 6), commit("LlamaGen-3B", 6), commit("LlamaGen-3B", 32)]

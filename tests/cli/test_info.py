@@ -15,8 +15,9 @@ def test_info_as_json(run: Any) -> None:
     result = run("info", "--json")
     assert result.exit_code == 0 and result.stderr == ""
     document = json.loads(result.stdout)
-    parts = {"versions", "machine", "threads", "default_device", "default_dtype", "kernels", "models", "presets"}
+    parts = {"versions", "machine", "threads", "default_device", "default_dtype", "kernels", "graphs", "models", "presets"}
     assert set(document) == parts and document["kernels"].startswith(("reference: ", "triton: "))
+    assert document["graphs"].startswith(("captured", "not captured"))
     assert document["versions"]["vargen"] == __version__ and document["versions"]["torch"]
     assert {"cpu", "cores", "threads", "bfloat16_in_hardware", "gpus", "torch"} <= set(document["machine"])
 
@@ -24,8 +25,8 @@ def test_info_as_json(run: Any) -> None:
 def test_info_for_people(run: Any) -> None:
     result = run("info")
     assert result.exit_code == 0
-    parts = (__version__, "torch", "cpu", "default dtype", "kernels", "Packaged models", "Presets: auto, ar", "CPU threads")
-    for part in parts:
+    parts = (__version__, "torch", "cpu", "default dtype", "kernels", "passes are", "Packaged models", "Presets: auto, ar")
+    for part in (*parts, "CPU threads"):
         assert part in result.stdout
 
 

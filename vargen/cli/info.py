@@ -35,6 +35,7 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
         *([["gpu", "none"]] if not gpus else []),
         ["default dtype", f"{facts['default_dtype']}; float32 for small models on a CPU"],
         ["kernels", facts["kernels"]],
+        ["passes are", facts["graphs"]],
         *(["passes run on" if not number else "", line] for number, line in enumerate(facts["threads"].splitlines())),
     ]
     print(table(["", ""], rows, "<<").lstrip("\n"))
@@ -88,6 +89,7 @@ def gather() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
+    from vargen.decoding import captured
     from vargen.device import fast_dtype
     from vargen.evaluation.machine import describe_machine
     from vargen.kernels.dispatch import explain
@@ -107,6 +109,7 @@ def gather() -> dict[str, Any]:
         "default_device": device,
         "default_dtype": str(fast_dtype(device)).removeprefix("torch."),
         "kernels": ": ".join(explain(device)),
+        "graphs": captured.explain(torch.device(device)),
         "models": models,
         "presets": presets(),
     }

@@ -215,7 +215,8 @@ class Drafter(Protocol[State]):
         """The state of B new images, behind the prefill, whose output is `first`."""
 
     def propose(self, state: State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """The draft of pass `step`. `tokens` `[B, N + max_fed]` are meaningful up to `length` `[B]`; the last is the root."""
+        """The draft of pass `step`, a number for `Noise`, of the host or of the device. `tokens` `[B, N + max_fed]` are
+        meaningful up to `length` `[B]`; the last is the root."""
 
     def observe(self, state: State, step: Step) -> None:
         """See what the pass made of the draft."""

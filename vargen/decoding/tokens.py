@@ -65,7 +65,8 @@ def decode(
         TypeError: for an accelerator, seeds, a sampling or a callback of another type.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
-    asked_for()  # an unknown VARGEN_KERNELS is an error before any work
+    asked_for()  # an unknown VARGEN_KERNELS, or VARGEN_CUDA_GRAPHS, is an error before any work
+    captured.asked_for(torch.device("cpu"))
     accelerator = resolve_accelerator(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
@@ -124,21 +125,21 @@ class Passes:
 
     def __call__(self, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Do pass number `step`: its logits `[B, T, V]`, positions `[B, T]` of what they say, committed tokens `[B]`."""
-        run, model, images = self.run, self.model, self.images
+        run, model, cache, drafter, state = self.run, self.model, self.cache, self.drafter, self.state
+        rule, sampling, images = self.rule, self.sampling, self.images
         with run.part("draft"):
-            draft = self.drafter.propose(self.state, images.tokens, images.length, step)
+            draft = drafter.propose(state, images.tokens, images.length, step)
             fed = images.fed(draft)
         with run.part("target"):
-            out = model.forward(fed, self.cache, draft.tree)
+            out = model.forward(fed, cache, draft.tree)
         with run.part("accept"):
             noise = images.noise(draft, step)
-            probs = to_probs(out.logits, self.sampling)
-            judged = softened(draft, self.rule, out.logits, self.sampling)
-            verdict = self.rule(probs, judged, noise, images.relaxation)
+            probs = to_probs(out.logits, sampling)
+            verdict = rule(probs, softened(draft, rule, out.logits, sampling), noise, images.relaxation)
         with run.part("commit"):
             count = images.commit(fed, draft, verdict)
-            model.commit(self.cache, verdict.path, count, draft.tree)
-            self.drafter.observe(self.state, Step(draft, probs, out.features, verdict, noise, count))
+            model.commit(cache, verdict.path, count, draft.tree)
+            drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         return out.logits, noise.position, count
 
     def captured(self, refused: str | None = None, graph: type[Graph] = CUDAGraph) -> Replayed:
