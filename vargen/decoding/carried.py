@@ -193,7 +193,8 @@ def _with(value: Any, path: str, tensors: Mapping[str, Tensor], seen: dict[int, 
 
 def _frozen(value: Any) -> bool:
     kind: Any = type(value)
-    return dataclasses.is_dataclass(kind) and bool(kind.__dataclass_params__.frozen)
+    found: Any = getattr(kind, dataclasses._PARAMS, None)  # type: ignore[attr-defined]
+    return found is not None and bool(found.frozen)
 
 
 class Carried:
