@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from vargen.decoding.flow import TIMESTEPS, clean_from
 from vargen.models.causal_video import CausalVideoTransformer
@@ -37,6 +38,7 @@ class VideoBlocks:
         null: condition of the unguided row; needed for another scale.
         window: most latent frames that a block sees, its own and the sinks among them; None for all. sinks: first frames of
             the video that stay visible.
+        motion: level of motion that is asked for, where the network knows levels; None for any.
         draft_model: a smaller model of the same latents.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
 
@@ -54,6 +56,7 @@ class VideoBlocks:
         null: Condition | None = None,
         window: int | None = None,
         sinks: int = 0,
+        motion: int | None = None,
         draft_model: VideoBlocks | None = None,
         device: torch.device | None = None,
     ):
@@ -61,7 +64,7 @@ class VideoBlocks:
             raise ValueError(f"null must be given with guidance_scale {guidance_scale}")
         self.transformer, self.levels, self.fresh_noise = transformer, tuple(levels), fresh_noise
         self.guidance_scale, self.null = guidance_scale, null
-        self.window, self.sinks, self.draft_model = window, sinks, draft_model
+        self.window, self.sinks, self.motion, self.draft_model = window, sinks, motion, draft_model
         self.device = device or transformer.device
         geometry = transformer.geometry
         self.block_shape = (geometry.block_frames, geometry.channels, geometry.height, geometry.width)
@@ -90,14 +93,19 @@ class VideoBlocks:
         state.text = self._text(condition)
 
     def _text(self, condition: Condition) -> TextCache:
-        conditions = [condition] if self.rows == 1 else [condition, self.null]
-        embeds = [each.caption_embeds for each in conditions if each is not None and each.caption_embeds is not None]
-        masks = [each.caption_mask for each in conditions if each is not None and each.caption_mask is not None]
-        longest = max(part.shape[1] for part in embeds)
-        padded = [torch.nn.functional.pad(part, (0, 0, 0, longest - part.shape[1])) for part in embeds]
-        masked = [torch.nn.functional.pad(part.bool(), (0, longest - part.shape[1])) for part in masks]
-        mask = torch.cat(masked).to(self.device) if len(masked) == len(padded) else None
-        return self.transformer.text_cache(torch.cat(padded).to(self.device), mask)
+        rows, valid = [], []
+        for each in (condition, self.null)[: self.rows]:
+            assert each is not None and each.caption_embeds is not None
+            rows.append(each.caption_embeds)
+            shape = each.caption_embeds.shape[:2]
+            valid.append(torch.ones(shape, dtype=torch.bool) if each.caption_mask is None else each.caption_mask.bool())
+        longest = max(part.shape[1] for part in rows)
+        padded = torch.cat([pad(part, (0, 0, 0, longest - part.shape[1])).to(self.device) for part in rows])
+        mask = torch.cat([pad(part, (0, longest - part.shape[1])).to(self.device) for part in valid])
+        levels = None if self.motion is None else torch.full((self.rows,), self.motion, device=self.device)
+        if levels is not None and self.rows == 2:
+            levels[1] = self.transformer.config.motion_levels  # guidance leads away from any motion
+        return self.transformer.text_cache(padded, mask, levels)
 
     def room(self, state: BlockState) -> int:
         return max(state.cache.room(), self.block_shape[0])

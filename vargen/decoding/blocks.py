@@ -238,7 +238,7 @@ class BlockStream(Iterator[Block]):
         passes = self._passes()
         if self.target is None:
             self._start()
-        row = BlockRow(self._number, self.seed)
+        row = BlockRow(self._number, self.stats.seed)
         latents, frames = self._made(row)
         self._see(latents, last=self._number + 1 == self.blocks)
         row.seconds = self._clock.now() - started
