@@ -24,6 +24,7 @@ from vargen.cli.options import (
     TopP,
     check_range,
     given_options,
+    makes_video,
     pick_device,
     pick_dtype,
 )
@@ -109,7 +110,7 @@ def generate(
     tau: Annotated[
         float | None, typer.Option(metavar="X", help="Threshold of drafted blocks of video, on the scorer's scale.")
     ] = None,
-    motion: Annotated[int | None, typer.Option(metavar="N", help="Level of motion of a video, where its model has levels.")] = None,
+    motion: Annotated[int | None, typer.Option(metavar="N", help="Level of motion of a video, where known to it.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile first, on a GPU; takes minutes.")] = False,
@@ -130,7 +131,7 @@ def generate(
     check_range(best_of, "best_of", 1)
     fix_threads(threads)
     video = VideoOptions(num_blocks, tau, scorer, motion, image)
-    if _makes_video(model):
+    if makes_video(model):
         check_picture_options(
             class_label=class_label, mask=mask, strength=strength, sheet=sheet, compile=compile,
             negative_prompt=negative_prompt, best_of=best_of > 1, **given,
@@ -195,17 +196,6 @@ def generate(
     if not quiet:
         count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
         say(f"{count} in {seconds:.1f} s (and {seconds_load:.1f} s to load), {rate:.0f} tokens per second, seed {first}")
-
-
-def _makes_video(model: str) -> bool:
-    """By the index of the model's folder alone; what is wrong with a folder is said later."""
-    from vargen.decoding import Routing
-    from vargen.pipelines.registry import family_of
-
-    try:
-        return family_of(model) == Routing.family
-    except ValueError:
-        return False
 
 
 def _first_seed(seed: int | None, images: int) -> int:

@@ -23,7 +23,7 @@ class BlockRow:
             series of rejections, left no draft.
         score: of the draft (of the target's block where that was scored), None where nothing was. scores: by frame.
         tau: the threshold that it was compared with, None where there was none.
-        passes: by model, `target` and `draft`, clean passes included.
+        passes: by model, `target` and `draft`, clean passes included. fed: blocks that these passes fed.
         seconds: of the block. seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled.
         note: why a draft was refused unjudged: what a scorer, or the drafter, got wrong.
     """
@@ -36,6 +36,7 @@ class BlockRow:
     scores: list[float] = field(default_factory=list)
     tau: float | None = None
     passes: dict[str, int] = field(default_factory=dict)
+    fed: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
     seconds_by_part: dict[str, float] = field(default_factory=dict)
     note: str | None = None

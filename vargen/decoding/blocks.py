@@ -201,9 +201,8 @@ class BlockStream(Iterator[Block]):
             raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
         self._condition, self.score = condition, score
         with torch.no_grad():
-            for model in (self.target, self.drafter):
-                if model is not None:
-                    model.switch(condition)
+            for _, follower in self._followers():
+                follower.switch(condition)
 
     def cancel(self) -> None:
         """End the run within a pass; the block that is being made is dropped."""
@@ -235,7 +234,7 @@ class BlockStream(Iterator[Block]):
     @outside_autocast
     def _next(self) -> Block:
         started, before = self._clock.now(), dict(self._clock.parts)
-        passes = self._passes()
+        passes, fed = self._passes(), self._fed()
         if self.target is None:
             self._start()
         row = BlockRow(self._number, self.stats.seed)
@@ -244,6 +243,7 @@ class BlockStream(Iterator[Block]):
         row.seconds = self._clock.now() - started
         row.seconds_by_part = {k: v - before.get(k, 0.0) for k, v in self._clock.parts.items() if v > before.get(k, 0.0)}
         row.passes = {name: count - passes.get(name, 0) for name, count in self._passes().items()}
+        row.fed = {name: count - fed.get(name, 0) for name, count in self._fed().items()}
         self.router.observe(row)
         self._count(row)
         self.stats.blocks.append(row)
@@ -358,9 +358,8 @@ class BlockStream(Iterator[Block]):
     def _see(self, latents: Tensor, last: bool) -> None:
         """Both models see a finished block, each when it wants to."""
         with self._part("commit"):
-            for follower in (self.target, self.drafter):
-                if follower is not None:
-                    follower.see(latents, last)
+            for _, follower in self._followers():
+                follower.see(latents, last)
 
     def _count(self, row: BlockRow) -> None:
         """Runs of drafts that stood, and of rejections."""
@@ -371,9 +370,15 @@ class BlockStream(Iterator[Block]):
             if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
                 self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # one more, and it is off again
 
-    def _passes(self) -> dict[str, int]:
+    def _followers(self) -> list[tuple[str, Follower]]:
         named = (("target", self.target), ("draft", self.drafter))
-        return {name: follower.passes for name, follower in named if follower is not None}
+        return [(name, follower) for name, follower in named if follower is not None]
+
+    def _passes(self) -> dict[str, int]:
+        return {name: follower.passes for name, follower in self._followers()}
+
+    def _fed(self) -> dict[str, int]:
+        return {name: follower.fed for name, follower in self._followers()}
 
     def _part(self, name: str) -> Any:
         return self._clock.part(name)

@@ -48,7 +48,7 @@ class Follower:
         on_pass: called after every pass.
 
     Attributes:
-        passes: made so far, clean passes included. clean_passes: those that made nothing but clean keys and values.
+        passes: made so far, clean passes included. fed: blocks that they fed, which is what they cost on a busy machine.
         waiting: finished blocks that it has not seen.
     """
 
@@ -68,7 +68,7 @@ class Follower:
         self._kept: list[Tensor] = []
         self._carried: list[Tensor] = []
         self._ready = False
-        self.passes = self.clean_passes = 0
+        self.passes = self.fed = 0
 
     def see(self, latents: Tensor, last: bool = False) -> None:
         """A block `[1, F, C, Y, X]` is finished. `last`: the video ends with it, so no pass is made for it."""
@@ -94,7 +94,6 @@ class Follower:
                 count = max(1, min(len(self.waiting) - leave, room // block))
             self._forward(self.waiting[:count])
             del self.waiting[:count]
-            self.clean_passes += 1
 
     def prepare(self) -> None:
         """Make the passes that `draw` would begin with: see finished blocks."""
@@ -136,5 +135,6 @@ class Follower:
     def _forward(self, clean: list[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         estimate = self.model.forward(self.state, clean, noisy, level)
         self.passes += 1
+        self.fed += len(clean) + (noisy is not None)
         self.on_pass()
         return estimate
