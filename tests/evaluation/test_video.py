@@ -11,8 +11,9 @@ from typer.testing import CliRunner
 
 from tests.support.tiny_video_folder import video_folder
 from vargen.cli.main import app
-from vargen.decoding import PRESETS, BlockRow, BlockStats
+from vargen.decoding import PRESETS, BlockRow, BlockStats, Replay, Routing, Threshold, Unscored, decode_blocks
 from vargen.decoding.block_cost import BlockCosts, measured_costs
+from vargen.evaluation.synthetic_video import SyntheticDecoder, noisy_score, quality, synthetic_pair
 from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 
@@ -71,6 +72,28 @@ def test_costs_are_medians_of_parts() -> None:
     assert measured_costs([target], [draft], [cheap]).preview == 0.25
     with pytest.raises(ValueError, match="costs need"):
         measured_costs([target], [draft], [draft])
+
+
+def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance() -> None:
+    """With as many target blocks: those that a noisy scorer refused, and others."""
+    model, decoder = synthetic_pair(products=8), SyntheticDecoder(0)
+
+    def run(policy, seed: int) -> tuple[BlockStats, float]:
+        method = Routing(policy=policy)
+        made = decode_blocks(model, seed, seed, method, blocks=24, decoder=decoder, score=noisy_score(seed))
+        found = [quality(seed, block.number, block.latents) for block in made]
+        return made.stats, sum(found) / len(found)
+
+    by_score, by_chance = [], []
+    for seed in range(5):
+        stats, value = run(Threshold(-0.2), seed)
+        by_score.append(value)
+        generator = torch.Generator().manual_seed(seed)
+        order = [0, *(torch.randperm(23, generator=generator) + 1).tolist()]
+        by_chance.append(run(Replay([stats.makers[place] for place in order]), seed)[1])
+        assert 0.2 < stats.acceptance < 0.95
+    ends = [sum(run(Unscored(draft), seed)[1] for seed in range(5)) / 5 for draft in (True, False)]
+    assert ends[0] < sum(by_chance) / 5 < sum(by_score) / 5 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
 
 
 def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:

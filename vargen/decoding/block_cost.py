@@ -2,7 +2,7 @@
 block, p its preview, s scoring it.
 
 Target alone, with `steps` steps and a clean pass: (steps + 1) u + v a block. With drafts of which a share a stands:
-(steps + 1) d + v + s + (1 - a) ((steps + 1) u + v) + c a u, where c is 1 if the target sees accepted blocks, each once, and 0 if
+(steps + 1) d + v + s + (1 - a) ((steps + 1) u + v) + c a u, where c is 1 if the target sees accepted blocks, and 0 if
 it never does (`Window`, or behind its last block). So drafting pays only above the acceptance at which the two are equal.
 """
 
