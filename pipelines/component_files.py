@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vargen.files import expanded
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.compact import CompactModel
 from vargen.models.eagle import EagleDrafter
@@ -17,12 +18,13 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.upsampler import TokenUpsampler
 from vargen.models.var import VARTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
 from vargen.models.weights import Header, check_dtypes, check_layers, check_weights, read_header, stored_weights
-from vargen.pipelines.trust import check_no_code_keys
+from vargen.pipelines.trust import check_no_code, check_no_code_keys
 
 _AGAIN = "the folder is incomplete, download or convert it again"
 # What stands before a layer's number in the weight files, by what the configuration calls how many there are.
@@ -41,12 +43,28 @@ _LAYERS: dict[type, dict[str, str]] = {
     CausalVideoTransformer: {"num_layers": "blocks."},
     CausalVideoVAE: {},  # as MultiScaleVQModel
     PreviewDecoder: {},  # of one shape
+    TokenUpsampler: {"blocks": "low."},
 }
 # Any one of these holds a tokenizer's vocabulary.
 _VOCABULARIES = {
     "BertTokenizer": ("tokenizer.json", "vocab.txt"),
     "T5Tokenizer": ("tokenizer.json", "spiece.model"),
 }
+
+
+def saved_network(folder: Any, part: str, name: str) -> Path:
+    """The folder of a saved network: that of a run, in which it is `part`, or its own; checked to hold no code.
+
+    Raises:
+        FileNotFoundError: naming `name`, if there is none.
+        ValueError: for code in the folder.
+    """
+    given = expanded(folder, name)
+    for place in (given / part, given):
+        if (place / "config.json").is_file():
+            check_no_code(place)
+            return place
+    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved network, got {str(given)!r}")
 
 
 def read_object(file: Path) -> dict[str, Any]:

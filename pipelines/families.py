@@ -10,6 +10,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.upsampler import TokenUpsampler
 from vargen.models.var import VARTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
@@ -78,6 +79,8 @@ FAMILIES: dict[str, Family] = {
                 "vqvae": VQModel,
                 "eagle": EagleDrafter,
                 "medusa": MedusaDrafter,
+                "low_res": LlamaGenTransformer,
+                "upsampler": TokenUpsampler,
             },
             convert="vargen convert llamagen --transformer FILE --vq FILE --output DIR",
             shared={

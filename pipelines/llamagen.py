@@ -12,21 +12,26 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Progress, decode
+from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Jacobi, Progress, decode
 from vargen.decoding.drafters.features import FeatureTree
+from vargen.decoding.drafters.initial import NO_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
+from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
+from vargen.pipelines.component_files import check_component, saved_network
 from vargen.pipelines.description import Description
 from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
 from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.parts import check_parts
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
@@ -63,6 +68,8 @@ class LlamaGenPipeline(VisualPipeline):
         text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
         draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
+        low_res: a transformer of the same tokens and conditions with a smaller grid, which drafts for `accelerator="mulo"`.
+        upsampler: says what its pictures make likely; without it they are decoded, resized and encoded.
         id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
         defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_styles: words for styles that its captions were trained with, such as "flat" in "a red apple, flat style".
@@ -75,11 +82,15 @@ class LlamaGenPipeline(VisualPipeline):
 
     family: ClassVar[str] = "next-token"
     output: ClassVar[Any] = LlamaGenPipelineOutput
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa"]
-    _optional_components: ClassVar[list[str]] = [*VisualPipeline._optional_components, "eagle", "medusa"]
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa", "low_res", "upsampler"]
+    _optional_components: ClassVar[list[str]] = [
+        *VisualPipeline._optional_components, "eagle", "medusa", "low_res", "upsampler",
+    ]  # fmt: skip
 
     eagle: EagleDrafter | None
     medusa: MedusaDrafter | None
+    low_res: LlamaGenTransformer | None
+    upsampler: TokenUpsampler | None
 
     def __init__(
         self,
@@ -94,10 +105,13 @@ class LlamaGenPipeline(VisualPipeline):
         prompt_names: PromptNames | dict[str, str] | None = None,
         eagle: EagleDrafter | None = None,
         medusa: MedusaDrafter | None = None,
+        low_res: LlamaGenTransformer | None = None,
+        upsampler: TokenUpsampler | None = None,
     ):
         parts = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
+            "low_res": low_res, "upsampler": upsampler,
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
@@ -112,7 +126,8 @@ class LlamaGenPipeline(VisualPipeline):
         tokens = config.grid_size**2
         drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
         sizes = config.condition, config.vocab_size, tokens, config.num_classes
-        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters)
+        low_res = bool((index.get("low_res") or [None])[0])
+        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
 
     @classmethod
     def check_method(cls, described: Description, method: Accelerator) -> None:
@@ -120,6 +135,8 @@ class LlamaGenPipeline(VisualPipeline):
         drafter = method.drafter
         if isinstance(drafter, FeatureTree) and drafter.model is None and drafter.kind not in described.drafters:
             raise ValueError(drafter.missing())
+        if isinstance(drafter, Jacobi) and drafter.initial == "low-res" and not described.low_res:
+            raise ValueError(NO_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
         method.bind(self.token_model(1.0))
@@ -260,6 +277,8 @@ class LlamaGenPipeline(VisualPipeline):
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
         draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
+        low = None if self.low_res is None else LlamaGenTokens(self.low_res, *options, device=device)
+        side = self.transformer.config.grid_size
         codes = self.codebook.to(device)
         step = self._step() if compile else None
         return LlamaGenTokens(
@@ -271,8 +290,37 @@ class LlamaGenPipeline(VisualPipeline):
             examples=self.examples,
             eagle=self.eagle,
             medusa=self.medusa,
+            low_res=None if low is None else LlamaGenLowRes(low, (side, side), self.upsampler, self.vqvae),
             device=device,
         )
+
+    def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
+        """Open a low-resolution transformer, as `vargen train low-res` makes them, and draft with it from now on.
+
+        Saving the pipeline saves both along.
+
+        Args:
+            low_res: the folder of its run, or of the transformer. upsampler: that of `vargen train upsampler`, or of the saved
+                network; None decodes, resizes and encodes instead.
+
+        Raises:
+            ValueError: for other tokens, conditions or grids than the transformer's, damaged files, or a folder that holds
+                code; before a weight is read.
+            FileNotFoundError: for folders that hold no such network.
+        """
+        found: dict[str, Path] = {"low_res": saved_network(low_res, "transformer", "low_res")}
+        if upsampler is not None:
+            found["upsampler"] = saved_network(upsampler, "upsampler", "upsampler")
+        family = FAMILIES[type(self).__name__]
+        configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
+        check_parts(family, {"transformer": self.transformer.config, **configs})
+        dtypes = {"low_res": self.transformer.dtype, "upsampler": torch.float32}
+        networks: dict[str, Any] = {"upsampler": None}
+        for name, folder in found.items():
+            kind: Any = family.networks[name]
+            network = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True)
+            networks[name] = network.to(self._device_of(self.transformer)).eval()
+        self.register_modules(**networks)
 
     @torch.no_grad()
     @outside_autocast

@@ -47,11 +47,10 @@ class _Held:
     seen: Tensor | None
 
 
-class LlamaGenEagle:
-    """`FeatureModel` of an `EagleDrafter` and its target."""
+class _OfTarget:
+    """A drafter draws the tokens of its target."""
 
-    def __init__(self, drafter: EagleDrafter, target: Target):
-        self.drafter, self.target = drafter, target
+    target: Target
 
     @property
     def vocab(self) -> int:
@@ -60,6 +59,13 @@ class LlamaGenEagle:
     @property
     def grid(self) -> tuple[int, int]:
         return self.target.grid
+
+
+class LlamaGenEagle(_OfTarget):
+    """`FeatureModel` of an `EagleDrafter` and its target."""
+
+    def __init__(self, drafter: EagleDrafter, target: Target):
+        self.drafter, self.target = drafter, target
 
     def start(self, images: int, max_fed: int) -> _Held:
         rows, device = images * self.target.halves, self.target.device
@@ -106,19 +112,11 @@ class LlamaGenEagle:
         state.cache.advance(count.repeat(self.target.halves))
 
 
-class LlamaGenMedusa:
+class LlamaGenMedusa(_OfTarget):
     """`FeatureHeads` of a `MedusaDrafter` and its target."""
 
     def __init__(self, drafter: MedusaDrafter, target: Target):
         self.drafter, self.target = drafter, target
-
-    @property
-    def vocab(self) -> int:
-        return self.target.vocab
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.target.grid
 
     @property
     def heads(self) -> int:

@@ -21,6 +21,7 @@ from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
 from vargen.modes import ordinary_tensors
 from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
+from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
 
 
 class LlamaGenTokens:
@@ -36,6 +37,7 @@ class LlamaGenTokens:
         codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
         draft_model: a smaller model of the same vocabulary, for speculative drafting.
         eagle, medusa: drafters trained on this transformer's features.
+        low_res: a model of small pictures, from which drafts are made.
         examples: integers `[M, N]`, tokens of pictures, for drafters that look up.
         device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
     """
@@ -54,6 +56,7 @@ class LlamaGenTokens:
         device: torch.device | None = None,
         eagle: EagleDrafter | None = None,
         medusa: MedusaDrafter | None = None,
+        low_res: LlamaGenLowRes | None = None,
     ):
         self.transformer = transformer
         self.step = transformer if step is None else step
@@ -64,7 +67,7 @@ class LlamaGenTokens:
         self.draft_model = draft_model
         self.eagle = None if eagle is None else LlamaGenEagle(eagle, self)
         self.medusa = None if medusa is None else LlamaGenMedusa(medusa, self)
-        self.examples = examples
+        self.examples, self.low_res = examples, low_res
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers

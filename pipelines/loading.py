@@ -56,7 +56,8 @@ def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] |
     dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
     index = json.loads((folder / "model_index.json").read_text())
     large = (index.get("text_encoder") or [None])[0] == "transformers"
-    dtypes = {"transformer": dtype, "draft_transformer": dtype, "eagle": dtype, "medusa": dtype, "default": torch.float32}
+    fast_ones = ("transformer", "draft_transformer", "eagle", "medusa", "low_res")
+    dtypes = {"default": torch.float32, **dict.fromkeys(fast_ones, dtype)}
     return {**dtypes, **({"text_encoder": dtype} if large else {}), **own}
 
 

@@ -68,6 +68,7 @@ def _check_networks(family: Family, transformer: Any, configs: Mapping[str, Any]
             )
     for name in family.drafters:
         _check_drafter(name, configs.get(name), transformer)
+    _check_low_res(configs.get("low_res"), configs.get("upsampler"), transformer, family.shared[condition])
     width = next((_of(text_encoder, name) for name in ("d_model", "hidden_size") if _of(text_encoder, name)), None)
     if condition == "text" and isinstance(width, int) and width != transformer["caption_dim"]:
         raise ValueError(
@@ -82,6 +83,31 @@ def _check_drafter(name: str, drafter: Any, transformer: Any) -> None:
             raise ValueError(
                 f"{name} and transformer do not belong together: {key} of the drafter is {drafter[key]!r}, and must be that of "
                 f"the transformer whose features it extends, {transformer[key]!r}"
+            )
+
+
+def _check_low_res(low: Any, upsampler: Any, transformer: Any, shared: tuple[str, ...]) -> None:
+    if low is None:
+        if upsampler is not None:
+            raise ValueError("an upsampler needs the low_res transformer whose pictures it makes larger")
+        return
+    for name in shared:
+        if name != "grid_size" and low[name] != transformer[name]:
+            raise ValueError(
+                f"low_res and transformer do not belong together: {name} of the low-resolution model is {low[name]!r}, and "
+                f"must be that of the transformer, {transformer[name]!r}"
+            )
+    small, large = low["grid_size"], transformer["grid_size"]
+    if small >= large or large % small:
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {small} must divide, and be less than, {large}"
+        )
+    given = (("vocab_size", transformer["vocab_size"]), ("grid_size", large), ("low_grid", small))
+    for name, right in given if upsampler is not None else ():
+        if upsampler[name] != right:
+            raise ValueError(
+                f"upsampler and transformers do not belong together: {name} of the upsampler is {upsampler[name]!r}, and must "
+                f"be {right!r}"
             )
 
 

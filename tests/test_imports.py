@@ -28,13 +28,13 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
-    "files": {"model_files"},
+    "files": set(),
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "modes", "options", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

@@ -1,11 +1,15 @@
-"""Which files of a folder are its model's, and which belong to weights that others replace."""
+"""Which files of a folder are its model's, which belong to weights that others replace, and a pipeline's index."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+from vargen.compat import installed_version
 
 _WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
 _INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
@@ -64,3 +68,13 @@ def _is_model_file(file: Path) -> bool:
         return False
     weights = weights_of(file)
     return weights[0] in _WEIGHT_STEMS if weights else _PART_FILE.fullmatch(file.name) is not None
+
+
+def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
+    """`model_index.json` as the pipeline's `save_pretrained`, which must not be imported here, writes it."""
+    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
+    for name, part in parts.items():
+        kind = type(part)
+        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
+        index[name] = [None, None] if part is None else [library, kind.__name__]
+    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

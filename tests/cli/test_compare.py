@@ -38,6 +38,8 @@ def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, tex
     assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
     for method in by_name.values():
         assert sum(k * n for k, n in enumerate(method["accepted_histogram"])) == 4 * 16
+        batches = 4 // document["batch"]
+        assert sum(method["fed"].values()) == (method["passes_per_batch"] - 1) * batches  # the prefill feeds none
         assert method["efficiency"] == pytest.approx(method["ratio"] / method["allowed"])
         assert 0 < sum(method["share_by_part"].values()) <= 1.001
     with Image.open("out/grid.png") as grid:

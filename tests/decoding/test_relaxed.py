@@ -17,6 +17,7 @@ from vargen.decoding import (
     JacobiTree,
     Neighbourhood,
     Noise,
+    Pooled,
     Ratio,
     Sampling,
     Speculative,
@@ -53,6 +54,7 @@ RULES = {
     "neighbourhood, by both": Neighbourhood(size=3, ratio=4.0, delta=0.2),
     "typical": Typical(epsilon=0.5, alpha=0.6),
     "ratio": Ratio(2.0),
+    "pooled": Pooled(size=2, threshold=0.5),
 }
 
 
@@ -187,6 +189,66 @@ def test_no_rule_spends_more_than_its_budget(rule, budget):
     assert sum(free.stats.relaxation) / 64 > 1.0  # the budgets do bind
     if budget == 0:
         assert torch.equal(spent.tokens, decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=exact)).tokens)
+
+
+# -- greedy drawing ---------------------------------------------------------------------------------------------------
+
+GREEDY = Sampling(temperature=0.0)
+
+
+def greedily_accepted(soft, token, near, ratio, delta):
+    """LANTERN's greedy form for one draft, by its words: what is nearest is added up to the bounds; is the sum the largest?"""
+    own, counted, total = soft[token], 0.0, 0.0
+    for other in near:
+        total += soft[other]
+        if total > (math.inf if ratio is None else (ratio - 1) * own) or total > (math.inf if delta is None else delta):
+            break
+        counted = total
+    return own > 0 and own + counted >= max(p for other, p in enumerate(soft) if other != token)
+
+
+@pytest.mark.parametrize("rule", [each for name, each in RULES.items() if "neighbourhood" in name], ids=str)
+@pytest.mark.parametrize("tree", [Tree.of_chain(4), Tree.of((-1, 0, 0, 1, 1))], ids=["chain", "tree"])
+def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule, tree):
+    rule = bound(rule, 9)
+    soft = random_probs(400 * 5, 9, True).unbind(1)[0].unflatten(0, (400, 5))
+    hard = torch.nn.functional.one_hot(soft.argmax(-1), 9).double()
+    tokens = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(i))[:4] for i in range(400)])
+    q = torch.nn.functional.one_hot(tokens, 9).double()
+    noise = Noise(torch.arange(400), 7 + tree.depth.expand(400, -1), 3)
+    verdict = rule(hard, Draft(tokens, tree, q, soft=soft), noise, torch.zeros(400))
+    near, plain, loosened = rule.nearest.tolist(), soft.tolist(), 0
+    for i in range(400):
+        path, spent, kept = [0], 0, True
+        while kept:
+            kept = False
+            for slot in (t for t in range(1, 5) if tree.parents[t] == path[-1]):
+                token, row = tokens[i, slot - 1].item(), plain[i][path[-1]]
+                if greedily_accepted(row, token, near[token], rule.ratio, rule.delta):
+                    spent += row[token] < max(row)
+                    path.append(slot)
+                    kept = True
+                    break
+        loosened += spent
+        assert verdict.path[i, : verdict.count[i]].tolist() == path
+        assert verdict.relaxation[i] == spent
+        assert verdict.next_token[i] == soft[i, path[-1]].argmax()
+    assert loosened > 20
+
+
+@pytest.mark.parametrize("drafter", [Jacobi(8), JacobiTree((-1, 0, 0, 1, 2, 3), "maximal")], ids=["chain", "tree"])
+def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter):
+    model = TableModel(vocab=9, tokens=40, seed=6)
+    model.codebook = codes(9)
+    arguments = (model, torch.zeros(16, dtype=torch.int64), torch.arange(16))
+    sequential = decode(*arguments, "ar", GREEDY).tokens
+    for budget in (0.0, 3.0, None):
+        rule = Neighbourhood(size=4, ratio=3.0, budget=budget)
+        drawn = decode(*arguments, Accelerator(drafter=drafter, acceptance=rule), GREEDY)
+        other = (drawn.tokens != sequential).any(1)
+        assert other.any() == (budget != 0)
+        assert all(spent <= (math.inf if budget is None else budget) for spent in drawn.stats.relaxation)
+        assert not other[torch.tensor(drawn.stats.relaxation) == 0].any()
 
 
 # -- trees ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,18 @@ import pytest
 import torch
 from tiny_models import tiny_transformer
 
-from vargen.decoding import Accelerator, DynamicTree, Eagle, Medusa, Sampling, decode, exact, resolve_accelerator, shared_noise
+from vargen.decoding import (
+    Accelerator,
+    AutoTree,
+    DynamicTree,
+    Eagle,
+    Medusa,
+    Sampling,
+    decode,
+    exact,
+    resolve_accelerator,
+    shared_noise,
+)
 from vargen.decoding.acceptance import k_seq, recursive_rejection, traversal
 from vargen.decoding.drafters import features
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
@@ -139,7 +150,13 @@ def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
     model = tiny()
     for shape in (4, "wide-15", DynamicTree(9, 3, 3)):
         assert Accelerator("mine", Eagle(shape), traversal).drafting_cost(model, CONDITION, 3, 9) > 0
-    assert Eagle().cost(model, CONDITION, 3, 0) == 0.0
+    assert Accelerator("mine", Medusa(3), exact).drafting_cost(model, CONDITION, 3, 9) > 0
+    for drafter in (Eagle(AutoTree(9, 3, 3)), Medusa(AutoTree(9, 3, 3))):
+        assert drafter.cost(model, CONDITION, 3, 0) == 0.0 < drafter.cost(model, CONDITION, 3, 9)
+
+
+def test_an_automatic_tree_is_no_deeper_than_there_are_heads() -> None:
+    assert Medusa("auto").bind(tiny()).tree.depth == 3 and Eagle("auto").bind(tiny()).tree.depth == 15
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------

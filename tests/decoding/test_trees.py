@@ -11,7 +11,9 @@ from vargen.decoding import (
     AutoTree,
     Draft,
     DynamicTree,
+    Eagle,
     JacobiTree,
+    Medusa,
     Noise,
     Sampling,
     SpeculativeTree,
@@ -31,7 +33,7 @@ from vargen.decoding.noise import exponential
 from vargen.decoding.tree_choice import Ranks
 from vargen.decoding.trees import STATIC, branching, checked_parents, fan, k_ary, of_widths
 from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 
 
 def depths(parents):
@@ -308,7 +310,9 @@ def test_statistics_count_siblings_by_rank():
 @pytest.mark.parametrize("make", [
     lambda shape: Accelerator(drafter=SpeculativeTree(shape, "coupled")),
     lambda shape: Accelerator(drafter=JacobiTree(shape, "gumbel")),
-], ids=["small model", "jacobi"])  # fmt: skip
+    lambda shape: Accelerator(drafter=Eagle(shape, "coupled")),
+    lambda shape: Accelerator(drafter=Medusa(shape, "coupled")),
+], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
 @pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
 def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
     """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
@@ -316,6 +320,7 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
     monkeypatch.setattr(cost, "_known", lambda model, images: {})
     target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
     target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
+    target.eagle, target.medusa = TableEagle(target.draft_model), TableMedusa(target.draft_model, heads=8)
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(target, condition, seeds, "ar")
     result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
@@ -331,7 +336,8 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
 
 @pytest.mark.parametrize("make", [
     lambda: SpeculativeTree(AutoTree(6, 3, 2), "sampled"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
-], ids=["small model", "jacobi"])  # fmt: skip
+    lambda: Eagle(AutoTree(6, 3, 2)), lambda: Medusa(AutoTree(6, 3, 2)),
+], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
 def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
     """A tree, a chain, nothing, another tree."""
     shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])

@@ -51,7 +51,6 @@ def open_data(folder: Path | None) -> EmojiDataset:
 
 def saved(folder: Path, part: str, name: str) -> Path:
     """The saved network in a run's folder, or the folder itself if it is one."""
-    for place in (folder / part, folder):
-        if (place / "config.json").is_file():
-            return place
-    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved model, got {str(folder)!r}")
+    from vargen.pipelines.component_files import saved_network
+
+    return saved_network(folder, part, name)

@@ -26,6 +26,20 @@ def package_drafter(
     print_json(join(expanded(run, "run"), model, note))
 
 
+@app.command("package-low-res")
+def package_low_res(
+    low_res: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of low-res.")] = Path("runs/low-res"),
+    upsampler: Annotated[Path, typer.Option(metavar="DIR", help="A finished run of upsampler.")] = Path("runs/upsampler"),
+    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model that they become parts of.")] = "emoji",
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How they were trained, for their cards.")] = "",
+) -> None:
+    """Write a finished low-resolution model and its up-sampler in int8 into the folder of their model; print their figures."""
+    quiet_libraries()
+    from vargen.training.package_low_res import package_low_res as join
+
+    print_json(join(expanded(low_res, "low_res"), expanded(upsampler, "upsampler"), model, note))
+
+
 @app.command("package-scorer")
 def package_scorer(
     run: Annotated[Path, typer.Option(metavar="DIR", help="A finished scorer run.")] = Path("runs/scorer"),

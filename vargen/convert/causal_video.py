@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from vargen.convert.checkpoints import State, build, count_entries, read_checkpoint, tensor_shape, write_index
+from vargen.convert.checkpoints import State, build, count_entries, read_checkpoint, tensor_shape
 from vargen.files import whole_folder
+from vargen.model_files import write_index
 from vargen.models.causal_video import CausalVideoTransformer
 
 _KIND = "causal video transformer"

@@ -12,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.compat import installed_version
 from vargen.models.weights import compare_shapes, read_header, unpickle
 
 State = dict[str, Tensor]
@@ -156,13 +155,3 @@ def read_labels(file: Path, num_classes: int) -> dict[int, str]:
 def fitting_defaults(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Sampling defaults without a top-k that is more than the tokens there are."""
     return {name: value for name, value in defaults.items() if name != "top_k" or value <= vocab_size}
-
-
-def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """`model_index.json` as the pipeline's `save_pretrained`, which must not be imported here, writes it."""
-    index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
-    for name, part in parts.items():
-        kind = type(part)
-        library = "transformers" if kind.__module__.startswith("transformers.") else kind.__module__
-        index[name] = [None, None] if part is None else [library, kind.__name__]
-    (folder / "model_index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")

@@ -21,9 +21,9 @@ from vargen.convert.checkpoints import (
     read_checkpoint,
     read_labels,
     tensor_shape,
-    write_index,
 )
 from vargen.files import whole_folder
+from vargen.model_files import write_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
 

@@ -19,9 +19,9 @@ from vargen.convert.checkpoints import (
     read_checkpoint,
     read_labels,
     tensor_shape,
-    write_index,
 )
 from vargen.files import whole_folder
+from vargen.model_files import write_index
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, is_rebuilt
 

@@ -4,6 +4,7 @@ from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import (
     Grouped,
     Neighbourhood,
+    Pooled,
     Ratio,
     Relaxed,
     Typical,
@@ -96,6 +97,7 @@ __all__ = [
     "NonFiniteLatentsError",
     "NonFiniteLogitsError",
     "Output",
+    "Pooled",
     "Progress",
     "Purpose",
     "Ratio",

@@ -165,12 +165,15 @@ class Draft:
             its token.
         valid: bool `[B, T - 1]`, False where an image has no draft in a slot (its window is shorter than the batch's, or the
             grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
+        soft: float32 `[B, T, V]`, the target's probabilities behind each fed slot at temperature 1. The loop adds them for
+            relaxed rules where drawing is greedy, because one likeliest token says nothing about those next to it.
     """
 
     tokens: Tensor
     tree: Tree
     probs: Tensor | None = None
     valid: Tensor | None = None
+    soft: Tensor | None = None
 
     @classmethod
     def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
@@ -188,8 +191,8 @@ class Verdict:
         count: int64 `[B]`, accepted slots, the root included: at least 1. Also the number of tokens committed.
         next_token: int64 `[B]`, the token that follows the last accepted slot.
         relaxation: float32 `[B]`, acceptance granted beyond the exact rule. None for exact rules, which grant none.
-        drawn: int64 `[B, T]`, what the image's own noise draws behind each fed slot, of rules that drew it; drafters that need
-            the same do not draw it again.
+        drawn: int64 `[B, T]`, a token behind each fed slot, drawn from the target's probabilities there, of rules that draw
+            them: what the image's own noise draws, or drafts that stand and what replaces others. Drafters may go on with them.
     """
 
     path: Tensor

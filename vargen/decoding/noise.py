@@ -34,7 +34,8 @@ class Purpose(IntEnum):
     REDRAW_ACCEPT = 4
     REDRAW = 5
     CHOICE = 6
-    LATENT = 7  # of a block of video: step 0 is what it starts from, step k what is added again before its step k
+    LOW_RES = 7  # of the low-resolution picture beside it
+    LATENT = 8  # of a block of video: step 0 is what it starts from, step k what is added again before its step k
 
 
 def _signed(value: int, bits: int = 64) -> int:
@@ -120,6 +121,11 @@ def _mix_numpy_(z: np.ndarray) -> np.ndarray:
 def _unit_(bits: Tensor) -> Tensor:
     """31 low bits to float32 in (0, 1): fine near 0, where the smallest exponential wins a race."""
     return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
+
+
+def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
+    """int64 `[B]`: seeds of other pictures, whose noise is independent of that of these."""
+    return _keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int = 0) -> Tensor:

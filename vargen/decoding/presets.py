@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.acceptance import Grouped, Neighbourhood, Pooled, exact, recursive_rejection, shared_noise, traversal
 from vargen.decoding.drafters import (
     Eagle,
     Jacobi,
@@ -75,6 +75,20 @@ PRESETS: dict[str, Method] = {
             acceptance=Neighbourhood(),
             summary="scd that judges a draft by the mass of the tokens that look like it",
             source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+        ),
+        Accelerator(
+            name="mulo-exact",
+            drafter=Jacobi(window=32, coupling="maximal", initial="low-res"),
+            acceptance=exact,
+            summary="scd whose first drafts come from a low-resolution picture",
+            source="MuLo-SD 2026, arXiv 2601.05149, with p/q acceptance",
+        ),
+        Accelerator(
+            name="mulo",
+            drafter=Jacobi(window=32, coupling="judged", initial="low-res"),
+            acceptance=Pooled(),
+            summary="drafts from a low-resolution picture, kept where they look like what is likely, repaired where not",
+            source="MuLo-SD 2026, arXiv 2601.05149",
         ),
         Accelerator(
             name="speculative",

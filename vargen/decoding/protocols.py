@@ -89,6 +89,39 @@ class ExampleModel(Protocol):
 
 
 @runtime_checkable
+class LowResModel(Protocol):
+    """Draws a picture at a low resolution and says what it makes likely at the target's.
+
+    Attributes:
+        vocab, grid: of the target.
+    """
+
+    @property
+    def vocab(self) -> int: ...
+
+    @property
+    def grid(self) -> tuple[int, int]: ...
+
+    def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
+        """The state of B images: their pictures at the low resolution."""
+
+    def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+        """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, as drafts are drawn from them.
+
+        They may depend on the first `length` `[B]` of tokens `[B, M]`, which are drawn or drafted, and on noise that nothing
+        else is drawn with (`derived`), on nothing else.
+        """
+
+
+@runtime_checkable
+class UpscaledModel(Protocol):
+    """A `TokenModel` that has, or may have, a low-resolution model beside it."""
+
+    @property
+    def low_res(self) -> LowResModel | None: ...
+
+
+@runtime_checkable
 class ScaleModel(Protocol):
     """A next-scale model: the tokens of a scale are independent given the coarser scales, and drawn in one pass.
 

@@ -39,11 +39,15 @@ class Sampling:
         for each in fields(self):  # NumPy's numbers become Python's, which JSON knows
             object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
 
+    @property
+    def greedy(self) -> bool:
+        """Whether the likeliest token is taken."""
+        return self.temperature == 0
+
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ValueError if `top_k` is larger than the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
-
 
 
 def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

@@ -7,6 +7,7 @@ Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slot
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from vargen.decoding.draft import Draft, Step, Verdict
 from vargen.decoding.drafters import Sequential
 from vargen.decoding.noise import Noise, OwnNoise
 from vargen.decoding.presets import resolve_accelerator
-from vargen.decoding.protocols import TokenModel
+from vargen.decoding.protocols import AcceptanceRule, TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
@@ -93,13 +94,20 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         with run.part("accept"):
             noise = images.noise(draft, run.passes + 1)
             probs = to_probs(out.logits, sampling)
-            verdict = rule(probs, draft, noise, images.relaxation)
+            verdict = rule(probs, softened(draft, rule, out.logits, sampling), noise, images.relaxation)
         with run.part("commit"):
             count = images.commit(fed, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
             drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         run.record(out.logits, noise.position, images.tokens[:, : run.total], images.length, count)
     return images
+
+
+def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
+    """The draft, with what relaxed rules need of it where drawing is greedy; see `Draft.soft`."""
+    if rule.exact or not sampling.greedy:
+        return draft
+    return replace(draft, soft=to_probs(logits, replace(sampling, temperature=1.0)))
 
 
 class _Images:

@@ -37,6 +37,7 @@ class MethodResult:
         efficiency: ratio / allowed.
         share_by_part: of the loop's seconds.
         accepted_histogram: `[k]` passes times images that committed k tokens.
+        fed: passes by the tokens that they fed to an image.
         relaxation_per_image: mean acceptance granted beyond the exact rule.
         same_as_baseline: images with exactly the tokens of the baseline.
     """
@@ -55,6 +56,7 @@ class MethodResult:
     efficiency: float = 1.0
     share_by_part: dict[str, float] = field(default_factory=dict)
     accepted_histogram: list[int] = field(default_factory=list)
+    fed: dict[int, int] = field(default_factory=dict)
     relaxation_per_image: float = 0.0
     same_as_baseline: int = 0
 
@@ -202,6 +204,7 @@ def _result(
     longest = max(len(run.accepted_histogram) for run in own)
     padded = [run.accepted_histogram + [0] * (longest - len(run.accepted_histogram)) for run in own]
     result.accepted_histogram = [sum(column) for column in zip(*padded, strict=True)]
+    result.fed = {width: sum(run.fed.get(width, 0) for run in own) for width in sorted({w for run in own for w in run.fed})}
     relaxation = [value for run in own for value in run.relaxation]
     result.relaxation_per_image = statistics.mean(relaxation)
     result.same_as_baseline = int((tokens[name] == tokens[baseline]).all(1).sum())

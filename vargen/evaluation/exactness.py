@@ -39,7 +39,7 @@ from vargen.decoding.acceptance.scales import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.scale_table import ScaleTable
-from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
+from vargen.evaluation.table_model import TableEagle, TableLowRes, TableMedusa, TableModel
 from vargen.evaluation.tree_mistakes import TELLING, WRONG_TREES
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
@@ -66,6 +66,7 @@ class Case:
         model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
         model.draft_model = TableModel(seed=77, **arguments)
         model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
+        model.low_res = TableLowRes(model.draft_model)
         return model
 
 

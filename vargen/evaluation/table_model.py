@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.decoding import Output, Tree
+from vargen.decoding import Noise, Output, Sampling, Tree
+from vargen.decoding.noise import Purpose
 
 
 @dataclass
@@ -55,6 +56,7 @@ class TableModel:
         self.eagle: TableEagle | None = None
         self.medusa: TableMedusa | None = None
         self.examples: Tensor | None = None
+        self.low_res: TableLowRes | None = None
         self.layers = 4  # of which `skipping` takes some: a table has none
         self.cost_key: str | None = None  # the costs of a table are not worth keeping
 
@@ -148,3 +150,20 @@ class TableMedusa:
         before, condition = features[:, 0].long().unbind(-1)
         rows = [self.table.logits(condition, position + 1 + ahead, before, tokens) for ahead in range(self.heads)]
         return torch.stack(rows, dim=1)
+
+
+class TableLowRes:
+    """`LowResModel` whose picture is one token of each image, which makes tokens of another table likely; beside the token two
+    places before, so that it depends on what is drawn and drafted."""
+
+    def __init__(self, table: TableModel):
+        self.table, self.vocab, self.grid = table, table.vocab, table.grid
+
+    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+        even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
+        return condition, Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
+
+    def probs(self, state: tuple[Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+        condition, picture = state
+        seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
+        return self.table.logits(condition[:, None], position, picture[:, None], seen).softmax(-1)

@@ -82,7 +82,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         if motion_levels:
             self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last: any
-        self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads, layer) for layer in range(num_layers))
+        self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads) for _ in range(num_layers))
         self.head = Head(dim, channels * patch * patch)
 
     # -- what is computed once ---------------------------------------------------------------------------------------
@@ -224,8 +224,9 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         wave = sinusoid(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
-        for block in self.blocks:
-            x_BTD = block(x_BTD, steps_BF6D, text, table, plan, cache)
+        for layer, block in enumerate(self.blocks):
+            part = None if cache is None else cache.part(layer)
+            x_BTD = block(x_BTD, steps_BF6D, text.part(layer), table, plan, part)
         return self.head(x_BTD, step_BFD)
 
 

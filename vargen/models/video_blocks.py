@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.models.video_cache import TextCache, VideoCache
+from vargen.models.video_cache import LayerCache, LayerText
 
 _ROPE_BASE = 10000.0
 _EPS = 1e-6
@@ -128,12 +128,12 @@ def attend_by_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | 
 
 class SelfAttention(Attention):
     def forward(
-        self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: VideoCache | None, layer: int
+        self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: LayerCache | None
     ) -> Tensor:
         q, k, v = self.split(self.norm_q(self.q(x_BTD))), self.split(self.norm_k(self.k(x_BTD))), self.split(self.v(x_BTD))
         q, k, v = rotate(q, table).transpose(1, 2), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
-            k, v = cache.write(layer, k, v)
+            k, v = cache.write(k, v)
         return self.o(attend_by_plan(q, k, v, plan))
 
 
@@ -143,17 +143,17 @@ class CrossAttention(Attention):
         k, v = self.split(self.norm_k(self.k(text_BPD))), self.split(self.v(text_BPD))
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, text: TextCache, layer: int) -> Tensor:
+    def forward(self, x_BTD: Tensor, text: LayerText) -> Tensor:
+        k, v, bias = text
         q = self.split(self.norm_q(self.q(x_BTD))).transpose(1, 2)
-        return self.o(attend(q, text.keys[layer].type_as(q), text.values[layer].type_as(q), text.bias))
+        return self.o(attend(q, k.type_as(q), v.type_as(q), bias))
 
 
 class Block(nn.Module):
     """Self-attention, cross-attention, feed-forward. The first and the last are modulated frame by frame."""
 
-    def __init__(self, dim: int, ffn_dim: int, heads: int, layer: int):
+    def __init__(self, dim: int, ffn_dim: int, heads: int):
         super().__init__()
-        self.layer = layer
         self.norm1 = nn.LayerNorm(dim, eps=_EPS, elementwise_affine=False)
         self.self_attn = SelfAttention(dim, heads)
         self.norm3 = nn.LayerNorm(dim, eps=_EPS)
@@ -166,10 +166,10 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         steps_BF6D: Tensor,
-        text: TextCache,
+        text: LayerText,
         table: tuple[Tensor, Tensor],
         plan: Plan | None,
-        cache: VideoCache | None,
+        cache: LayerCache | None,
     ) -> Tensor:
         """
         Args:
@@ -177,9 +177,9 @@ class Block(nn.Module):
         """
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
-        attended = self.self_attn(modulated(self.norm1(x_BTD), shift1, scale1), table, plan, cache, self.layer)
+        attended = self.self_attn(modulated(self.norm1(x_BTD), shift1, scale1), table, plan, cache)
         x = gated(x_BTD, attended, gate1, frames)
-        x = x + self.cross_attn(self.norm3(x), text, self.layer).type_as(x)
+        x = x + self.cross_attn(self.norm3(x), text).type_as(x)
         return gated(x, self.ffn(modulated(self.norm2(x), shift2, scale2)), gate2, frames)
 
 

@@ -155,6 +155,10 @@ class VideoCache:
         seen = min(self.end, self.slots) * tokens
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
+    def part(self, layer: int) -> LayerCache:
+        """What one layer writes to."""
+        return LayerCache(self, layer)
+
     def _runs(self) -> list[tuple[int, int]]:
         """Slots of the pending frames as (first, count), in order: at most three, where sinks end and where the ring closes."""
         runs: list[tuple[int, int]] = []
@@ -195,6 +199,21 @@ class VideoCache:
 
 
 @dataclass(frozen=True)
+class LayerCache:
+    """One layer of a cache. Layers get this, and not their number: compiled code would be made anew for each number."""
+
+    cache: VideoCache
+    layer: int
+
+    def write(self, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
+        """See `VideoCache.write`."""
+        return self.cache.write(self.layer, k_BHTK, v_BHTK)
+
+
+LayerText = tuple[Tensor, Tensor, Tensor | None]  # keys, values and bias of one layer
+
+
+@dataclass(frozen=True)
 class TextCache:
     """Keys and values of a prompt for cross-attention: computed once per prompt, the same for all blocks.
 
@@ -210,6 +229,10 @@ class TextCache:
     def nbytes(self) -> int:
         """Memory that keys and values take."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
+
+    def part(self, layer: int) -> LayerText:
+        """What one layer reads."""
+        return self.keys[layer], self.values[layer], self.bias
 
     def join(self, other: TextCache) -> TextCache:
         """These prompts, followed by others of as many rows."""

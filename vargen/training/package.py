@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vargen.files import whole_folder
+from vargen.files import whole_file, whole_files, whole_folder
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.vq import VQModel
@@ -19,6 +20,7 @@ from vargen.training.emoji import STYLES
 from vargen.training.generator_data import check_tokens
 from vargen.training.run import TrainingRun
 
+_PARTS = {"tokenizer": "vqvae", "upsampler": "upsampler"}
 DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_k": 500, "top_p": 1.0}
 
 
@@ -47,10 +49,7 @@ def package(
     from transformers import AutoTokenizer
 
     runs = {"tokenizer": tokenizer_run, "generator": generator_run, **({"drafter": drafter_run} if drafter_run else {})}
-    for part, run in runs.items():
-        finished = run / ("vqvae" if part == "tokenizer" else "transformer")
-        if not finished.is_dir():
-            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
+    check_finished(runs)
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
     for part, run in runs.items():
         if part != "tokenizer":
@@ -86,6 +85,26 @@ def package(
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
     return output
+
+
+def check_finished(runs: Mapping[str, Path]) -> None:
+    """Raise FileNotFoundError for a run without the network that its end writes: a `transformer`, but for those of `_PARTS`."""
+    for part, run in runs.items():
+        finished = run / _PARTS.get(part, "transformer")
+        if not finished.is_dir():
+            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
+
+
+def add_part(folder: Path, name: str, network: Any, card: str) -> None:
+    """Write a network and its card into a model's folder, of which it is the component `name` from then on."""
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    with whole_files(folder / name) as staged:
+        network.save_pretrained(staged)
+        without_traces(staged)
+        (staged / "README.md").write_text(card, "utf-8")
+    index[name] = [type(network).__module__, type(network).__name__]
+    with whole_file(folder / "model_index.json") as temporary:
+        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
 
 
 def without_traces(folder: Path) -> None:

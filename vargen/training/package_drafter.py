@@ -8,13 +8,12 @@ from typing import Any
 
 import torch
 
-from vargen.files import whole_file, whole_files
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.weights import unpickle, weights_digest
 from vargen.pipelines.drafter_files import checked_drafter
-from vargen.pipelines.families import FAMILIES, of
+from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
-from vargen.training.package import without_traces
+from vargen.training.package import add_part, figures_of
 
 _LARGEST = 4 * 2**20  # bytes of a packaged drafter
 
@@ -47,16 +46,8 @@ def package_drafter(run: Path, model: Any, note: str = "") -> dict[str, Any]:
     size = sum(value.nbytes for value in drafter.state_dict().values())
     if size > _LARGEST:
         raise ValueError(f"a packaged drafter must be of at most {_LARGEST} bytes, and this one takes {size}")
-    figures = {}
-    for line in (run / "log.jsonl").read_text("utf-8").splitlines():
-        figures.update(json.loads(line))
-    with whole_files(folder / kind) as staged:
-        drafter.save_pretrained(staged)
-        without_traces(staged)
-        (staged / "README.md").write_text(card(kind, size, figures, note), "utf-8")
-    index[kind] = list(of(network))
-    with whole_file(folder / "model_index.json") as temporary:
-        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
+    figures = figures_of(run)
+    add_part(folder, kind, drafter, card(kind, size, figures, note))
     final = {name.removeprefix("final_"): value for name, value in figures.items() if name.startswith("final_")}
     return {"drafter": str(folder / kind), "bytes": size, **final}
 

@@ -16,7 +16,7 @@ from vargen.pipelines.borrowed import PARTS
 from vargen.pipelines.prompt_names import FILE as NAMES
 from vargen.pipelines.var import VARPipeline
 from vargen.training.emoji import STYLES
-from vargen.training.package import figures_of, without_traces
+from vargen.training.package import check_finished, figures_of, without_traces
 from vargen.training.var_data import check_latents
 
 DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_p": 1.0}
@@ -46,10 +46,7 @@ def package_var(
     from transformers import AutoTokenizer
 
     runs = {"tokenizer": tokenizer_run, "model": model_run, **({"small": small_run} if small_run else {})}
-    for part, run in runs.items():
-        finished = run / ("vqvae" if part == "tokenizer" else "transformer")
-        if not finished.is_dir():
-            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
+    check_finished(runs)
     vqvae = MultiScaleVQModel.from_pretrained(tokenizer_run / "vqvae")
     for run in (model_run, *([small_run] if small_run else [])):
         check_latents(run, vqvae, tokenizer_run)

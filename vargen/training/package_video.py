@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from vargen.convert.checkpoints import write_index
 from vargen.files import whole_folder
+from vargen.model_files import write_index
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.compact import WEIGHT_FORMATS, CompactModel
 from vargen.models.text_encoder import MiniLMTextEncoder

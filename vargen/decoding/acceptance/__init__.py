@@ -5,6 +5,7 @@ from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged
 from vargen.decoding.acceptance.grouped import Grouped
 from vargen.decoding.acceptance.kseq import k_seq
 from vargen.decoding.acceptance.neighbourhood import Neighbourhood
+from vargen.decoding.acceptance.pooled import Pooled
 from vargen.decoding.acceptance.ratio import Ratio
 from vargen.decoding.acceptance.recursive import recursive_rejection
 from vargen.decoding.acceptance.relaxation import Relaxed, granted_in, within_budget
@@ -23,6 +24,7 @@ RULES: dict[str, AcceptanceRule] = {
     "traversal": traversal,
     "grouped": Grouped(),
     "neighbourhood": Neighbourhood(),
+    "pooled": Pooled(),
     "typical": Typical(),
     "ratio": Ratio(),
 }
@@ -32,6 +34,7 @@ __all__ = [
     "FunctionRule",
     "Grouped",
     "Neighbourhood",
+    "Pooled",
     "Ratio",
     "Relaxed",
     "SiblingTest",

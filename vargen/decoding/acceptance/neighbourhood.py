@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.acceptance.exact import probability
-from vargen.decoding.acceptance.neighbours import nearest_tokens
+from vargen.decoding.acceptance.neighbours import codebook_of, nearest_tokens
 from vargen.decoding.acceptance.relaxation import Relaxed
 from vargen.decoding.protocols import TokenModel
 from vargen.values import real, shown, whole
@@ -27,6 +27,10 @@ class Neighbourhood(Relaxed):
     norm((p - q)+), which is the optimal residual of every relaxed rule (see `relaxation`). Neither bound limits how far the
     output is from p in sum, because every draft has an A of its own: that is what is reported, and what `budget` is for.
     A draft that the filters leave without probability is never accepted, whatever its neighbours have.
+
+    Where drawing is greedy (temperature 0), masses are those at temperature 1, and a draft is accepted if p(x) + p(A) is at
+    least the probability of the likeliest other token (LANTERN's greedy form). Each such token that is not the likeliest itself
+    counts as a relaxation of one.
 
     Args:
         size: most neighbours, 1 or more; where the codebook has fewer, all.
@@ -63,12 +67,8 @@ class Neighbourhood(Relaxed):
         Raises:
             ValueError: if the model has no codebook, or one that is none.
         """
-        if model.codebook is None:
-            raise ValueError("neighbourhoods need a model with a codebook, whose vectors say how alike two tokens are")
-        if len(model.codebook) != model.vocab:
-            raise ValueError(f"the codebook must have a vector for each of the {model.vocab} tokens, got {len(model.codebook)}")
         bound = replace(self)
-        object.__setattr__(bound, "nearest", nearest_tokens(model.codebook, self.size))
+        object.__setattr__(bound, "nearest", nearest_tokens(codebook_of(model), self.size))
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
@@ -86,3 +86,8 @@ class Neighbourhood(Relaxed):
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         own_p, own_q = probability(p, tokens), probability(q, tokens)
         return torch.where(own_p > 0, (own_p + self.mass(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
+
+    def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
+        own = probability(soft, tokens)
+        others = soft.scatter(2, tokens[..., None], 0.0).amax(2)
+        return ((own > 0) & (own + self.mass(soft, tokens) >= others)).to(p.dtype)

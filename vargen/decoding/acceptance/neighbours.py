@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vargen.decoding.protocols import TokenModel
 from vargen.files import cache_folder, whole_file
 from vargen.modes import ordinary_tensors
 
@@ -43,6 +44,19 @@ def nearest_tokens(codebook: Tensor, count: int) -> Tensor:
     codes = codebook.detach().to("cpu", torch.float32).contiguous()
     count = min(count, len(codes) - 1)
     return _kept(_Codes(codes, digest(codes)), count).to(codebook.device)
+
+
+def codebook_of(model: TokenModel) -> Tensor:
+    """The codebook `[V, C]` that says which of a model's tokens look alike.
+
+    Raises:
+        ValueError: if there is none, or one of another vocabulary.
+    """
+    if model.codebook is None:
+        raise ValueError("neighbourhoods need a model with a codebook, whose vectors say how alike two tokens are")
+    if len(model.codebook) != model.vocab:
+        raise ValueError(f"the codebook must have a vector for each of the {model.vocab} tokens, got {len(model.codebook)}")
+    return model.codebook
 
 
 def digest(codebook: Tensor) -> str:

@@ -66,10 +66,18 @@ class Relaxed:
         """
         raise NotImplementedError
 
+    def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
+        """As `wanted`, where the likeliest token is drawn: p is one on it, `soft` `[B, S, V]` is the target's at temperature 1.
+
+        Rules that have no such form judge by p.
+        """
+        return self.wanted(p, q, tokens)
+
     def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
         """Acceptance beyond the exact rule's for each draft, tapered with its depth, `[B, S]`; the budget comes later."""
-        extra = self.wanted(siblings.p, siblings.q, siblings.token).clamp(max=1.0) - siblings.exact_chance
-        extra = extra.clamp_min(0)
+        p, q, token, soft = siblings.p, siblings.q, siblings.token, siblings.soft
+        wanted = self.wanted(p, q, token) if soft is None else self.wanted_greedily(p, q, token, soft)
+        extra = (wanted.clamp(max=1.0) - siblings.exact_chance).clamp_min(0)
         return extra * (-self.tightening * (depth - 1)).exp() if self.tightening else extra
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
@@ -80,11 +88,17 @@ class Relaxed:
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
             return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
-        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, torch.arange(1, probs.shape[1], device=probs.device)[None])
+        verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
+        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+
+    def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
+        """The verdict on a chain, without its relaxation; the drafts, and what each is granted, `[B, T - 1]`."""
+        slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
+        soft = None if draft.soft is None else draft.soft[:, :-1]
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft)
         granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
-        verdict = judged(accepted, probs, draft, noise)  # as the walk over a tree, without its copies of p
-        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+        return judged(accepted, probs, draft, noise), drafted, granted  # as the walk over a tree, without its copies of p
 
     def _test(self, tree: Tree, siblings: Siblings) -> Tested:
         depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))

@@ -30,6 +30,7 @@ class Siblings(NamedTuple):
         token: int64 `[B, R]`, the draft.
         slot: int64 `[B, R]` or `[1, R]`, the slot that it is fed at, 0 where there is none.
         room: float `[B, R]`, most relaxation that this test may grant; None: no limit.
+        soft: float `[B, R, V]`, the target's behind each slot at temperature 1, where drawing is greedy; see `Draft`.
     """
 
     p: Tensor
@@ -37,6 +38,7 @@ class Siblings(NamedTuple):
     token: Tensor
     slot: Tensor
     room: Tensor | None = None
+    soft: Tensor | None = None
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
@@ -151,10 +153,12 @@ def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> t
     """The drafts at slots `child` `[B, R]`, and bool `[B, R]`, where there is a valid one; `p` as in `Siblings`."""
     at = (child - 1).clamp(min=0)
     there = child > 0 if draft.valid is None else (child > 0) & draft.valid.gather(1, at)
-    q = None
-    if draft.probs is not None:
-        q = draft.probs[torch.arange(len(at), device=at.device)[:, None], at]
-    return Siblings(p, q, draft.tokens.gather(1, at), child, None if room is None else room.gather(1, child)), there
+    image = torch.arange(len(at), device=at.device)[:, None]
+    q = None if draft.probs is None else draft.probs[image, at]
+    soft = None
+    if draft.soft is not None:
+        soft = draft.soft[image, draft.tree.parents.clamp(min=0).expand(len(at), -1).gather(1, child)]
+    return Siblings(p, q, draft.tokens.gather(1, at), child, None if room is None else room.gather(1, child), soft), there
 
 
 def _refused(siblings: Siblings, tested: Tested, there: Tensor, rows: Tensor | None = None) -> Tensor:

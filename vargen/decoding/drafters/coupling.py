@@ -1,8 +1,8 @@
 """Couplings: how a Jacobi window redraws the drafts that were not committed, from what the pass that judged them says.
 
-Each returns int64 `[B, T]`: a token for what follows every fed slot, drawn from that slot's p `[B, T, V]`. All three draw with
-exactly p given everything at earlier positions, so p is the q to record; they differ in how often the old draft survives. Those
-of committed positions are not used.
+Each returns int64 `[B, T]`: a token for what follows every fed slot, drawn from that slot's p `[B, T, V]`. All draw with
+exactly p given everything at earlier positions, so p is the q to record (a relaxed rule that draws them counts what it grants);
+they differ in how often the old draft survives. Those of committed positions are not used.
 
 Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
 """
@@ -54,4 +54,9 @@ def gumbel(step: Step) -> Tensor:
     return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
 
 
-COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel}
+def judged(step: Step) -> Tensor:
+    """What the rule itself kept and drew (`Verdict.drawn`, as of `Pooled`); of rules that draw nothing, as `maximal`."""
+    return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
+
+
+COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel, "judged": judged}

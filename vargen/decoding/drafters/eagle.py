@@ -9,13 +9,15 @@ D width, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.cost import timed
+from vargen.decoding.best_tree import best_tree
+from vargen.decoding.cost import interpolated, timed
 from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.drafters.features import Features, FeatureTree, at_slots, there
 from vargen.decoding.feature_protocols import FeatureModel
@@ -23,6 +25,11 @@ from vargen.decoding.growth import Frontier, grow
 from vargen.decoding.noise import Noise
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.tree_choice import TreeChoice
+from vargen.decoding.trees import AutoTree, StaticTree, TreeShape
+
+_WIDTHS = (1, 2, 4, 8, 16, 32)  # of a level, whose costs are measured
+_COMMITTED = 3  # tokens that are taken for the newest, where costs are compared
 
 
 @dataclass
@@ -33,6 +40,7 @@ class _State:
     sampling: Sampling
     seeds: Tensor
     total: int
+    choice: TreeChoice | None = None
 
 
 @dataclass(frozen=True)
@@ -44,11 +52,21 @@ class Eagle(FeatureTree):
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         drafter = self.trained(model)
+        choice = None
+        if isinstance(self.tree, AutoTree):
+            seconds = _level_seconds(drafter, first, len(seeds), model.grid[0] * model.grid[1])
+            kept_up = interpolated(seconds, _COMMITTED)
+            choice = self.choice(model, condition, len(seeds), kept_up, lambda parents: _levels(seconds, StaticTree(parents)))
         held = drafter.start(len(seeds), max(self.tree.depth + 1, self.tree.expanded))
-        return _State(drafter, held, Features.first(first, len(seeds)), sampling, seeds, model.grid[0] * model.grid[1])
+        features, total = Features.first(first, len(seeds)), model.grid[0] * model.grid[1]
+        return _State(drafter, held, features, sampling, seeds, total, choice)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
-        model, held = state.model, state.held
+        model, held, tree = state.model, state.held, self.chosen(state.choice)
+        if tree is None:  # it keeps up with what is drawn
+            _continued(model, held, state.features, tokens, length)
+            model.commit(held, state.features.count.clamp(max=1))
+            return Draft.empty(len(tokens), model.vocab, tokens.device)
         level = Output(tokens, None)
 
         def expand(frontier: Frontier) -> Tensor:
@@ -61,44 +79,54 @@ class Eagle(FeatureTree):
             return to_probs(level.logits, state.sampling)
 
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        draft = grow(expand, self.tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
+        draft = grow(expand, tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
         model.commit(held, state.features.count.clamp(max=1))  # the root, to which the levels were behind
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
         state.features.observe(step)
+        if state.choice is not None:
+            state.choice.observe(step, state.total)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the layer's passes behind a draft, measured; what builds the tree is left out."""
         if not drafts:
             return 0.0
-        device = torch.device(model.device)
-        seeds = torch.zeros(images, dtype=torch.int64, device=device)
-        clock = _Clock(self.trained(model))
-        _, first = model.prefill(condition, self.max_fed)
-        state = self.start(model, condition, seeds, Sampling(), first)
-        state.model = clock
-        tokens = torch.zeros(images, state.total + self.max_fed, dtype=torch.int64, device=device)
-        spent = []
-        for _ in range(4):
-            clock.seconds = 0.0
-            self.propose(state, tokens, torch.ones_like(seeds), 0)
-            spent.append(clock.seconds)
-            state.features.count = torch.zeros_like(seeds)
-        return min(spent[1:])
+        tree = self.tree
+        if isinstance(tree, AutoTree):
+            tree = StaticTree(best_tree([tree.acceptance], drafts, tree.depth))
+        seconds = _level_seconds(self.trained(model), model.prefill(condition, 1)[1], images, model.grid[0] * model.grid[1])
+        return interpolated(seconds, _COMMITTED) + _levels(seconds, tree)
 
 
-class _Clock:
-    """A `FeatureModel` that counts the seconds of its passes."""
+def _levels(seconds: Mapping[int, float], tree: TreeShape) -> float:
+    """Seconds of the layer's passes behind a tree but for the first, over the newest tokens."""
+    return sum(interpolated(seconds, fed) for fed in tree.widths()[1:])
 
-    def __init__(self, model: FeatureModel):
-        self.model, self.seconds = model, 0.0
-        self.vocab, self.grid, self.start, self.commit = model.vocab, model.grid, model.start, model.commit
 
-    def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
-        seconds, output = timed(lambda: self.model.forward(tokens, features, state, tree), tokens.device)
-        self.seconds += seconds
-        return output
+def _level_seconds(model: FeatureModel, first: Output, images: int, total: int) -> dict[int, float]:
+    """Seconds of a pass of the layer by the slots that it feeds, behind half of a picture.
+
+    Args:
+        first: of the target's prefill.
+        total: tokens of the grid.
+    """
+    device, widest = first.logits.device, max(1, min(max(_WIDTHS), total // 2))
+    held, features = model.start(images, widest), there(first.features)[:, :1]
+
+    def feeds(fed: int) -> Callable[[], Output]:
+        tokens = torch.zeros(images, fed, dtype=torch.int64, device=device)
+        return lambda: model.forward(tokens, features.expand(-1, fed, -1), held, Tree.of_chain(fed - 1, device))
+
+    for _ in range(total // 2 // widest):
+        feeds(widest)()
+        model.commit(held, torch.full((images,), widest, dtype=torch.int64, device=device))
+    least: dict[int, float] = {}
+    for fed in [fed for fed in _WIDTHS if fed <= widest] * 3:
+        seconds, _ = timed(feeds(fed), device)
+        model.commit(held, torch.zeros(images, dtype=torch.int64, device=device))
+        least[fed] = min(seconds, least.get(fed, seconds))
+    return least
 
 
 def _continued(model: FeatureModel, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:

@@ -5,17 +5,21 @@ Shape suffixes: B images, R rows of the target (B times its guidance halves), A 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from vargen.decoding.cost import pass_costs
 from vargen.decoding.draft import Output, Step
+from vargen.decoding.drafters.shaped import Shaped
 from vargen.decoding.feature_protocols import HeadedModel
 from vargen.decoding.growth import DRAWINGS, Drawing, check_drawing, check_vocabulary
 from vargen.decoding.protocols import TokenModel
-from vargen.decoding.trees import MOST_FED, DynamicTree, StaticTree, TreeShape, chain
+from vargen.decoding.tree_choice import TreeChoice, sizes
+from vargen.decoding.trees import MOST_FED, AutoTree, DynamicTree, StaticTree, TreeShape, chain, tree_of
 from vargen.values import shown, whole
 
 
@@ -63,11 +67,13 @@ def there(features: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeatureTree:
+class FeatureTree(Shaped):
     """Trees from a drafter that was trained on the target's features.
 
     Args:
-        shape: a number, for a chain of so many drafts; a `DynamicTree`; or a `StaticTree`, also by name or by its parents.
+        shape: a number, for a chain of so many drafts; a `DynamicTree`; or a `StaticTree`, also by name or by its parents;
+            `"auto"` or an `AutoTree` chooses static trees by measured costs and recent acceptance, and drafts nothing where
+            that does not pay.
         drawing: how the children of a slot are chosen: `"sampled"`, without replacement; `"independent"`, with replacement, in
             static trees; `"best"`, the most probable; `"coupled"`, with the image's own noise, for the rule `shared_noise`.
         model: the trained drafter. None: the target's own, as a pipeline has it behind `load_drafter`.
@@ -79,7 +85,7 @@ class FeatureTree:
         TypeError: for a shape that is none, or a model that is none.
     """
 
-    shape: TreeShape | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
+    shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
     drawing: Drawing = "sampled"
     model: Any = None
     topology: str = field(default="tree", init=False)
@@ -89,14 +95,14 @@ class FeatureTree:
 
     def __post_init__(self) -> None:
         shape = self.shape
-        if not isinstance(shape, StaticTree | DynamicTree | str | list | tuple):
+        if not isinstance(shape, StaticTree | DynamicTree | AutoTree | str | list | tuple):
             length = whole(shape, 1, MOST_FED - 1)
             if length is None:
                 error = ValueError if isinstance(shape, int | float) else TypeError
                 allowed = f"a whole number from 1 to {MOST_FED - 1} for a chain, a tree, its name or its parents"
                 raise error(f"shape must be {allowed}, got {shown(shape)}")
             shape = chain(length)
-        tree = shape if isinstance(shape, StaticTree | DynamicTree) else StaticTree(shape)
+        tree = tree_of(shape)
         object.__setattr__(self, "shape", tree)
         check_drawing(self.drawing, tree)
         straight = isinstance(tree, StaticTree) and tree.slots == chain(tree.nodes)
@@ -106,18 +112,14 @@ class FeatureTree:
             raise TypeError(f"model must be a {self.protocol.__name__}, {example}, or None, got {shown(self.model)}")
 
     @property
-    def tree(self) -> TreeShape:
-        assert isinstance(self.shape, StaticTree | DynamicTree)
+    def tree(self) -> TreeShape | AutoTree:
+        assert isinstance(self.shape, StaticTree | DynamicTree | AutoTree)
         return self.shape
 
     @property
     def offers(self) -> tuple[str, ...]:
         """See `OfferingDrafter`."""
         return DRAWINGS[self.drawing]
-
-    @property
-    def max_fed(self) -> int:
-        return self.tree.nodes + 1
 
     def trained(self, model: TokenModel) -> Any:
         """The trained drafter that drafts for `model`.
@@ -145,26 +147,31 @@ class FeatureTree:
         )
 
     def bind(self, model: TokenModel) -> Self:
-        """This drafter."""
+        """This drafter; an automatic tree is cut to the grid."""
         self.trained(model)
         check_vocabulary(self.tree, model.vocab)
-        self.check_grid(model.grid[0] * model.grid[1])
-        return self
+        tokens = model.grid[0] * model.grid[1]
+        self.check_grid(tokens)
+        return self.fitted(tokens)
 
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
-        if self.tree.depth >= tokens:
-            given = shown(self.tree.depth)
-            raise ValueError(f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
+    def choice(
+        self, model: TokenModel, condition: Any, images: int, kept_up: float, drafting: Callable[[tuple[int, ...]], float]
+    ) -> TreeChoice | None:
+        """Of the tree of each pass, where it is chosen.
 
-    def fitted(self, tokens: int) -> Self:
-        """The drafter with a tree that fits behind the first of so many tokens."""
-        return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+        Args:
+            kept_up: seconds of a pass that the drafter takes whether or not it drafts.
+            drafting: seconds of the rest, by the parents of the tree.
+        """
+        if not isinstance(self.tree, AutoTree):
+            return None
+        seconds = {fed: cost + kept_up for fed, cost in pass_costs(model, condition, images, sizes(self.tree)).items()}
+        return TreeChoice(self.tree, seconds, drafting, settled=model.device.type != "cpu")
 
-    def narrowed(self, vocab: int) -> Self:
-        """The drafter with no more children of a slot than so many tokens."""
-        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
-
-    def resized(self, window: int | str) -> Self:
-        """This drafter: windows are for chains of Jacobi drafts."""
-        return self
+    def chosen(self, choice: TreeChoice | None) -> TreeShape | None:
+        """The tree of the next pass; None where drafting does not pay."""
+        if choice is None:
+            assert not isinstance(self.tree, AutoTree)
+            return self.tree
+        parents = choice.next()
+        return None if len(parents) == 1 else StaticTree(parents)

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.protocols import LowResModel, TokenModel, UpscaledModel
+from vargen.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,45 @@ def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return tokens, probs.scatter_(2, tokens[..., None], 1.0)
 
 
+NO_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
+
+
+def from_low_res(model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling) -> InitialDraft:
+    """What a picture at a low resolution makes likely, which its model draws before the first draft."""
+    held: Any = None
+
+    def low_res(context: Context) -> tuple[Tensor, Tensor]:
+        nonlocal held
+        if held is None:
+            held = model.start(condition, seeds, sampling)
+        last = model.grid[0] * model.grid[1] - 1
+        probs = model.probs(held, context.tokens, context.known, context.noise.position.clamp(max=last))
+        return context.noise.draw(probs, Purpose.DRAFT), probs
+
+    return low_res
+
+
+def low_res_model(model: TokenModel) -> LowResModel:
+    """The low-resolution model beside a target.
+
+    Raises:
+        ValueError: if there is none, or one that draws other tokens or another grid.
+    """
+    found = model.low_res if isinstance(model, UpscaledModel) else None
+    if found is None:
+        raise ValueError(NO_LOW_RES)
+    if (found.vocab, found.grid) != (model.vocab, model.grid):
+        raise ValueError(
+            f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"
+        )
+    return found
+
+
 INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "uniform": uniform,
     "left": left,
     "above": above,
     "previous": previous,
     "mixture": mixture,
+    "low-res": uniform,  # stands for what `from_low_res` makes of a model
 }

@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.draft_length import Fixed, Window, WindowState, window_of
 from vargen.decoding.drafters.coupling import COUPLINGS, Coupling
-from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context, InitialDraft
+from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context, InitialDraft, from_low_res, low_res_model
 from vargen.decoding.naming import lookup
 from vargen.decoding.noise import Noise
 from vargen.decoding.protocols import TokenModel
@@ -47,6 +47,7 @@ class _State:
     columns: int
     seeds: Tensor
     window: WindowState
+    initial: InitialDraft
     own: Tensor | None = None
     last: _Pass | None = None
 
@@ -58,18 +59,19 @@ class Jacobi:
     Args:
         window: fed tokens of a pass, the last committed one included: a whole number from 2 to the grid, a `Window`, or its
             name: `"adaptive"` or `"auto"`.
-        coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), or a
-            function like those in `vargen.decoding.drafters.coupling`.
-        initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, or a function like
-            those in `vargen.decoding.drafters.initial`.
+        coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
+            `"judged"` (by the rule: MuLo), or a function like those in `vargen.decoding.drafters.coupling`.
+        initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from a
+            picture at a low resolution), or a function like those in `vargen.decoding.drafters.initial`.
 
     Raises:
-        ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid.
+        ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid, or where
+            the model has no low-resolution model, or one of another vocabulary or grid.
     """
 
     window: int | str | Window = 16
-    coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "independent"
-    initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
+    coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
+    initial: Literal["uniform", "left", "above", "previous", "mixture", "low-res"] | InitialDraft = "uniform"
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
@@ -90,6 +92,8 @@ class Jacobi:
             ValueError: for a window above the grid that does not shrink to it.
         """
         self.check_grid(model.grid[0] * model.grid[1])
+        if self.initial == "low-res":
+            low_res_model(model)
         return self
 
     def check_grid(self, tokens: int) -> None:
@@ -109,7 +113,10 @@ class Jacobi:
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         rows, columns = model.grid
         window = window_of(self.window).start(model, condition, len(seeds))
-        return _State(model.vocab, rows * columns, columns, seeds, window)
+        initial: InitialDraft = lookup("initial", self.initial, INITIAL_DRAFTS)
+        if self.initial == "low-res":
+            initial = from_low_res(low_res_model(model), condition, seeds, sampling)
+        return _State(model.vocab, rows * columns, columns, seeds, window, initial)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int) -> Draft:
         state.own, T = state.window.widths(length)
@@ -123,12 +130,11 @@ class Jacobi:
         if state.own is not None:
             valid &= slots < state.own[:, None] - 1
         noise = Noise(state.seeds, position, step)
-        initial: InitialDraft = lookup("initial", self.initial, INITIAL_DRAFTS)
         if state.last is None:
-            drafted, probs = initial(Context(state.vocab, state.columns, tokens, length, None, noise))
+            drafted, probs = state.initial(Context(state.vocab, state.columns, tokens, length, None, noise))
             probs = probs.expand(len(tokens), S, -1)
         else:
-            drafted, probs = _shifted(state, state.last, initial, tokens, length, noise)
+            drafted, probs = _shifted(state, state.last, tokens, length, noise)
         return Draft(drafted, Tree.of_chain(S, device), probs, valid)
 
     def observe(self, state: _State, step: Step) -> None:
@@ -140,9 +146,7 @@ class Jacobi:
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
 
 
-def _shifted(
-    state: _State, last: _Pass, initial: InitialDraft, tokens: Tensor, length: Tensor, noise: Noise
-) -> tuple[Tensor, Tensor]:
+def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """Drafts `[B, S]` and their probabilities `[B, S, V]`: what was committed shifts out, initial drafts fill the end.
 
     Row t of the last pass is of the position (old length + t).
@@ -154,7 +158,8 @@ def _shifted(
     kept = last.redrawn.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
     reach = length + (last.own - last.count).clamp(min=0)
-    drafted, probs = initial(Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], noise))
+    context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], noise)
+    drafted, probs = state.initial(context)
     if probs.shape[1] == 1:  # alike for all: an extra row to pick, which is cheaper than selecting element by element
         rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
         probs = rows[at[:, None], torch.where(fresh, T_old, source)]

@@ -21,6 +21,7 @@ from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.drafters.coupling import Coupling
 from vargen.decoding.drafters.initial import InitialDraft
 from vargen.decoding.drafters.jacobi import Jacobi
+from vargen.decoding.drafters.shaped import Shaped
 from vargen.decoding.growth import check_vocabulary
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.protocols import TokenModel
@@ -28,7 +29,6 @@ from vargen.decoding.sampling import Sampling
 from vargen.decoding.tree_choice import AlwaysTree, TreeChoice, sizes
 from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree, tree_of
 from vargen.modes import ordinary_tensors
-from vargen.values import shown
 
 
 @dataclass
@@ -107,7 +107,7 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
 
 
 @dataclass(frozen=True)
-class JacobiTree:
+class JacobiTree(Shaped):
     """Drafts from the last pass, with several candidates where the shape has siblings.
 
     Args:
@@ -144,35 +144,12 @@ class JacobiTree:
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
-    @property
-    def max_fed(self) -> int:
-        return self.tree.nodes + 1
-
     def bind(self, model: TokenModel) -> JacobiTree:
         """This drafter; an automatic tree is cut to the grid."""
         tokens = model.grid[0] * model.grid[1]
         check_vocabulary(self.tree, model.vocab)
         self.check_grid(tokens)
         return self.fitted(tokens)
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the window fits a grid of so many tokens."""
-        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
-            raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {shown(self.tree.depth)}"
-            )
-
-    def fitted(self, tokens: int) -> JacobiTree:
-        """The drafter with a tree that fits behind the first of so many tokens."""
-        return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
-
-    def narrowed(self, vocab: int) -> JacobiTree:
-        """The drafter with no more children of a slot than so many tokens."""
-        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
-
-    def resized(self, window: int | str) -> JacobiTree:
-        """This drafter: its window is its shape's."""
-        return self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         tree, window = self.tree, _Led(self.tree.depth + 1)

@@ -6,7 +6,7 @@ Shape suffixes: B images, F slots of one level, E slots that were expanded so fa
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding.best_tree import best_tree
 from vargen.decoding.cost import interpolated, pass_costs
 from vargen.decoding.draft import Draft, Output, Step, Tree
+from vargen.decoding.drafters.shaped import Shaped
 from vargen.decoding.drafters.small_model import Speculative
 from vargen.decoding.growth import DRAWINGS, Drawing, Frontier, check_drawing, check_vocabulary, grow
 from vargen.decoding.noise import Noise
@@ -23,7 +24,6 @@ from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.tree_choice import TreeChoice, sizes
 from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree, TreeShape, tree_of
-from vargen.values import shown
 
 
 @dataclass
@@ -39,7 +39,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class SpeculativeTree:
+class SpeculativeTree(Shaped):
     """Trees from a smaller model: one pass of it for each level.
 
     Args:
@@ -74,10 +74,6 @@ class SpeculativeTree:
         """See `OfferingDrafter`."""
         return DRAWINGS[self.drawing]
 
-    @property
-    def max_fed(self) -> int:
-        return self.tree.nodes + 1
-
     def bind(self, model: TokenModel) -> SpeculativeTree:
         """This drafter; an automatic tree is cut to the grid."""
         tokens = model.grid[0] * model.grid[1]
@@ -85,25 +81,6 @@ class SpeculativeTree:
         check_vocabulary(self.tree, model.vocab)
         self.check_grid(tokens)
         return self.fitted(tokens)
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
-        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
-            raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {shown(self.tree.depth)}"
-            )
-
-    def fitted(self, tokens: int) -> SpeculativeTree:
-        """The drafter with a tree that fits behind the first of so many tokens."""
-        return replace(self, shape=self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
-
-    def narrowed(self, vocab: int) -> SpeculativeTree:
-        """The drafter with no more children of a slot than so many tokens."""
-        return replace(self, shape=self.tree.narrowed(vocab)) if self.tree.children > vocab else self
-
-    def resized(self, window: int | str) -> SpeculativeTree:
-        """This drafter: windows are for chains."""
-        return self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         small, choice = Speculative(1, self.model).small_model(model), None

@@ -1,0 +1,151 @@
+"""Drafts from a low resolution, pooled acceptance, local repair: exact where they say so, else as far from it as reported."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, decode, exact
+from vargen.decoding.noise import Purpose
+from vargen.evaluation.exactness import CASES, measure
+from vargen.evaluation.table_model import TableLowRes, TableModel
+
+CHAINS = 60_000
+GRID = CASES[1]  # three rows of two
+
+
+def drafts(window: int = 4, coupling: str = "maximal") -> Jacobi:
+    return Jacobi(window, coupling, "low-res")
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("coupling", ["independent", "maximal"])
+def test_drafts_from_a_low_resolution_are_exact(case, coupling):
+    method = Accelerator(drafter=drafts(coupling=coupling), acceptance=exact)
+    assert measure(method, case.model(), case.sampling, CHAINS).exact
+
+
+@dataclasses.dataclass(frozen=True)
+class Misreporting(Jacobi):
+    """Records them."""
+
+    def propose(self, state, tokens, length, step):
+        draft = super().propose(state, tokens, length, step)
+        return draft if state.last else dataclasses.replace(draft, probs=draft.probs.roll(1, -1))
+
+
+def test_a_wrong_q_is_found():
+    wrong = Accelerator(drafter=Misreporting(4, "maximal", "low-res"), acceptance=exact)
+    assert not measure(wrong, GRID.model(), GRID.sampling, CHAINS).exact
+
+
+@pytest.mark.parametrize("radius", [0, 1, 2])
+@pytest.mark.parametrize("window", [3, 6])
+def test_local_repair_without_a_budget_is_exact(radius, window):
+    rule = Pooled(size=1, threshold=0.4, radius=min(radius, 2), budget=0.0)
+    method = Accelerator(drafter=drafts(window, "judged"), acceptance=rule)
+    assert measure(method, GRID.model(), GRID.sampling, CHAINS).exact
+
+
+@dataclasses.dataclass(frozen=True)
+class Everywhere(Pooled):
+    """Draws anew what lies before a refused draft, too, as MuLo's squares do."""
+
+    def _near(self, refused, position):
+        row, column = position // self.columns, position % self.columns
+        near = ((row[:, :, None] - row[:, None, :]).abs() <= self.radius) & (
+            (column[:, :, None] - column[:, None, :]).abs() <= self.radius
+        )
+        return (near & refused[:, None, :] & (position[:, :, None] != position[:, None, :])).any(2)
+
+
+@pytest.mark.parametrize(("rule", "right"), [(Pooled, True), (Everywhere, False)])
+def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
+    """Four drafts of two tokens: the first is always refused; the third should come out even, and the fourth is refused in half
+    of all cases if the third is token 0, never if it is token 1."""
+    B = 40_000
+    model = TableModel(vocab=2, tokens=6)
+    bound = rule(size=0, threshold=2.0, radius=1).bind(model)
+    noise = Noise(torch.arange(B), torch.arange(1, 6).expand(B, -1), 1)
+    q = torch.full((B, 4, 2), 0.5)
+    tokens = noise.draw(torch.cat([q, q[:, :1]], 1), Purpose.DRAFT)[:, :4]
+    probs = torch.full((B, 5, 2), 0.5)
+    probs[:, 0] = torch.nn.functional.one_hot(1 - tokens[:, 0], 2)
+    probs[:, 3] = torch.where(tokens[:, 2:3] == 0, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
+    verdict = bound(probs, Draft(tokens, Tree.of_chain(4), q), noise, torch.zeros(B))
+    assert (verdict.count == 1).all() and not verdict.relaxation.any()
+    assert (abs(verdict.drawn[:, 2].float().mean() - 0.5) < 0.01) == right
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("radius", [0, 1])
+@pytest.mark.parametrize("threshold", [0.3, 0.6])
+def test_pictures_are_no_further_from_the_target_than_was_reported(radius, threshold):
+    """What the rule keeps past the first refusal is counted, too."""
+    method = Accelerator(drafter=drafts(6, "judged"), acceptance=Pooled(1, threshold, radius))
+    finding = measure(method, GRID.model(), GRID.sampling, CHAINS)
+    seeds = torch.arange(20_000) + 10**6
+    spent = decode(GRID.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, GRID.sampling).stats.relaxation
+    assert finding.impossible == 0 and finding.times_the_floor > 2
+    assert finding.distance < sum(spent) / len(spent) + 2 * finding.floor
+
+
+def test_nothing_granted_is_a_maximal_coupling():
+    rule = Pooled(size=0, threshold=2.0)
+    judged = Accelerator(drafter=drafts(6, "judged"), acceptance=rule)
+    arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
+    plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=exact))
+    found = decode(GRID.model(), *arguments, judged)
+    assert torch.equal(plain.tokens, found.tokens) and not any(found.stats.relaxation)
+
+
+def test_a_wider_radius_draws_more_anew():
+    model = TableModel(vocab=9, tokens=64, seed=6, rows=8)
+    model.low_res = TableLowRes(TableModel(vocab=9, tokens=64, seed=8, rows=8))
+    arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))
+    passes = []
+    for radius in (0, 2, 7):
+        rule = Pooled(size=0, threshold=0.2, radius=radius)
+        passes.append(decode(*arguments, Accelerator(drafter=drafts(16, "judged"), acceptance=rule)).stats.passes)
+    assert passes[0] < passes[2]
+
+
+@pytest.mark.parametrize("budget", [0.5, 3.0])
+def test_no_image_spends_more_than_its_budget(budget):
+    model = TableModel(vocab=9, tokens=64, seed=6, rows=8)
+    model.low_res = TableLowRes(TableModel(vocab=9, tokens=64, seed=8, rows=8))
+    arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))
+    spent = {}
+    for limit in (budget, None):
+        method = Accelerator(drafter=drafts(16, "judged"), acceptance=Pooled(0, 0.1, 1, budget=limit))
+        spent[limit] = decode(*arguments, method).stats.relaxation
+    assert max(spent[budget]) <= budget + 1e-4 and min(spent[None]) > budget
+
+
+def test_a_row_of_a_batch_is_the_picture_alone():
+    model, condition, seeds = GRID.model(), torch.tensor([0, 1, 1]), torch.tensor([3, 4, 5])
+    method = Accelerator(drafter=drafts(4, "judged"), acceptance=Pooled(1, 0.4, 1))
+    together = decode(model, condition, seeds, method).tokens
+    for row in range(3):
+        alone = decode(model, condition[row : row + 1], seeds[row : row + 1], method).tokens
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(("make", "message"), [
+    (lambda: Pooled(size=-1), "size, the neighbours of a token, must be a whole number of at least 0, got -1"),
+    (lambda: Pooled(threshold=0), "threshold, .*, must be above 0, got 0"),
+    (lambda: Pooled(radius=1.5), "radius must be a whole number of at least 0 .*, got 1.5"),
+    (lambda: Pooled(radius=3).bind(GRID.model()), "radius must be less than the grid of 3 x 2, got 3"),
+    (lambda: Pooled().bind(TableModel(3, 5)), "need a model with a codebook"),
+    (lambda: drafts().bind(TableModel(3, 5)), "need a model for it beside this one, and there is none"),
+])  # fmt: skip
+def test_parts_that_do_not_fit_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_low_resolution_of_other_tokens_is_refused():
+    model = TableModel(3, 5)
+    model.low_res = TableLowRes(TableModel(4, 5))
+    with pytest.raises(ValueError, match=r"must draft for 3 tokens on \(1, 5\), got 4 on \(1, 5\)"):
+        drafts().bind(model)

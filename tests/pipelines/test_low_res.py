@@ -1,0 +1,109 @@
+"""A low-resolution transformer in a pipeline: loaded, saved along, opened again, refused where it does not belong."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer
+
+from vargen import LlamaGenPipeline
+from vargen.decoding import Accelerator, Jacobi, Pooled, exact
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.upsampler import TokenUpsampler
+from vargen.pipelines import llamagen_low_res
+
+EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=exact)
+MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=Pooled(4, 0.2, 1))
+
+
+def saved(folder: Path, small: dict | None = None, up: dict | None = None) -> tuple[Path, Path]:
+    """As trainings leave them."""
+    small = {"grid_size": 2, "dim": 16, "n_layer": 1} | (small or {})
+    tiny_transformer("class", **small).save_pretrained(folder / "low" / "transformer")
+    torch.manual_seed(3)
+    upsampler = TokenUpsampler(**{"vocab_size": 64, "low_grid": 2, "grid_size": 4, "dim": 16, "blocks": 1} | (up or {}))
+    upsampler.save_pretrained(folder / "up" / "upsampler")
+    return folder / "low", folder / "up"
+
+
+def drawn(pipe: LlamaGenPipeline, accelerator, labels=(3, 4)):
+    generators = [torch.Generator().manual_seed(seed) for seed in labels]
+    pipe.set_progress_bar_config(disable=True)
+    options = {"accelerator": accelerator, "generator": generators, "output_type": "latent", "guidance_scale": 2.0}
+    return pipe(class_labels=list(labels), **options)
+
+
+@pytest.mark.parametrize("method", [EXACT, MULO], ids=["exact", "mulo"])
+@pytest.mark.parametrize("trained", [True, False], ids=["up-sampler", "resized"])
+def test_a_low_resolution_drafts_and_is_saved_along(method, trained, tmp_path: Path) -> None:
+    pipe = class_pipeline()
+    with pytest.raises(ValueError, match="need a model for it beside this one"):
+        drawn(pipe, method)
+    low, up = saved(tmp_path)
+    pipe.load_low_res(low, up if trained else None)
+    found = drawn(pipe, method)
+    assert found.stats.passes < 16
+    alone = torch.cat([drawn(pipe, method, (label,)).images for label in (3, 4)])
+    assert torch.equal(alone, found.images)
+
+    pipe.save_pretrained(tmp_path / "model")
+    index = json.loads((tmp_path / "model" / "model_index.json").read_text())
+    assert index["low_res"][1] == "LlamaGenTransformer" and (index["upsampler"][1] == "TokenUpsampler") == trained
+    again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
+    assert torch.equal(drawn(again, method).images, found.images)
+
+
+def test_captions_condition_both() -> None:
+    pipe = text_pipeline()
+    pipe.register_modules(low_res=tiny_transformer("text", grid_size=2, n_layer=1))
+    pipe.set_progress_bar_config(disable=True)
+    options = {"accelerator": MULO, "output_type": "latent", "guidance_scale": 2.0}
+    pictures = [pipe(p, generator=torch.Generator().manual_seed(0), **options).images for p in ("a cat", "a house")]
+    assert not torch.equal(*pictures)
+
+
+def test_small_pictures_have_noise_of_their_own(monkeypatch) -> None:
+    """Were the same noise to draw both, drafts would know what the target is about to draw."""
+    pipe, seeds = class_pipeline(), []
+    pipe.register_modules(low_res=tiny_transformer("class", grid_size=2, n_layer=1))
+    decode = llamagen_low_res.decode
+    monkeypatch.setattr(llamagen_low_res, "decode", lambda *given: seeds.append(given[2]) or decode(*given))
+    drawn(pipe, EXACT)
+    (used,) = seeds
+    assert len(used) == 2 and used[0] != used[1] and not {3, 4} & set(used.tolist())
+
+
+@pytest.mark.parametrize(("small", "up", "message"), [
+    ({"grid_size": 4}, {}, "grid_size 4 must divide, and be less than, 4"),
+    ({"grid_size": 3}, {}, "grid_size 3 must divide"),
+    ({"vocab_size": 32}, {}, "vocab_size of the low-resolution model is 32, and must be that of the transformer, 64"),
+    ({"num_classes": 5}, {}, "num_classes of the low-resolution model is 5"),
+    ({}, {"vocab_size": 32}, "vocab_size of the upsampler is 32, and must be 64"),
+    ({}, {"low_grid": 1}, "low_grid of the upsampler is 1, and must be 2"),
+    ({}, {"grid_size": 8}, "grid_size of the upsampler is 8, and must be 4"),
+])  # fmt: skip
+def test_networks_that_do_not_belong_are_refused_before_weights_are_read(small, up, message, tmp_path, monkeypatch) -> None:
+    low, above = saved(tmp_path, small, up)
+    monkeypatch.setattr(LlamaGenTransformer, "from_pretrained", None)
+    pipe = class_pipeline()
+    with pytest.raises(ValueError, match=message):
+        pipe.load_low_res(low, above)
+    assert pipe.low_res is None and pipe.upsampler is None
+
+
+def test_folders_without_networks_and_with_code_are_refused(tmp_path) -> None:
+    low, up = saved(tmp_path)
+    with pytest.raises(FileNotFoundError, match="low_res must be a run's folder with transformer/"):
+        class_pipeline().load_low_res(tmp_path / "none")
+    with pytest.raises(FileNotFoundError, match="upsampler must be a run's folder with upsampler/"):
+        class_pipeline().load_low_res(low, tmp_path / "none")
+    (up / "upsampler" / "more.py").write_text("")
+    with pytest.raises(ValueError, match=r"more\.py"):
+        class_pipeline().load_low_res(low, up)
+
+
+def test_an_upsampler_alone_is_refused() -> None:
+    pipe = class_pipeline()
+    with pytest.raises(ValueError, match="an upsampler needs the low_res transformer"):
+        LlamaGenPipeline(vqvae=pipe.vqvae, transformer=pipe.transformer, upsampler=TokenUpsampler(64, 2, 4, 16))

@@ -1,0 +1,130 @@
+"""A low-resolution generator and an up-sampler at tiny size: trained, resumed, packaged, drafting."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from tiny_models import tiny_transformer, tiny_vq
+from tiny_training import data, generator_recipe
+
+import vargen.assets
+from vargen import LlamaGenPipeline
+from vargen.models.upsampler import TokenUpsampler
+from vargen.training import upsampler
+from vargen.training.generator import train_generator
+from vargen.training.low_res import TokenPairs, at_low_resolution
+from vargen.training.package import package
+from vargen.training.package_low_res import package_low_res
+from vargen.training.recipe import Schedule
+from vargen.training.upsampler import UpsamplerRecipe, train_upsampler
+
+CPU = torch.device("cpu")
+ENCODER = vargen.assets.packaged_model_path("emoji")
+SMALL = {"grid_size": 4, "dim": 16, "n_layer": 1, "cls_token_num": 32}
+
+
+def recipe(**changes) -> UpsamplerRecipe:
+    base = {
+        "model": {"dim": 16, "blocks": 1}, "low_grid": 4, "schedule": Schedule(steps=14, learning_rate=1e-2, warmup_steps=2),
+        "batch_size": 4, "shift_variants": 1, "recoloured": 0.3, "evaluate_every": 7, "checkpoint_every": 5,
+    }  # fmt: skip
+    return UpsamplerRecipe(**{**base, **changes})
+
+
+@pytest.fixture
+def vq(tmp_path):
+    tiny_vq().save_pretrained(tmp_path / "vq" / "vqvae")
+    return tmp_path / "vq" / "vqvae"
+
+
+def low_recipe():
+    given = generator_recipe()
+    return generator_recipe().__class__(**{**vars(given), "model": {**given.model, **SMALL}})
+
+
+def test_small_pictures_are_means():
+    pictures, asked = data(size=16), low_recipe()
+    small = at_low_resolution(pictures, asked, downsampling=2)
+    assert small.images.shape == (24, 8, 8, 3) and small.records is pictures.records
+    mean = pictures.images[5].astype(float).reshape(8, 2, 8, 2, 3).mean((1, 3))
+    assert np.abs(small.images[5] - mean).max() <= 0.5
+    assert at_low_resolution(pictures, generator_recipe(), downsampling=2) is pictures
+
+
+def test_a_grid_that_does_not_divide_the_pictures_is_refused():
+    given = low_recipe()
+    three = given.__class__(**{**vars(given), "model": {**given.model, "grid_size": 3}})
+    with pytest.raises(ValueError, match="grid_size 3 is 6 pixels, which must divide the pictures' 16"):
+        at_low_resolution(data(size=16), three, downsampling=2)
+
+
+def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
+    pictures, network = data(size=16), tiny_vq()
+    store = TokenPairs(tmp_path, pictures.images, network, recipe(), CPU, 2)
+    low, high = store([3, 7], [0, 0])
+    assert low.shape == (2, 4, 4) and high.shape == (2, 64)
+    small = at_low_resolution(pictures, low_recipe(), downsampling=2).images[[3, 7]]
+    expected = network.encode(torch.from_numpy(small).movedim(-1, 1).float() / 127.5 - 1)
+    assert torch.equal(low, expected)
+    again, _ = TokenPairs(tmp_path, pictures.images, network, recipe(), CPU, 2)([3, 7], [0, 0])
+    assert torch.equal(low, again)
+
+
+def test_an_upsampler_learns_and_a_killed_run_ends_alike(tmp_path, vq, monkeypatch):
+    figures = train_upsampler(recipe(), data(), vq, tmp_path / "unbroken", CPU)
+    records = [json.loads(line) for line in (tmp_path / "unbroken" / "log.jsonl").read_text().splitlines()]
+    assert figures["row_loss"] < np.log(64) and records[-1]["final_row_loss"] == pytest.approx(figures["row_loss"])
+    step = upsampler._Trainer.step
+
+    def kill(self, at):
+        if at == 11:
+            raise KeyboardInterrupt
+        return step(self, at)
+
+    monkeypatch.setattr(upsampler._Trainer, "step", kill)
+    with pytest.raises(KeyboardInterrupt):
+        train_upsampler(recipe(), data(), vq, tmp_path / "killed", CPU)
+    monkeypatch.setattr(upsampler._Trainer, "step", step)
+    assert train_upsampler(recipe(), data(), vq, tmp_path / "killed", CPU) == figures
+    first, second = (
+        TokenUpsampler.from_pretrained(tmp_path / run / "upsampler").state_dict() for run in ("unbroken", "killed")
+    )
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_that_diverged_says_so(tmp_path, vq, monkeypatch):
+    monkeypatch.setattr(upsampler._Trainer, "figures", lambda self: {"row_loss": float("nan")})
+    with pytest.raises(ValueError, match="diverged"):
+        train_upsampler(recipe(), data(), vq, tmp_path / "run", CPU)
+    assert not (tmp_path / "run" / "upsampler").exists()
+
+
+def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        package_low_res(tmp_path / "low", tmp_path / "up", tmp_path / "model")
+    generator, tokenizer = tmp_path / "generator", vq.parent
+    tiny_transformer("text", cls_token_num=32, grid_size=8).save_pretrained(generator / "transformer")
+    told = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
+    (generator / "log.jsonl").write_text(json.dumps(told) + "\n")
+    (tokenizer / "log.jsonl").write_text(json.dumps({**told, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
+    folder = package(tokenizer, generator, ENCODER, tmp_path / "model")
+    assert not (json.loads((folder / "model_index.json").read_text()).get("low_res") or [None])[0]
+    small = at_low_resolution(data(), low_recipe(), downsampling=2)
+    train_generator(low_recipe(), small, folder / "vqvae", ENCODER, tmp_path / "low", CPU)
+    train_upsampler(recipe(), data(), folder / "vqvae", tmp_path / "up", CPU)
+    report = package_low_res(tmp_path / "low", tmp_path / "up", folder, note="On a slow machine.")
+    assert report["upsampler"]["row_loss"] > 0 and "On a slow machine." in (folder / "upsampler" / "README.md").read_text()
+    pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
+    pipe.set_progress_bar_config(disable=True)
+    assert pipe("a red apple", accelerator="mulo", output_type="latent").stats.passes < 64
+    assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
+
+    other = tmp_path / "other"
+    with torch.no_grad():
+        network = tiny_vq()
+        network.quantize.embedding.weight[0] += 1
+    network.save_pretrained(other)
+    train_upsampler(recipe(), data(), other, tmp_path / "up-other", CPU)
+    with pytest.raises(ValueError, match="on the tokens of another tokenizer"):
+        package_low_res(tmp_path / "low", tmp_path / "up-other", folder)

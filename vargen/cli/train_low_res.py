@@ -1,0 +1,85 @@
+"""`vargen train low-res` and `train upsampler`: what drafts for a next-token model from a picture at a low resolution."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from vargen.cli.console import print_json, quiet_libraries
+from vargen.cli.options import Device, pick_device
+from vargen.cli.train_options import (
+    CONFIG,
+    DATA,
+    DEVICE,
+    RUN,
+    STEPS,
+    THREADS,
+    app,
+    open_data,
+    recipe_of,
+    saved,
+    text_encoder_folder,
+)
+from vargen.device import fix_threads
+from vargen.files import expanded
+
+TOKENIZER = typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer. Default: the packaged model's.")
+
+
+def _tokenizer(folder: Path | None) -> Path:
+    import vargen.assets
+
+    given = expanded(folder, "tokenizer") if folder else Path(vargen.assets.__file__).parent / "emoji"
+    return saved(given, "vqvae", "tokenizer")
+
+
+@app.command("low-res")
+def low_res(
+    tokenizer: Annotated[Path | None, TOKENIZER] = None,
+    config: Annotated[str, CONFIG] = "emoji-low-res",
+    data: Annotated[Path | None, DATA] = None,
+    text_encoder: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+    ] = None,
+    output: Annotated[Path, RUN] = Path("runs/low-res"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train a small transformer on pictures at a low resolution; print its held-out figures."""
+    quiet_libraries()
+    from vargen.models.vq import VQModel
+    from vargen.training.generator import train_generator
+    from vargen.training.low_res import at_low_resolution
+    from vargen.training.recipe import GeneratorRecipe
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, GeneratorRecipe, steps)
+    encoder, codes = text_encoder_folder(text_encoder), _tokenizer(tokenizer)
+    pictures, place = open_data(data), pick_device(device)
+    fix_threads(threads)
+    small = at_low_resolution(pictures, recipe, VQModel.from_pretrained(codes).downsampling)
+    print_json({"model": str(output / "transformer"), **train_generator(recipe, small, codes, encoder, output, place)})
+
+
+@app.command()
+def upsampler(
+    tokenizer: Annotated[Path | None, TOKENIZER] = None,
+    config: Annotated[str, CONFIG] = "emoji-upsampler",
+    data: Annotated[Path | None, DATA] = None,
+    output: Annotated[Path, RUN] = Path("runs/upsampler"),
+    steps: Annotated[int | None, STEPS] = None,
+    device: Annotated[Device, DEVICE] = Device.auto,
+    threads: Annotated[int | None, THREADS] = None,
+) -> None:
+    """Train what makes tokens of a picture likely that is known at a low resolution; print its held-out figures."""
+    quiet_libraries()
+    from vargen.training.upsampler import UpsamplerRecipe, train_upsampler
+
+    output = expanded(output, "output")
+    recipe = recipe_of(config, UpsamplerRecipe, steps)
+    codes, pictures, place = _tokenizer(tokenizer), open_data(data), pick_device(device)
+    fix_threads(threads)
+    print_json({"model": str(output / "upsampler"), **train_upsampler(recipe, pictures, codes, output, place)})

@@ -1,0 +1,66 @@
+"""Pictures of a data set at a lower resolution: what a low-resolution generator draws, and an up-sampler starts from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vargen.models.vq import VQModel
+from vargen.training.emoji import EmojiDataset
+from vargen.training.generator_data import codes_digest
+from vargen.training.recipe import GeneratorRecipe
+from vargen.training.variants import LookRecipe, VariantStore
+
+_AT_ONCE = 512
+
+
+def shrunk(pixels_BCYX: Tensor, factor: int) -> Tensor:
+    """Every pixel the mean of `factor` x `factor`."""
+    return F.avg_pool2d(pixels_BCYX, factor)
+
+
+def at_low_resolution(data: EmojiDataset, recipe: GeneratorRecipe, downsampling: int) -> EmojiDataset:
+    """The pictures as small as the recipe's grid asks for, by a tokenizer that makes one token of `downsampling` pixels.
+
+    Raises:
+        ValueError: if the grid's side in pixels does not divide that of the pictures.
+    """
+    side, wanted = data.images.shape[1], recipe.model["grid_size"] * downsampling
+    if wanted > side or side % wanted:
+        raise ValueError(f"grid_size {recipe.model['grid_size']} is {wanted} pixels, which must divide the pictures' {side}")
+    if wanted == side:
+        return data
+    small = np.empty((len(data.images), wanted, wanted, 3), np.uint8)
+    for start in range(0, len(small), _AT_ONCE):
+        part = torch.from_numpy(np.asarray(data.images[start : start + _AT_ONCE])).movedim(-1, 1).float()
+        small[start : start + _AT_ONCE] = shrunk(part, side // wanted).round().to(torch.uint8).movedim(1, -1).numpy()
+    return replace(data, images=small)
+
+
+class TokenPairs(VariantStore):
+    """Tokens of pictures at both resolutions, `[pictures, variants, n + N]`, one more than they are: zero is not there yet."""
+
+    fast = False
+
+    def __init__(self, folder, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int):
+        self.vqvae, self.factor = vqvae.eval(), factor
+        side = images.shape[1] // vqvae.downsampling
+        self.low = side // factor
+        dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
+        count = self.low**2 + side**2
+        super().__init__(folder, f"pairs-{factor}", codes_digest(vqvae), images, recipe, device, (count,), dtype)
+
+    def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
+        levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
+        parts = self.vqvae.encode(levels).flatten(1), self.vqvae.encode(pixels_BCYX).flatten(1)
+        return torch.cat(parts, dim=1).cpu().numpy() + 1
+
+    def __call__(self, indices, variants) -> tuple[Tensor, Tensor]:
+        """int64 `[B, r, c]` and `[B, N]`."""
+        rows = torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
+        low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
+        return low.unflatten(1, (self.low, self.low)), high
