@@ -126,9 +126,10 @@ class Follower:
             self.state = self.model.start(self.condition, self._most)
         block = self.model.block_shape[0]
         while self.fused and self.waiting and self.waiting[0].shape[1] == block:
-            if (len(self.waiting) + 1) * block <= self.model.room(self.state):
+            fit = max(1, self.model.room(self.state) // block)
+            if len(self.waiting) < fit:
                 return list(self.waiting)
-            self.catch_up(leave=max(0, len(self.waiting) - self.model.room(self.state) // block))
+            self.catch_up(leave=max(0, len(self.waiting) - fit))
         self.catch_up()
         return []
 

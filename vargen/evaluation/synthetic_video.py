@@ -125,7 +125,7 @@ def noisy_score(seed: int, noise: float = 0.03) -> Callable[[View], Tensor]:
     return score
 
 
-def synthetic_pair(ratio: int = 8, products: int = 160) -> SyntheticModel:
+def synthetic_pair(ratio: int = 8, products: int = 48) -> SyntheticModel:
     """A target whose pass over a block costs `ratio` times the drafter's, with that drafter."""
     small = SyntheticModel(max(1, products // ratio), inherits=1.0, errs=True)
     return SyntheticModel(products, inherits=0.3, errs=False, draft_model=small)
