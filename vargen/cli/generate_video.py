@@ -96,7 +96,8 @@ def generate_videos(
     for place in places:
         check_video_path(place.path, "output")
     image = _opened(options.image)
-    read = {"prompt_file": [prompt_file], "image": [options.image], "a file of model": model_files(model)}
+    read: dict[str, list[Path | None]] = {"prompt_file": [prompt_file], "image": [options.image]}
+    read["a file of model"] = [*model_files(model)]
     check_apart({"output": places}, read)
     device, dtype = pick(described.folder)
     started = time.perf_counter()

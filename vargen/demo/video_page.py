@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import PRESETS, Block, BlockStats
+from vargen.decoding import Block, BlockStats, Routing, resolve_accelerator
 from vargen.demo import figures, inputs, theme
 from vargen.demo.runs import Runs, told_plainly
 
@@ -51,7 +51,7 @@ class VideoEngine:
         Raises:
             ValueError: as a call of the pipeline.
         """
-        threshold = tau if PRESETS[method].threshold is not None else None
+        threshold = tau if resolve_accelerator(method, Routing.family).threshold is not None else None
         stream = self.pipe.stream(
             prompt, num_blocks=blocks, accelerator=method, tau=threshold, scorer=self.scorer,
             generator=torch.Generator().manual_seed(seed),
