@@ -123,7 +123,7 @@ __all__ = [
     "Typical",
     "Unscored",
     "Verdict",
-"View",
+    "View",
     "Wavefront",
     "Window",
     "acceptance_rule",
