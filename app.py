@@ -45,7 +45,7 @@ def main() -> None:
         # Read when gradio is imported: no statistics to anyone, and one folder that vanishes with the app.
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
         try:
-            from vargen.demo import page
+            from vargen.demo import page, video_page
             from vargen.demo.engine import Engine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
@@ -63,10 +63,12 @@ def main() -> None:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.
         shown = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-        engine = Engine(pipe, shown, scorer, name)
+        makes_video = describe(saved).fps is not None
+        engine = video_page.VideoEngine(pipe, shown, scorer) if makes_video else Engine(pipe, shown, scorer, name)
         if not address.local:
             print("Everyone who reaches this machine can draw here; nothing asks for a password.", flush=True)
-        served = page.build(engine, options.concurrency)
+        build = video_page.build if makes_video else page.build
+        served = build(engine, options.concurrency)
         try:
             print(f"vargen draws at {page.serve(served, address)}  (Ctrl-C ends it)", flush=True)
             served.block_thread()

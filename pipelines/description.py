@@ -44,6 +44,8 @@ class Description:
         image_size: side in pixels of pictures that a call may start from; None where it starts from none.
         drafters: drafters trained on its features that it has, `"eagle"` and `"medusa"`.
         low_res: whether it has a low-resolution transformer.
+        fps: frames per second, of models of video; None for those of pictures. Video has no tokens: `vocab` is 0 then, `tokens`
+            the frames of a usual video, and `steps` its passes.
     """
 
     folder: Path
@@ -58,6 +60,7 @@ class Description:
     image_size: int | None = None
     drafters: tuple[str, ...] = ()
     low_res: bool = False
+    fps: int | None = None
 
 
 class Decoder(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
@@ -11,6 +12,8 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.var import VARTransformer
+from vargen.models.video_preview import PreviewDecoder
+from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
 
 Class = tuple[str, str]  # library, or module of ours, and class name: what an index names
@@ -27,6 +30,9 @@ class Family:
         networks_module: what opens its networks to be measured; None where nothing does.
         shared: by kind of condition, what a second transformer's configuration must share with the first one's.
         drafters: components that are drafters trained on the transformer's features.
+        required: components that an index must name.
+        check: the module whose `check_parts(configs, defaults)` says whether its parts belong together; None for families of
+            pictures, which `vargen.pipelines.parts` knows.
     """
 
     pipeline: str
@@ -36,6 +42,8 @@ class Family:
     shared: dict[str, tuple[str, ...]]
     networks_module: str | None = None
     drafters: tuple[str, ...] = ()
+    required: tuple[str, ...] = ("transformer", "vqvae")
+    check: str | None = None
 
     def classes(self) -> dict[str, list[Class]]:
         """What an index may name, by component."""
@@ -59,8 +67,6 @@ TEXT_CLASSES: dict[str, list[Class]] = {
         )
     ],
 }  # fmt: skip
-REQUIRED = ("transformer", "vqvae")
-
 FAMILIES: dict[str, Family] = {
     family.pipeline: family
     for family in (
@@ -94,6 +100,20 @@ FAMILIES: dict[str, Family] = {
                 "text": ("condition", "caption_rows", "caption_dim", "vocab_size", "code_dim", "scales"),
             },
             networks_module="vargen.pipelines.var_network",
+        ),
+        Family(
+            pipeline="CausalVideoPipeline",
+            module="vargen.pipelines.causal_video",
+            networks={
+                "transformer": CausalVideoTransformer,
+                "draft_transformer": CausalVideoTransformer,
+                "vae": CausalVideoVAE,
+                "preview_decoder": PreviewDecoder,
+            },
+            convert="vargen train package-video",
+            shared={},
+            required=("transformer", "vae"),
+            check="vargen.pipelines.video_parts",
         ),
     )
 }

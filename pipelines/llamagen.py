@@ -25,13 +25,11 @@ from vargen.models.vq import NonFinitePixelsError, VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
-from vargen.pipelines.component_files import check_component, saved_network
 from vargen.pipelines.description import Description
 from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
 from vargen.pipelines.families import FAMILIES
-from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
+from vargen.pipelines.llamagen_low_res import LlamaGenLowRes, opened
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
-from vargen.pipelines.parts import check_parts
 from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
@@ -308,19 +306,8 @@ class LlamaGenPipeline(VisualPipeline):
                 code; before a weight is read.
             FileNotFoundError: for folders that hold no such network.
         """
-        found: dict[str, Path] = {"low_res": saved_network(low_res, "transformer", "low_res")}
-        if upsampler is not None:
-            found["upsampler"] = saved_network(upsampler, "upsampler", "upsampler")
-        family = FAMILIES[type(self).__name__]
-        configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
-        check_parts(family, {"transformer": self.transformer.config, **configs})
-        dtypes = {"low_res": self.transformer.dtype, "upsampler": torch.float32}
-        networks: dict[str, Any] = {"upsampler": None}
-        for name, folder in found.items():
-            kind: Any = family.networks[name]
-            network = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True)
-            networks[name] = network.to(self._device_of(self.transformer)).eval()
-        self.register_modules(**networks)
+        networks = opened(low_res, upsampler, self.transformer)
+        self.register_modules(**{name: network and network.to(self.transformer.device) for name, network in networks.items()})
 
     @torch.no_grad()
     @outside_autocast

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,8 +19,12 @@ from vargen.decoding import Sampling, decode
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
+from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
+from vargen.pipelines.component_files import check_component, saved_network
+from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.parts import check_parts
 
 if TYPE_CHECKING:
     from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -70,6 +75,23 @@ class LlamaGenLowRes:
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
         return to_probs(self.upsampler(state.features, tokens[:, :N], known, position), state.sampling)
+
+
+def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer) -> dict[str, Any]:
+    """The networks `low_res` and `upsampler` (None without one) of folders, checked to belong to a transformer; see
+    `LlamaGenPipeline.load_low_res`."""
+    found: dict[str, Path] = {"low_res": saved_network(low_res, "transformer", "low_res")}
+    if upsampler is not None:
+        found["upsampler"] = saved_network(upsampler, "upsampler", "upsampler")
+    family = FAMILIES["LlamaGenPipeline"]
+    configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
+    check_parts(family, {"transformer": transformer.config, **configs})
+    dtypes = {"low_res": transformer.dtype, "upsampler": torch.float32}
+    networks: dict[str, Any] = {"upsampler": None}
+    for name, folder in found.items():
+        kind: Any = family.networks[name]
+        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True).eval()
+    return networks
 
 
 def enlarged(

@@ -6,6 +6,7 @@ A folder is asked before a weight of it is loaded, and the constructor for parts
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 from vargen.options import OPTIONS
@@ -28,6 +29,9 @@ def check_parts(
             conditions, the text encoder's features are of another width; see also `check_defaults`, `check_id2label`.
     """
     transformer = configs.get("transformer") or {}
+    if family.check is not None:
+        import_module(family.check).check_parts(configs, defaults)
+        return
     check_defaults(defaults, transformer.get("vocab_size"))
     check_id2label(id2label, transformer.get("num_classes") if transformer.get("condition") == "class" else None)
     styles = [] if prompt_styles is None else prompt_styles

@@ -22,6 +22,15 @@ def pipeline_class(name: str) -> type[VisualPipeline]:
     return getattr(import_module(FAMILIES[name].module), name)
 
 
+def family_of(name: Any) -> str:
+    """The family of a model, such as `"next-token"`, by its index alone.
+
+    Raises:
+        ValueError: see `vargen.pipelines.loading.indexed_folder`.
+    """
+    return pipeline_class(indexed_folder(name, None, {})[1]["_class_name"]).family
+
+
 def open_pipeline(name: Any, **options: Any) -> VisualPipeline:
     """Open a packaged model by name, a folder, or a model of the hub, of any family.
 

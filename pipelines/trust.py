@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vargen.pipelines.families import FAMILIES, REQUIRED, Class
+from vargen.pipelines.families import FAMILIES, Class
 
 # What any family's index may name, by component.
 CLASSES: dict[str, list[Class]] = {}
@@ -32,7 +32,7 @@ def check_options(options: Mapping[str, Any]) -> None:
 def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
     """Raise ValueError unless every component that an index names is of a class that it may be in its family."""
     classes = FAMILIES[index["_class_name"]].classes()
-    for component in REQUIRED:
+    for component in FAMILIES[index["_class_name"]].required:
         if component not in index:
             raise ValueError(f"{index_file} names no {component!r}; the folder is incomplete, download or convert it again")
     for component, value in index.items():

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from vargen.models.multi_scale_vq import MultiScaleVQModel
     from vargen.models.var import VARTransformer
     from vargen.models.vq import VQModel
+    from vargen.pipelines.causal_video import CausalVideoPipeline
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.registry import open_pipeline
     from vargen.pipelines.var import VARPipeline
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Accelerator",
+    "CausalVideoPipeline",
     "DecodeStats",
     "LlamaGenPipeline",
     "LlamaGenTransformer",
@@ -34,6 +36,7 @@ __all__ = [
 # Public name -> the module that defines it.
 _HOMES = {
     "Accelerator": "vargen.decoding",
+    "CausalVideoPipeline": "vargen.pipelines.causal_video",
     "DecodeStats": "vargen.decoding",
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
     "LlamaGenTransformer": "vargen.models.llamagen",

@@ -23,7 +23,7 @@ from vargen.decoding.by_cost import ByCost, Geometric, Growth
 from vargen.decoding.cost import pass_costs
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_model import TableLowRes, TableModel
 
 METHODS = {
     "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),
@@ -59,6 +59,7 @@ def test_fewer_passes_than_tokens_and_every_token_counted(method):
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_same_noise_draws_the_sequential_picture_at_any_window(width, coupling):
     model = TableModel(vocab=5, tokens=24, seed=3, rows=4)
+    model.low_res = TableLowRes(TableModel(vocab=5, tokens=24, seed=8, rows=4))
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(model, condition, seeds, "ar")
     for initial in INITIAL_DRAFTS:
@@ -326,7 +327,7 @@ def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_
 
 def test_presets_say_what_they_are():
     relaxed = [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"]
-    assert relaxed == ["gsd", "lantern-jacobi", "lantern"]
+    assert relaxed == ["gsd", "lantern-jacobi", "mulo", "wavefront", "lantern"]
     for preset in methods_of("next-token"):
         assert preset.summary and preset.source
         assert preset.topology in (None, "chain", "tree")

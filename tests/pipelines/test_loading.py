@@ -19,7 +19,7 @@ from transformers import T5Config, T5EncoderModel
 
 from vargen import LlamaGenPipeline, device
 from vargen.pipelines import loading
-from vargen.pipelines.base import DiffusionPipeline
+from vargen.pipelines.stored import DiffusionPipeline
 
 WEIGHTS = "diffusion_pytorch_model.safetensors"
 

@@ -12,7 +12,7 @@ from tiny_models import class_pipeline, text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.pipelines import llamagen, loading, trust
-from vargen.pipelines.base import DiffusionPipeline
+from vargen.pipelines.stored import DiffusionPipeline
 
 CODE = """
 open({marker!r}, "w").close()

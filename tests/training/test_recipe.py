@@ -7,12 +7,18 @@ import pytest
 from vargen.training.drafter_recipe import DrafterRecipe
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
 from vargen.training.recipe import PACKAGED, GeneratorRecipe, Schedule, ScorerRecipe, TokenizerRecipe, load_recipe
+from vargen.training.upsampler import UpsamplerRecipe
 from vargen.training.var_recipe import VARRecipe
+from vargen.training.video_recipe import PreviewRecipe, VideoRecipe, VideoVAERecipe
 
 
 def kind_of(name):
     """The kind of a packaged recipe, and a setting of every model of that kind."""
     told = {
+        "video-vae": (VideoVAERecipe, "latent_channels"),
+        "video-preview": (PreviewRecipe, "latent_channels"),
+        "video": (VideoRecipe, "dim"),
+        "upsampler": (UpsamplerRecipe, "blocks"),
         "var-tokenizer": (MultiScaleTokenizerRecipe, "codebook_size"),
         "tokenizer": (TokenizerRecipe, "codebook_size"),
         "scorer": (ScorerRecipe, "widths"),
@@ -28,7 +34,7 @@ def kind_of(name):
 def test_packaged_recipes_are_valid(name):
     kind, setting = kind_of(name)
     value = load_recipe(name, kind).model[setting]
-    assert value == 4096 or setting in ("widths", "depth", "above", "heads")
+    assert value == 4096 or setting not in ("codebook_size", "vocab_size")
 
 
 def test_a_file_and_its_overrides(tmp_path):

@@ -10,9 +10,24 @@ from tqdm import tqdm
 
 from vargen.cli.bench import prepare
 from vargen.cli.console import say, table
-from vargen.cli.options import Device, Dtype, Guidance, ModelName, Temperature, Threads, TopK, TopP, given_options
+from vargen.cli.generate_video import check_picture_options
+from vargen.cli.options import (
+    Device,
+    Dtype,
+    Guidance,
+    ModelName,
+    Temperature,
+    Threads,
+    TopK,
+    TopP,
+    check_range,
+    given_options,
+    makes_video,
+)
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
 from vargen.cli.subjects import read_prompts, say_names
+from vargen.cli.video_tables import VideoSetting, compared, video_writes
+from vargen.device import fix_threads
 from vargen.files import expanded
 
 if TYPE_CHECKING:
@@ -40,6 +55,9 @@ def compare(
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
+    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Blocks of a video. Default: the model's.")] = None,
+    tau: Annotated[float | None, typer.Option(metavar="X", help="Of methods for video that have a threshold.")] = None,
+    scorer: Annotated[str | None, typer.Option(metavar="NAME", help="Routes blocks of video. Default: emoji-scorer.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Threads = None,
@@ -54,6 +72,19 @@ def compare(
     inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
     check_apart({"output": [place], "json": [json_file], "plot": [plot_file]}, inputs)
     prompts = read_prompts(prompt_file)
+    if makes_video(model):
+        check_picture_options(
+            window=window, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, batch=batch != 1
+        )
+        check_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
+        fix_threads(threads)
+        setting = VideoSetting(model, None if methods is None else methods.split(","), num_blocks, tau, scorer, seed)
+        found = compared(setting, prompts, device, dtype)
+        write_each(video_writes(found, place, as_json, json_file, plot_file))
+        return
+    for name, value in (("num_blocks", num_blocks), ("tau", tau), ("scorer", scorer)):
+        if value is not None:
+            raise ValueError(f"{name} is for models of video")
     settings = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     chosen_methods = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])

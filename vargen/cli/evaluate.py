@@ -18,9 +18,11 @@ from vargen.cli.evaluation_options import (
     read_sampling,
     read_shard,
 )
-from vargen.cli.options import Device, Dtype, check_range, pick_device
+from vargen.cli.generate_video import check_picture_options
+from vargen.cli.options import Device, Dtype, check_range, makes_video, pick_device
 from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
 from vargen.cli.subjects import read_prompts
+from vargen.cli.video_tables import VideoSetting, evaluate_videos
 from vargen.files import expanded
 
 if TYPE_CHECKING:
@@ -192,6 +194,11 @@ def evaluate(
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
     json_file = result_file(as_json, ".json", "json")
+    if makes_video(model):
+        check_picture_options(classes=classes, resize=resize, reference=reference, shard=part[1] > 1, **sampling)
+        setting = VideoSetting(model, methods, seed=seed, judges=scorers, extractor=extractor)
+        evaluate_videos(setting, output, prompts, num, device, dtype, threads, as_json, json_file)
+        return
     place = pick_device(device)
     drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
     drawing.check()

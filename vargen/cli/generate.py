@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from vargen.cli.console import quiet_libraries, say
+from vargen.cli.generate_video import VideoOptions, check_picture_options, check_video_options, generate_videos
 from vargen.cli.options import (
     Device,
     Dtype,
@@ -23,6 +24,7 @@ from vargen.cli.options import (
     TopP,
     check_range,
     given_options,
+    makes_video,
     pick_device,
     pick_dtype,
 )
@@ -64,8 +66,8 @@ def generate(
         str | None,
         typer.Option(
             "--output", "-o", metavar="FILE|DIR",
-            help="A .png, .jpg or .webp file, overwritten if it exists, numbered from 1 for several images; or a folder, "
-            "which ends with / or has no suffix. Default: a free name in the current folder, made of prompt and seed.",
+            help="A .png, .jpg or .webp file (of video .mp4, .gif or .webp), overwritten if it exists, numbered from 1 for "
+            "several; or a folder, which ends with / or has no suffix. Default: a free name here, of prompt and seed.",
         ),
     ] = None,
     sheet: Annotated[
@@ -104,6 +106,11 @@ def generate(
     scorer: Annotated[
         str | None, typer.Option(metavar="NAME", help="Chooses the best; `vargen score --help` tells. Default: emoji-scorer.")
     ] = None,
+    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Blocks of a video. Default: the model's.")] = None,
+    tau: Annotated[
+        float | None, typer.Option(metavar="X", help="Threshold of drafted blocks of video, on the scorer's scale.")
+    ] = None,
+    motion: Annotated[int | None, typer.Option(metavar="N", help="Level of motion of a video, where known to it.")] = None,
     dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
     device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
     compile: Annotated[bool, typer.Option("--compile", help="Compile first, on a GPU; takes minutes.")] = False,
@@ -123,6 +130,24 @@ def generate(
     check_range(batch_size, "batch_size", 1)
     check_range(best_of, "best_of", 1)
     fix_threads(threads)
+    video = VideoOptions(num_blocks, tau, scorer, motion, image)
+    if makes_video(model):
+        check_picture_options(
+            class_label=class_label, mask=mask, strength=strength, sheet=sheet, compile=compile,
+            negative_prompt=negative_prompt, best_of=best_of > 1, **given,
+        )  # fmt: skip
+        quiet_libraries()
+
+        def pick(folder: Path) -> tuple[Any, Any]:
+            place = pick_device(device)
+            return place, pick_dtype(dtype, place, folder)
+
+        listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
+        generate_videos(
+            subjects, num_images, first, model, accelerator, output, video, pick, listed, as_json, quiet
+        )  # fmt: skip
+        return
+    check_video_options(video)
     chosen_device = pick_device(device)
     check_compile(compile, chosen_device)
     repeated = [subject for subject in subjects for _ in range(num_images)]

@@ -77,3 +77,14 @@ def check_range(value: int | None, name: str, low: int, high: int | None = None)
     if value is not None and (value < low or (high is not None and value > high)):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
+
+
+def makes_video(model: str) -> bool:
+    """By the index of the model's folder alone; what is wrong with a folder is said later."""
+    from vargen.decoding import Routing
+    from vargen.pipelines.registry import family_of
+
+    try:
+        return family_of(model) == Routing.family
+    except ValueError:
+        return False

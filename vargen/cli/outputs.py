@@ -46,14 +46,16 @@ def slug(text: str) -> str:
     return f"image-{short}" if short in _RESERVED else short or "image"
 
 
-def targets(output: str | None, stems: list[str], name: str = "output") -> list[Target]:
+def targets(
+    output: str | None, stems: list[str], name: str = "output", formats: Iterable[str] = tuple(FORMATS), usual: str = ".png"
+) -> list[Target]:
     """The file of each image; `stems` name those that the user does not name.
 
     `output` is a folder if it exists as one, ends with a separator or has no suffix; else a file, numbered from 1 when
     there are several images. None is the current folder.
 
     Args:
-        name: of the option, for errors.
+        name: of the option, for errors. formats: suffixes that a file may have. usual: that of files in a folder.
 
     Raises:
         ValueError: for a suffix of no known format, or a place that cannot be written.
@@ -61,10 +63,10 @@ def targets(output: str | None, stems: list[str], name: str = "output") -> list[
     if output is None or _is_folder(output, name):
         folder = expanded(output or ".", name)
         check_writable(folder, name)
-        return [Target(folder / f"{stem}.png", named=False) for stem in stems]
+        return [Target(folder / f"{stem}{usual}", named=False) for stem in stems]
     path = expanded(output, name)
-    known = ", ".join(suffix[1:] for suffix in FORMATS)
-    if path.suffix.lower() not in FORMATS:
+    known = ", ".join(suffix[1:] for suffix in formats)
+    if path.suffix.lower() not in formats:
         raise ValueError(f"{name} must be a folder (end it with {os.sep}) or a file ending in one of {known}, got {output!r}")
     if len(os.fsencode(path.name)) > _LONGEST_NAME:
         raise ValueError(f"{name} must have a name of at most {_LONGEST_NAME} bytes, got {len(os.fsencode(path.name))}")
@@ -236,6 +238,16 @@ def not_written(name: str, error: Exception) -> str:
     return f"error: {name} was not written: {reason}"
 
 
+def free_path(target: Target) -> Path:
+    """Where to write: a name that the user did not give gets a number where it is taken."""
+    path = target.path
+    for number in itertools.count(2):
+        if target.named or not os.path.lexists(path):
+            break
+        path = target.path.with_name(f"{target.path.stem}-{number}{target.path.suffix}")
+    return path
+
+
 def save_image(image: Any, target: Target, parameters: dict[str, Any]) -> Path:
     """Write a PIL image whole or not at all; returns where. PNG files carry `parameters` as JSON in a text chunk `vargen`.
 
@@ -243,11 +255,7 @@ def save_image(image: Any, target: Target, parameters: dict[str, Any]) -> Path:
     """
     from PIL.PngImagePlugin import PngInfo
 
-    path = target.path
-    for number in itertools.count(2):
-        if target.named or not os.path.lexists(path):
-            break
-        path = target.path.with_name(f"{target.path.stem}-{number}{target.path.suffix}")
+    path = free_path(target)
     kind, options = FORMATS[path.suffix.lower()]
     if kind == "PNG":
         chunk = PngInfo()

@@ -15,6 +15,10 @@ from vargen.decoding.acceptance import (
     shared_noise,
     traversal,
 )
+from vargen.decoding.aggregators import LowerQuantile, last, lowest, mean
+from vargen.decoding.block_stats import BlockRow, BlockStats
+from vargen.decoding.blocks import Block, BlockDecoder, BlockStream, NonFiniteLatentsError, View, decode_blocks
+from vargen.decoding.commits import Eager, Lazy, Window
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
 from vargen.decoding.drafters import (
@@ -31,8 +35,19 @@ from vargen.decoding.drafters import (
 )
 from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.policies import (
+    Budget,
+    Chance,
+    RelativeToFirst,
+    Replay,
+    RunningQuantile,
+    Stride,
+    Threshold,
+    Unscored,
+)
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, Drafter, ScaleModel, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, BlockModel, Drafter, ScaleModel, TokenModel
+from vargen.decoding.routing import Routing
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import LEFT_OUT
@@ -51,11 +66,20 @@ __all__ = [
     "Adaptive",
     "Auto",
     "AutoTree",
+    "Block",
+    "BlockDecoder",
+    "BlockModel",
+    "BlockRow",
+    "BlockStats",
+    "BlockStream",
+    "Budget",
+    "Chance",
     "DecodeStats",
     "Decoded",
     "Draft",
     "Drafter",
     "DynamicTree",
+    "Eager",
     "Eagle",
     "FeatureHeads",
     "FeatureModel",
@@ -64,11 +88,14 @@ __all__ = [
     "Jacobi",
     "JacobiTree",
     "LayerSkip",
+    "Lazy",
     "Lookup",
+    "LowerQuantile",
     "Medusa",
     "Method",
     "Neighbourhood",
     "Noise",
+    "NonFiniteLatentsError",
     "NonFiniteLogitsError",
     "Output",
     "Pooled",
@@ -76,7 +103,11 @@ __all__ = [
     "Purpose",
     "Ratio",
     "Recycle",
+    "RelativeToFirst",
     "Relaxed",
+    "Replay",
+    "Routing",
+    "RunningQuantile",
     "Sampling",
     "ScaleModel",
     "Schedule",
@@ -85,16 +116,25 @@ __all__ = [
     "Stage",
     "StaticTree",
     "Step",
+    "Stride",
+    "Threshold",
     "TokenModel",
     "Tree",
     "Typical",
+    "Unscored",
     "Verdict",
+    "View",
     "Wavefront",
+    "Window",
     "acceptance_rule",
     "decode",
+    "decode_blocks",
     "decode_scales",
     "exact",
     "k_seq",
+    "last",
+    "lowest",
+    "mean",
     "methods_of",
     "recursive_rejection",
     "resolve_accelerator",

@@ -11,6 +11,7 @@ Shape suffixes: B images, T positions, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import sys
 from dataclasses import dataclass, replace
 from enum import IntEnum
@@ -36,6 +37,7 @@ class Purpose(IntEnum):
     REDRAW = 5
     CHOICE = 6
     LOW_RES = 7  # of the low-resolution picture beside it
+    LATENT = 8  # of a block of video: step 0 is what it starts from, step k what is added again before its step k
 
 
 def _signed(value: int, bits: int = 64) -> int:
@@ -153,6 +155,19 @@ def exponential(
 ) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
     return _exponential(_keys(seeds, position, purpose, step), vocab)
+
+
+def gaussian(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
+    """Standard normal noise, float32 `[B, count]`, of seeds int64 `[B]`: a function of seed, block of a video and step alone.
+
+    By the transform of Box and Muller (1958), from 31 bits each: at most 6.7 in size.
+    """
+    position = torch.full((len(seeds), 1), block, dtype=torch.int64, device=seeds.device)
+    keys = _keys(seeds, position, Purpose.LATENT, step)
+    half = (count + 1) // 2
+    first, second = _unit_(_lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
+    radius, angle = first.log().mul_(-2).sqrt_(), second * (2 * math.pi)
+    return torch.cat([radius * angle.cos(), radius * angle.sin()], 1)[:, :count]
 
 
 def _exponential(keys: Tensor, vocab: int) -> Tensor:

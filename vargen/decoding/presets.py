@@ -19,12 +19,14 @@ from vargen.decoding.drafters import (
     Wavefront,
 )
 from vargen.decoding.naming import nearest
+from vargen.decoding.policies import Budget, Chance, RelativeToFirst, RunningQuantile, Stride, Threshold, Unscored
+from vargen.decoding.routing import Routing
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree
 from vargen.values import shown
 
 DEFAULT = "auto"  # what pipelines, page and command draw with
-Method = Accelerator | Schedule
+Method = Accelerator | Schedule | Routing
 PRESETS: dict[str, Method] = {
     preset.name: preset
     for preset in (
@@ -203,6 +205,69 @@ PRESETS: dict[str, Method] = {
             summary="the last scale without guidance, at half its work",
             source="as plain",
         ),
+        Routing(
+            name="target",
+            summary="every block by the large model: the baseline",
+            source="Huang et al. 2025, Self Forcing, arXiv 2506.08009",
+        ),
+        Routing(
+            name="draft",
+            policy=Unscored(draft=True),
+            forced=(),
+            summary="every block by the small model: the other end",
+            source="as target",
+        ),
+        Routing(
+            name="sdvg",
+            policy=Threshold(),
+            summary="the small model drafts; a block whose worst frame scores below tau is the large model's",
+            source="Hu and Zhang 2026, SDVG, arXiv 2604.17397, with lazy commits",
+        ),
+        Routing(
+            name="sdvg-relative",
+            policy=RelativeToFirst(),
+            summary="sdvg whose threshold is the score of the large model's first block, less delta",
+            source="as sdvg",
+        ),
+        Routing(
+            name="sdvg-quantile",
+            policy=RunningQuantile(),
+            summary="sdvg that refuses the worst share of the latest drafts",
+            source="as sdvg",
+        ),
+        Routing(
+            name="sdvg-budget",
+            policy=Budget(),
+            summary="sdvg whose tau is moved until a share of the drafts is accepted",
+            source="as sdvg",
+        ),
+        Routing(
+            name="sdvg-capped",
+            policy=Threshold(),
+            longest_run=3,
+            off_after=4,
+            summary="sdvg with at most three drafts in a row, and none after four refusals",
+            source="as sdvg",
+        ),
+        Routing(
+            name="sdvg-refine",
+            policy=Threshold(),
+            refine=2,
+            summary="sdvg whose refused drafts are noised, and finished by the large model's last steps",
+            source="as sdvg, and Meng et al. 2021, SDEdit, arXiv 2108.01073",
+        ),
+        Routing(
+            name="stride",
+            policy=Stride(),
+            summary="every third block by the large model, unseen: what a scorer must beat",
+            source="StrideAR, a public model card",
+        ),
+        Routing(
+            name="chance",
+            policy=Chance(),
+            summary="a share of the blocks by the small model, by coins: what a scorer must beat",
+            source="the ablation of SDVG",
+        ),
     )
 }
 
@@ -218,6 +283,8 @@ def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator: ...
 def resolve_accelerator(accelerator: str | Method, family: Literal["next-token"]) -> Accelerator: ...
 @overload
 def resolve_accelerator(accelerator: str | Method, family: Literal["next-scale"]) -> Schedule: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["video-block"]) -> Routing: ...
 @overload
 def resolve_accelerator(accelerator: str | Method, family: str) -> Any: ...
 def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.family) -> Any:
@@ -235,8 +302,8 @@ def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.fam
         if accelerator not in PRESETS:
             raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, names)}")
         accelerator = PRESETS[accelerator]
-    if not isinstance(accelerator, Accelerator | Schedule):
-        wanted = "an Accelerator" if family == Accelerator.family else "a Schedule"
+    if not isinstance(accelerator, Accelerator | Schedule | Routing):
+        wanted = {Accelerator.family: "an Accelerator", Schedule.family: "a Schedule"}.get(family, "a Routing")
         raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
     if accelerator.family != family:
         raise ValueError(

@@ -99,7 +99,7 @@ class Run:
     def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
         self.total, self.callback = total, callback
         self.passes, self.finished, self.stopped = 0, False, False
-        self._clock, self._watch = _Clock(device, profile), _Watch(device)
+        self._clock, self._watch = Clock(device, profile), _Watch(device)
 
     @property
     def timed_by_part(self) -> bool:
@@ -109,12 +109,8 @@ class Run:
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """What the block takes counts as `name`."""
-        if not self._clock.detailed:
+        with self._clock.part(name):
             yield
-            return
-        start = self._clock.now()
-        yield
-        self._clock.parts[name] += self._clock.now() - start
 
     def record(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
         """A pass is over.
@@ -146,8 +142,14 @@ class Run:
         stats.seconds, stats.seconds_by_part = self._clock.now() - self._clock.started, dict(self._clock.parts)
 
 
-class _Clock:
-    """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to."""
+class Clock:
+    """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to.
+
+    Attributes:
+        timer: seconds from some start; a measurement on a busy machine may set that of the process.
+    """
+
+    timer = staticmethod(time.perf_counter)
 
     def __init__(self, device: torch.device, profile: bool):
         self.device = device
@@ -155,10 +157,20 @@ class _Clock:
         self.parts: dict[str, float] = defaultdict(float)
         self.started = self.now()
 
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """What the block takes counts as `name`."""
+        if not self.detailed:
+            yield
+            return
+        start = self.now()
+        yield
+        self.parts[name] += self.now() - start
+
     def now(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        return time.perf_counter()
+        return self.timer()
 
 
 _AHEAD = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more

@@ -25,6 +25,7 @@ from vargen.decoding import (
     Method,
     Noise,
     Purpose,
+    Routing,
     Sampling,
     Schedule,
     Stage,
@@ -180,6 +181,8 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
     """
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
+    if isinstance(accelerator, Routing):
+        raise ValueError(f"accelerator {accelerator.name!r} is for video: latents have no probabilities to enumerate")
     cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
     wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
     if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":
@@ -190,7 +193,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
     return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
 
 
-def _fitted(method: Method, case: Case | ScaleCase) -> Method:
+def _fitted(method: Accelerator | Schedule, case: Case | ScaleCase) -> Method:
     """The method, cut to the case's model."""
     return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
 

@@ -55,8 +55,9 @@ class KVCache:
         # For kernels a slot of a width such as 100 begins at 16 bytes or a multiple, in memory that is whole lines.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
         shape = (layers, rows, heads, self.slots, room)
-        self.k = torch.zeros(shape, dtype=dtype, device=device)[..., :head_dim]
-        self.v = torch.zeros(shape, dtype=dtype, device=device)[..., :head_dim]
+        self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
+        if room > head_dim:
+            self.k, self.v = self.k[..., :head_dim], self.v[..., :head_dim]
         self._done = torch.zeros(rows if self.fused else 0, dtype=torch.int32, device=device)
         self.prefix_bias = torch.zeros(rows, prefix, device=device)
         self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []

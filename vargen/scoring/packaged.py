@@ -86,7 +86,9 @@ class PackagedScorer(BatchedScorer):
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         image = self.embed_images(images)
         scale = self.model.pair_scale.exp().clamp(max=100)
-        fits = scale * (image * self.embed_captions(prompts)).sum(-1)
+        different = list(dict.fromkeys(prompts))  # the frames of a video have one prompt
+        captions = self.embed_captions(different)[[different.index(prompt) for prompt in prompts]]
+        fits = scale * (image * captions).sum(-1)
         if self.fixed is not None:
             return fits - (scale * image @ self.fixed.T).mean(1)
         return fits + self.model.pair_bias

@@ -1,0 +1,230 @@
+"""Policies for video at equal time, on the synthetic pair whose gap is known, or on a packaged pair.
+
+    OMP_NUM_THREADS=1 python benchmarks/video.py --output benchmarks/video_NAME_DATE
+    OMP_NUM_THREADS=1 python benchmarks/video.py --model emoji-video --prompt-file FILE --output ...
+
+Each policy is run over a range of its one setting. Runs take turns, so that other work slows all alike. Writes OUTPUT.json,
+OUTPUT.md and OUTPUT.png: quality against time, a table at equal times, and measured seconds beside those that the cost model
+predicts of passes and verdicts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from vargen.decoding import PRESETS, BlockStats, Chance, Lazy, RelativeToFirst, Routing, RunningQuantile, Stride, Threshold
+from vargen.decoding.block_cost import BlockCosts, measured_costs
+from vargen.decoding.block_stats import mean_acceptance
+from vargen.decoding.blocks import decode_blocks
+from vargen.decoding.run import Clock
+from vargen.evaluation.machine import describe_machine
+from vargen.evaluation.synthetic_video import SyntheticDecoder, noisy_score, quality, synthetic_pair
+from vargen.scoring.protocol import checked_scores
+
+SPEEDUPS = (1.3, 1.6, 1.9, 2.1, 2.4)
+
+
+@dataclass
+class Point:
+    """One method over all videos."""
+
+    policy: str
+    setting: str
+    method: Routing
+    runs: list[BlockStats] = field(default_factory=list)
+    quality: list[float] = field(default_factory=list)
+
+
+def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
+    """The policies, each over its setting."""
+    base = replace(PRESETS["sdvg"], commit=Lazy())
+    found = [Point("target", "", PRESETS["target"]), Point("draft", "", PRESETS["draft"])]
+    found += [Point("threshold", f"{tau:g}", replace(base, policy=Threshold(tau))) for tau in thresholds]
+    found += [Point("capped", f"{tau:g}", replace(base, policy=Threshold(tau), longest_run=6)) for tau in thresholds]
+    found += [Point("relative", f"{d:g}", replace(base, policy=RelativeToFirst(d))) for d in deltas]
+    shares = (0.05, 0.15, 0.3, 0.45, 0.6)
+    found += [Point("quantile", f"{share:g}", replace(base, policy=RunningQuantile(share))) for share in shares]
+    found += [Point("stride", f"{every}", replace(base, policy=Stride(every))) for every in (2, 3, 4, 6, 10)]
+    found += [Point("chance", f"{share:g}", replace(base, policy=Chance(share))) for share in (0.5, 0.65, 0.75, 0.85, 0.95)]
+    return found
+
+
+def synthetic(preview: bool, blocks: int) -> Callable[[Routing, int], tuple[BlockStats, float]]:
+    """Runs a method on the synthetic pair; quality is known exactly."""
+    model, full, cheap = synthetic_pair(), SyntheticDecoder(36), SyntheticDecoder(2) if preview else None
+
+    def run(method: Routing, seed: int) -> tuple[BlockStats, float]:
+        score = noisy_score(seed) if method.policy.scored or method.policy.reference else None
+        stream = decode_blocks(model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score)
+        found = [quality(seed, block.number, block.latents) for block in stream]
+        return stream.stats, statistics.mean(found)
+
+    return run
+
+
+def packaged(name: str, prompts: list[str], blocks: int) -> Callable[[Routing, int], tuple[BlockStats, float]]:
+    """Runs a method on a model's own pair; quality is the mean score of all frames."""
+    from vargen.pipelines.registry import open_pipeline
+
+    pipe = open_pipeline(name)
+    scorer = pipe.frame_scorer().scorer
+
+    def run(method: Routing, seed: int) -> tuple[BlockStats, float]:
+        prompt = prompts[seed % len(prompts)]
+        stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed))
+        frames = torch.cat([block.frames for block in stream])
+        return stream.stats, float(checked_scores(scorer, frames, [pipe.read_prompt(prompt).text] * len(frames)).mean())
+
+    return run
+
+
+def measured(found: list[Point], run: Callable[[Routing, int], tuple[BlockStats, float]], videos: int) -> list[BlockCosts]:
+    """Run all, taking turns; what the parts of a block cost, by video: a machine that others use changes its speed."""
+    costs = []
+    for seed in range(videos):
+        for place in range(len(found)):
+            point = found[(place + seed) % len(found)]
+            stats, value = run(point.method, seed)
+            point.runs.append(stats)
+            point.quality.append(value)
+        own = {point.policy: [point.runs[-1]] for point in found}
+        refused = [point.runs[-1] for point in found if point.method.policy.scored]
+        costs.append(measured_costs(own["target"], own["draft"], refused))
+    return costs
+
+
+def median_costs(costs: list[BlockCosts]) -> BlockCosts:
+    """Part by part."""
+    found = {name: [getattr(each, name) for each in costs] for name in vars(costs[0])}
+    return BlockCosts(**{name: None if None in values else statistics.median(values) for name, values in found.items()})
+
+
+def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts]) -> list[dict[str, object]]:
+    """A row of numbers for each point. `modelled` seconds are those of the cost model: equal work is equal time; what is
+    predicted of a video is by the costs `each` of its own turn."""
+    base = statistics.mean(costs.predicted(run, False) for run in found[0].runs)
+    low, high = (statistics.mean(point.quality) for point in (found[1], found[0]))
+    table = []
+    for point in found:
+        modelled = statistics.mean(costs.predicted(run, point.method.policy.scored) for run in point.runs)
+        table.append({
+            "policy": point.policy,
+            "setting": point.setting,
+            "seconds": statistics.median(run.seconds for run in point.runs),
+            "modelled": modelled,
+            "speedup": base / modelled,
+            "acceptance": mean_acceptance(point.runs),
+            "quality": statistics.mean(point.quality),
+            "retained": (statistics.mean(point.quality) - low) / (high - low),
+            "predicted_over_measured": statistics.median(
+                own.predicted(run, point.method.policy.scored) / run.seconds for own, run in zip(each, point.runs, strict=True)
+            ),
+        })  # fmt: skip
+    return table
+
+
+def at_equal_time(table: list[dict], policy: str, speedup: float) -> float | None:
+    """Retained quality of a policy at a speedup, between its settings; None outside of their range."""
+    line = sorted((row["speedup"], row["retained"]) for row in table if row["policy"] in (policy, "target", "draft"))
+    own = [row["speedup"] for row in table if row["policy"] == policy]
+    if not own or not min(own) <= speedup <= max(own):
+        return None
+    return float(np.interp(speedup, [x for x, _ in line], [y for _, y in line]))
+
+
+def report(table: list[dict], costs: BlockCosts, about: dict) -> str:
+    """The tables as Markdown."""
+    policies = [name for name in dict.fromkeys(row["policy"] for row in table) if name not in ("target", "draft")]
+    head = "| policy | " + " | ".join(f"{speedup:g}x" for speedup in SPEEDUPS) + " |\n|---|" + "---|" * len(SPEEDUPS)
+    equal = [[at_equal_time(table, name, speedup) for speedup in SPEEDUPS] for name in policies]
+    lines = [f"| {name} | " + " | ".join("" if v is None else f"{100 * v:.0f} %" for v in values) + " |"
+             for name, values in zip(policies, equal, strict=True)]  # fmt: skip
+    full = [
+        f"| {row['policy']} {row['setting']} | {row['seconds']:.3f} | {row['modelled']:.3f} "
+        f"| {row['predicted_over_measured']:.2f} | {row['speedup']:.2f} "
+        f"| {'' if row['acceptance'] is None else format(row['acceptance'], '.2f')} | {row['quality']:.4f} "
+        f"| {100 * row['retained']:.0f} % |"
+        for row in table
+    ]
+    parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in vars(costs).items() if value is not None)
+    machine = about["machine"]
+    return f"""# Video: policies at equal time, {about['pair']}
+
+{machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}, torch {machine['torch']};
+seconds of the processor; {about['videos']} videos of {about['blocks']} blocks. Command: `{about['command']}`.
+
+Milliseconds of a block: {parts}. Break-even acceptance {100 * costs.break_even(4):.0f} %.
+
+Quality kept (0 %: the drafter's, 100 %: the target's) at equal time by the cost model, between settings of each policy:
+
+{head}
+{chr(10).join(lines)}
+
+All settings. Modelled: by the cost model, from passes and verdicts; p/m: the median of modelled over measured seconds of a
+video.
+
+| policy, setting | s/video, median | modelled | p/m | speedup | accepted | quality | kept |
+|---|---|---|---|---|---|---|---|
+{chr(10).join(full)}
+"""
+
+
+def plot(table: list[dict], path: Path) -> None:
+    """Quality against speedup, a line for each policy."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axis = figure.subplots()
+    for policy in dict.fromkeys(row["policy"] for row in table):
+        line = sorted((row["speedup"], 100 * row["retained"]) for row in table if row["policy"] == policy)
+        axis.plot([x for x, _ in line], [y for _, y in line], "o-" if len(line) > 1 else "s", label=policy, markersize=4)
+    axis.set(xlabel="speedup over the target alone (cost model)", ylabel="quality kept, %")
+    axis.grid(alpha=0.3)
+    axis.legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", required=True, help="files to write, without suffix")
+    parser.add_argument("--model", help="a packaged pair, instead of the synthetic one")
+    parser.add_argument("--prompt-file", type=Path)
+    parser.add_argument("--videos", type=int, default=12)
+    parser.add_argument("--blocks", type=int, default=24)
+    parser.add_argument("--preview", action="store_true", help="score on cheap previews (synthetic pair)")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    Clock.timer = staticmethod(time.process_time)  # what other programs take does not count
+    if given.model:
+        prompts = [line for line in given.prompt_file.read_text("utf-8").splitlines() if line.strip()]
+        run, found = packaged(given.model, prompts, given.blocks), points([-4, -2, -1, 0, 1, 2], [0.25, 0.5, 1, 2])
+    else:
+        thresholds, deltas = [-0.6, -0.45, -0.3, -0.2, -0.14, -0.1], [0.1, 0.15, 0.25, 0.4, 0.6]
+        run, found = synthetic(given.preview, given.blocks), points(thresholds, deltas)
+    each = measured(found, run, given.videos)
+    costs = median_costs(each)
+    table = rows(found, costs, each)
+    words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model)), *(["--preview"] * given.preview)]
+    about = {
+        "pair": given.model or ("synthetic pair, cheap previews" if given.preview else "synthetic pair"),
+        "machine": describe_machine(), "videos": given.videos, "blocks": given.blocks,
+        "command": " ".join([*words, f"--videos {given.videos} --blocks {given.blocks} --output ..."]),
+    }  # fmt: skip
+    output = Path(given.output)
+    output.with_suffix(".json").write_text(json.dumps({"about": about, "costs": vars(costs), "rows": table}, indent=1) + "\n")
+    output.with_suffix(".md").write_text(report(table, costs, about))
+    plot(table, output.with_suffix(".png"))
+    print(output.with_suffix(".md").read_text())
+
+
+if __name__ == "__main__":
+    main()

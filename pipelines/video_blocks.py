@@ -1,0 +1,132 @@
+"""A `CausalVideoTransformer` as the block loop sees it: prompts, guidance rows, caches and timesteps.
+
+Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from vargen.decoding.flow import TIMESTEPS, clean_from
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.condition import Condition
+from vargen.models.video_cache import TextCache, VideoCache
+
+
+@dataclass
+class BlockState:
+    """A video in one model: its cache, and its prompt's keys and values (the row without prompt second, where it is guided)."""
+
+    cache: VideoCache
+    text: TextCache
+
+
+class VideoBlocks:
+    """See `vargen.decoding.BlockModel`.
+
+    Args:
+        levels: noise level of each step; see `vargen.decoding.flow.warped_levels`.
+        fresh_noise: see `BlockModel`.
+        guidance_scale: 1 runs the prompt alone; distilled models need no more.
+        null: condition of the unguided row; needed for another scale.
+        window: most latent frames that a block sees, its own and the sinks among them; None for all. sinks: first frames of
+            the video that stay visible.
+        motion: level of motion that is asked for, where the network knows levels; None for any.
+        draft_model: a smaller model of the same latents.
+        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+
+    Raises:
+        ValueError: for guidance without `null`.
+    """
+
+    def __init__(
+        self,
+        transformer: CausalVideoTransformer,
+        levels: Sequence[float],
+        *,
+        fresh_noise: bool = True,
+        guidance_scale: float = 1.0,
+        null: Condition | None = None,
+        window: int | None = None,
+        sinks: int = 0,
+        motion: int | None = None,
+        draft_model: VideoBlocks | None = None,
+        device: torch.device | None = None,
+    ):
+        if guidance_scale != 1 and null is None:
+            raise ValueError(f"null must be given with guidance_scale {guidance_scale}")
+        self.transformer, self.levels, self.fresh_noise = transformer, tuple(levels), fresh_noise
+        self.guidance_scale, self.null = guidance_scale, null
+        self.window, self.sinks, self.motion, self.draft_model = window, sinks, motion, draft_model
+        self.device = device or transformer.device
+        geometry = transformer.geometry
+        self.block_shape = (geometry.block_frames, geometry.channels, geometry.height, geometry.width)
+
+    @property
+    def rows(self) -> int:
+        """Of every pass."""
+        return 1 if self.guidance_scale == 1 else 2
+
+    @property
+    def cost_key(self) -> str:
+        """What the seconds of a pass depend on, beside machine: sizes and dtype, not the values of weights."""
+        config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
+        sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        dtype = str(self.transformer.dtype).removeprefix("torch.")
+        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.rows} rows, window {self.window}"
+
+    def start(self, condition: Condition, frames: int) -> BlockState:
+        window = None if self.window is None or self.window >= frames else self.window
+        cache = self.transformer.new_cache(
+            self.rows, frames, window=window, sinks=0 if window is None else self.sinks, device=self.device
+        )
+        return BlockState(cache, self._text(condition))
+
+    def switch(self, state: BlockState, condition: Condition) -> None:
+        state.text = self._text(condition)
+
+    def _text(self, condition: Condition) -> TextCache:
+        rows, valid = [], []
+        for each in (condition, self.null)[: self.rows]:
+            assert each is not None and each.caption_embeds is not None
+            rows.append(each.caption_embeds)
+            shape = each.caption_embeds.shape[:2]
+            valid.append(torch.ones(shape, dtype=torch.bool) if each.caption_mask is None else each.caption_mask.bool())
+        longest = max(part.shape[1] for part in rows)
+        padded = torch.cat([pad(part, (0, 0, 0, longest - part.shape[1])).to(self.device) for part in rows])
+        mask = torch.cat([pad(part, (0, longest - part.shape[1])).to(self.device) for part in valid])
+        levels = None if self.motion is None else torch.full((self.rows,), self.motion, device=self.device)
+        if levels is not None and self.rows == 2:
+            levels[1] = self.transformer.config.motion_levels  # guidance leads away from any motion
+        return self.transformer.text_cache(padded, mask, levels)
+
+    def room(self, state: BlockState) -> int:
+        return max(state.cache.room(), self.block_shape[0])
+
+    def forward(
+        self, state: BlockState, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0
+    ) -> Tensor | None:
+        cache = state.cache
+        held = sum(part.shape[1] for part in clean)
+        latents = torch.cat([*clean, *(() if noisy is None else (noisy,))], 1)
+        cache.begin(latents.shape[1])
+        steps = torch.zeros(self.rows, latents.shape[1], device=self.device)
+        steps[:, held:] = level * TIMESTEPS
+        velocity = self.transformer(latents.expand(self.rows, -1, -1, -1, -1), steps, state.text, cache)
+        cache.commit(held)
+        if noisy is None:
+            return None
+        velocity = velocity[:, held:].float()
+        if self.rows == 2:
+            with_prompt, without = velocity.chunk(2)
+            velocity = without + self.guidance_scale * (with_prompt - without)
+        return clean_from(noisy, velocity, level)
+
+

@@ -1,0 +1,96 @@
+"""Whether the parts of a video model belong together, by their configurations, and what its `defaults` may be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any
+
+from vargen.decoding.policies import check_threshold
+from vargen.models.causal_video import geometry_of
+from vargen.values import real, shown, whole
+
+# What `defaults` may say, and what counts where it does not.
+USUAL: dict[str, Any] = {
+    "levels": None,  # of the steps; None: those of the distilled models
+    "euler": False,  # follow the velocity instead of noising each estimate anew
+    "guidance": 1.0,
+    "num_blocks": 8,
+    "tau": None,  # None: the method's own
+    "window": None,
+    "sinks": 0,
+    "caption_rows": 64,
+}
+
+
+class _Config:
+    def __init__(self, values: Mapping[str, Any]):
+        self.__dict__.update(values)
+
+
+def check_parts(configs: Mapping[str, Any], defaults: Any) -> None:
+    """Raise ValueError unless networks are of one latent space, drafter and target take the same text, and defaults are such.
+
+    Args:
+        configs: by component, None for one that is not there. defaults: of the pipeline.
+    """
+    check_defaults(defaults)
+    target, draft = configs.get("transformer"), configs.get("draft_transformer")
+    if not target:
+        return
+    geometry = geometry_of(_Config(target))
+    if draft:
+        other = geometry_of(_Config(draft))
+        if not geometry.same_latents(other):
+            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+        for name in ("text_dim", "motion_levels"):
+            if draft[name] != target[name]:
+                raise ValueError(
+                    f"draft_transformer and transformer do not belong together: {name} is {draft[name]!r} and {target[name]!r}"
+                )
+    for part, name in (("vae", "latent_channels"), ("preview_decoder", "latent_channels")):
+        config = configs.get(part)
+        if config and name in config and config[name] != geometry.channels:
+            raise ValueError(
+                f"{part} and transformer do not belong together: {name} of the {part} is {config[name]!r}, channels of the "
+                f"transformer are {geometry.channels}"
+            )
+    vae = configs.get("vae")
+    if vae and "size" in vae and (vae["size"], vae["size"]) != geometry.pixel_size:
+        raise ValueError(
+            f"vae and transformer do not belong together: frames of the vae are {vae['size']} pixels square, the transformer's "
+            f"latents are of frames {list(geometry.pixel_size)}"
+        )
+    encoder: Any = configs.get("text_encoder")
+    width = encoder.get("hidden_size") if isinstance(encoder, Mapping) else getattr(encoder, "d_model", None)
+    if isinstance(width, int) and width != target["text_dim"]:
+        raise ValueError(
+            f"text_encoder and transformer do not belong together: the encoder's features are {width} wide, the transformer "
+            f"takes {target['text_dim']} (text_dim)"
+        )
+
+
+def check_defaults(defaults: Any) -> None:
+    """Raise ValueError unless it is None or a dict of settings of drawing."""
+    if defaults is None:
+        return
+    if not isinstance(defaults, dict) or any(name not in USUAL for name in defaults):
+        raise ValueError(f"defaults must be a dict of {', '.join(USUAL)}, or None, got {shown(defaults)}")
+    given = {name: value for name, value in defaults.items() if value is not None}
+    levels = given.get("levels", [1.0])
+    numbers = [real(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
+    falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
+    if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
+        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {shown(levels)}")
+    if not isinstance(given.get("euler", False), bool):
+        raise ValueError(f"defaults: euler must be true or false, got {shown(given['euler'])}")
+    guidance = real(given.get("guidance", 1.0))
+    if guidance is None or guidance < 0:
+        raise ValueError(f"defaults: guidance must be a number of at least 0, got {shown(given['guidance'])}")
+    for name, least in (("num_blocks", 1), ("window", 1), ("sinks", 0), ("caption_rows", 1)):
+        if name in given and whole(given[name], least) is None:
+            raise ValueError(f"defaults: {name} must be a whole number of at least {least}, got {shown(given[name])}")
+    try:
+        check_threshold(given.get("tau", 0.0))
+    except TypeError as error:
+        raise ValueError(f"defaults: {error}") from error

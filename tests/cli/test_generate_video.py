@@ -1,0 +1,69 @@
+"""`vargen generate` with a model of video, and the other family's options refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from typer.testing import CliRunner
+
+from tests.support.tiny_video_folder import video_folder
+from vargen.cli.main import app
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(video_folder(tmp_path_factory.mktemp("runs")))
+
+
+def run(*words: str):
+    return CliRunner().invoke(app, ["generate", *words, "--threads", "1"])
+
+
+def test_a_prompt_becomes_a_looping_file(model: str, tmp_path: Path) -> None:
+    found = run("a cat", "--model", model, "-o", str(tmp_path / "cat.webp"), "--seed", "5", "--num-blocks", "2", "--json")
+    assert found.exit_code == 0, found.output
+    said = json.loads(found.stdout)
+    (video,) = said["videos"]
+    assert said["fps"] == 12 and video["seed"] == 5 and len(video["stats"]["blocks"]) == 2
+    with Image.open(tmp_path / "cat.webp") as picture:
+        assert picture.n_frames == 4
+
+
+def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
+    words = ("a cat", "a dog", "--model", model, "-o", f"{tmp_path}/out/", "--seed", "1", "--accelerator", "stride", "-q")
+    found = run(*words, "--num-blocks", "1")
+    assert found.exit_code == 0, found.output
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["a-cat-1.webp", "a-dog-2.webp"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("-o", "cat.png"), "mp4, gif, webp"),
+        (("--accelerator", "sjd"), "next-token"),
+        (("--tau", "nan"), "tau"),
+        (("--tau", "1", "--accelerator", "stride"), "tau must be left out"),
+        (("--num-blocks", "0"), "num_blocks"),
+        (("--top-k", "5"), "top_k is for models of pictures"),
+        (("--sheet", "a.png"), "sheet is for models of pictures"),
+        (("--image", "nowhere.png"), "image"),
+        (("--scorer", "nobody"), "unknown scorer"),
+    ],
+)
+def test_what_a_video_cannot_be_is_said(model: str, words: tuple[str, ...], message: str, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run("a cat", "--model", model, *words)
+    text = " ".join((found.output + str(found.exception or "")).split())
+    assert found.exit_code != 0 and message in text, text
+    assert not list(tmp_path.iterdir())
+
+
+def test_pictures_take_no_options_of_video(tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words in (("--tau", "1"), ("--num-blocks", "2")):
+        found = run("a cat", *words)
+        assert found.exit_code != 0 and "models of video" in found.output + str(found.exception)
+    assert not list(tmp_path.iterdir())

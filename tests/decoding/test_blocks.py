@@ -1,0 +1,465 @@
+"""The video loop: whoever draws a block, both models see the result, and the noise of later blocks is the same."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from tests.support.tiny_video import LEVELS, condition, models, preview, stream, transformer, vae, video
+from vargen.decoding import (
+    PRESETS,
+    BlockModel,
+    Chance,
+    Eager,
+    Lazy,
+    LowerQuantile,
+    NonFiniteLatentsError,
+    Replay,
+    Routing,
+    Stride,
+    Threshold,
+    Unscored,
+    Window,
+    last,
+    lowest,
+    mean,
+)
+from vargen.decoding.follower import Follower, block_noise
+from vargen.decoding.noise import gaussian
+from vargen.pipelines.video_blocks import VideoBlocks
+
+FREE = Routing(policy=Threshold(), forced=())
+
+
+def routed(makers: str, **changes) -> Routing:
+    """`"tdr"`: target, draft, refined."""
+    names = {"t": "target", "d": "draft", "r": "refined"}
+    refine = {"refine": 2} if "r" in makers else {}
+    return Routing(policy=Replay(tuple(names[each] for each in makers)), forced=(), **refine, **changes)
+
+
+def closely(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.allclose(a, b, atol=2e-5, rtol=1e-4)
+
+
+def noise_of(model: BlockModel, number: int):
+    return lambda step: block_noise(7, number, step, model.block_shape, model.device)
+
+
+# -- noise
+
+
+def test_noise_depends_on_seed_block_and_step_alone() -> None:
+    seeds = torch.tensor([1, 2])
+    drawn = gaussian(seeds, 3, 1001, 2)
+    assert torch.equal(drawn[1:], gaussian(seeds[1:], 3, 1001, 2)) and drawn.shape == (2, 1001)
+    others = [gaussian(seeds, 3, 1001, 1), gaussian(seeds, 2, 1001, 2), gaussian(seeds + 5, 3, 1001, 2)]
+    assert all(abs(float((drawn * other).mean())) < 0.1 for other in others)
+    many = gaussian(torch.tensor([5]), 0, 200_000)
+    assert abs(float(many.mean())) < 0.01 and abs(float(many.std()) - 1) < 0.01
+    assert abs(float((many**4).mean()) - 3) < 0.1 and float(many.abs().max()) < 6.7
+
+
+# -- the two ends
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_infinite_threshold_is_one_of_the_models_bit_for_bit(fused: bool) -> None:
+    ends = {-math.inf: replace(PRESETS["draft"], fused=fused), math.inf: replace(PRESETS["target"], fused=fused)}
+    for tau, end in ends.items():
+        made, alone = stream(replace(FREE, fused=fused).with_tau(tau)), stream(end)
+        for a, b in zip(video(made), video(alone), strict=True):
+            assert torch.equal(a, b)
+        assert made.stats.makers == alone.stats.makers
+    assert not torch.equal(video(stream("draft"))[0], video(stream("target"))[0])
+
+
+def test_switching_drafting_off_and_on_does_not_change_what_the_target_draws() -> None:
+    method = replace(FREE, off_after=2, off_blocks=3).with_tau(math.inf)
+    made = stream(method, 9)
+    assert torch.equal(video(made)[0], video(stream("target", 9))[0])
+    assert [row.verdict[0] for row in made.stats.blocks] == list("rruuuruuu")  # one draft is enough to be off again
+
+
+# -- caches
+
+
+def after(makers: str, window: int | None, sinks: int, **changes):
+    model = models(window, sinks)
+    made = stream(routed(makers, **changes), len(makers) + 1, model)
+    blocks = [next(made) for _ in makers]
+    return model, made, [block.latents[None] for block in blocks]
+
+
+def keys(follower: Follower, frames: int) -> torch.Tensor:
+    cache = follower.state.cache
+    assert cache.frames == frames
+    held = min(frames, cache.slots) * cache.geometry.frame_tokens
+    return torch.cat([cache.keys[..., :held, :], cache.values[..., :held, :]])
+
+
+@pytest.mark.parametrize("makers", ["".join(each) for each in product("td", repeat=3)] + ["dtdtdd", "rdtrr", "tdrdtd"])
+@pytest.mark.parametrize(("window", "sinks"), [(None, 0), (6, 2)])
+@torch.no_grad()
+def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | None, sinks: int) -> None:
+    model, made, latents = after(makers, window, sinks)
+    for follower, network in ((made.target, model), (made.drafter, model.draft_model)):
+        follower.catch_up()
+        fresh = network.start(condition(), 2 * len(makers) + 2)
+        for block in latents:
+            network.forward(fresh, [block])
+        prefilled = Follower(network, condition(), Eager(), 2 * len(makers) + 2)
+        prefilled.state = fresh
+        assert closely(keys(follower, 2 * len(makers)), keys(prefilled, 2 * len(makers)))
+
+
+@torch.no_grad()
+def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
+    """The mistake of a public script: negative control of the test above."""
+    model, made, latents = after("dtdt", None, 0)
+    made.drafter.catch_up()
+    wrong = model.draft_model.start(condition(), 10)
+    for block in [*latents[:1], -latents[1], *latents[2:]]:
+        model.draft_model.forward(wrong, [block])
+    other = Follower(model.draft_model, condition(), Eager(), 10)
+    other.state = wrong
+    assert not closely(keys(made.drafter, 8), keys(other, 8))
+
+
+@pytest.mark.parametrize("makers", ["tdtddtdt", "ddddtddd"])
+def test_when_the_target_sees_finished_blocks_does_not_change_the_video(makers: str) -> None:
+    runs = {name: stream(routed(makers, commit=commit, fused=fused), len(makers)) for name, commit, fused in (
+        ("eager", Eager(), False), ("lazy", Lazy(), False), ("fused", Lazy(), True), ("often", Lazy(2), True),
+    )}  # fmt: skip
+    frames = {name: video(run)[0] for name, run in runs.items()}
+    assert all(closely(each, frames["eager"]) for each in frames.values())
+    passes = {name: run.stats.passes["target"] for name, run in runs.items()}
+    own = len(LEVELS) * makers.count("t")
+    assert passes["eager"] == own + len(makers) - 1  # none behind the last block
+    assert own <= passes["fused"] < passes["lazy"] < passes["eager"]
+
+
+def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
+    """What each block sees of earlier ones, made from their latents alone, is what the ring holds."""
+    for fused in (False, True):
+        window, sinks, model = 6, 2, models(6, 2)
+        made = stream(Routing(fused=fused), 7, model)
+        blocks = [block.latents[None] for block in made]
+        for number in range(1, len(blocks)):
+            state = model.start(condition(), 100)
+            for block in blocks[:number]:
+                model.forward(state, [block])
+            follower = Follower(model, condition(), Eager(), 100)
+            follower.state = state
+            with torch.no_grad():
+                again = follower.draw(noise_of(model, number))
+            assert closely(again, blocks[number])
+        whole = models()
+        assert not closely(video(stream(Routing(fused=fused), 7, whole))[0], torch.cat(blocks, 1)[0]), "the window matters"
+        assert made.blocks * 2 > window > sinks
+
+
+def test_a_window_is_drawn_from_the_latest_blocks_as_if_the_video_began_there() -> None:
+    model = models()
+    for fused in (False, True):
+        made = stream(routed("tdtdtt", commit=Window(2), fused=fused), 6, model)
+        blocks = [block.latents[None] for block in made]
+        follower = Follower(model, condition(), Eager(), 6)
+        with torch.no_grad():
+            follower.see(blocks[2])
+            follower.see(blocks[3])
+            again = follower.draw(noise_of(model, 4))
+        assert closely(again, blocks[4])
+        assert made.stats.passes["target"] == (4 if fused else 5) * 4 - (0 if fused else 1)  # block 0 had nothing to see
+
+
+# -- decoding
+
+
+@pytest.mark.parametrize("cheap", [False, True])
+def test_frames_are_those_of_the_video_decoded_at_once(cheap: bool) -> None:
+    made = stream(FREE.with_tau(0.3), 6, preview=preview() if cheap else None)
+    latents, frames = video(made)
+    assert {row.verdict for row in made.stats.blocks} == {"accepted", "rejected"}, "the test must see both"
+    assert closely(frames, (vae().decode(latents[None])[0] / 2 + 0.5).clamp(0, 1))
+
+
+class Counted:
+    def __init__(self, decoder):
+        self.decoder, self.calls = decoder, 0
+
+    def decode_block(self, latents, state=None):
+        self.calls += 1
+        return self.decoder.decode_block(latents, state)
+
+
+def test_no_block_is_decoded_twice() -> None:
+    full, cheap = Counted(vae()), Counted(preview())
+    made = stream(FREE.with_tau(0.3), 6, decoder=full)
+    video(made)
+    assert full.calls == 6 + sum(row.verdict == "rejected" for row in made.stats.blocks)
+    full.calls = 0
+    made = stream(FREE.with_tau(0.3), 6, decoder=full, preview=cheap)
+    video(made)
+    assert full.calls == 6 and cheap.calls == 6 + sum(row.verdict == "rejected" for row in made.stats.blocks)
+
+
+def test_a_scorer_sees_the_frame_before_the_block() -> None:
+    seen = []
+
+    def score(view):
+        seen.append(view)
+        return view.frames.mean((1, 2, 3))
+
+    _, frames = video(stream(FREE.with_tau(0.3), 4, score=score))
+    assert [view.number for view in seen] == [0, 1, 2, 3] and seen[0].previous is None
+    for view in seen[1:]:
+        assert torch.equal(view.previous, frames[2 * view.number - 1]) and view.latents.shape == (2, 4, 2, 2)
+
+
+# -- policies
+
+
+@pytest.mark.parametrize("name", ["sdvg", "sdvg-relative", "sdvg-quantile", "sdvg-budget", "sdvg-capped", "sdvg-refine"])
+def test_a_trace_replays_the_video_without_a_scorer(name: str) -> None:
+    preset = PRESETS[name]
+    method = preset.with_tau(0.3) if preset.threshold is not None else preset
+    made = stream(method, 8)
+    latents, _ = video(made)
+    replay = replace(method, policy=Replay(made.stats.makers), forced=(), longest_run=None, off_after=None, refine_margin=None)
+    assert torch.equal(video(stream(replay, 8, score=None))[0], latents)
+
+
+def test_forced_blocks_and_long_runs_are_the_targets() -> None:
+    made = stream(replace(FREE, forced=(0, 3), longest_run=2).with_tau(-math.inf), 8)
+    video(made)
+    assert "".join(maker[0] for maker in made.stats.makers) == "tddtddtd"
+    assert made.stats.acceptance == 1 and made.stats.blocks[0].score is None
+
+
+def test_baselines_place_the_target_without_looking() -> None:
+    made = stream(Routing(policy=Stride(3), forced=()), 7, score=None)
+    video(made)
+    assert "".join(maker[0] for maker in made.stats.makers) == "tddtddt"
+    few = [stream(Routing(policy=Chance(0.3), forced=()), 24, score=None, seed=seed) for seed in range(3)]
+    makers = [made.stats.makers for made in few if video(made)]
+    assert len(set(makers)) == 3 and 0.15 < sum(each.count("draft") for each in makers) / 72 < 0.45
+
+
+def test_policies_follow_the_scores() -> None:
+    values = iter([0.0, 1.0, -2.0, 0.4, -0.4, 0.6])
+    made = stream(PRESETS["sdvg-relative"], 6, score=lambda view: torch.full((2,), next(values)))
+    video(made)
+    assert [row.verdict[0] for row in made.stats.blocks] == list("faraaa")
+    assert made.stats.blocks[0].score == 0 and made.stats.blocks[1].tau == -0.5
+    scores = torch.rand(60, generator=torch.Generator().manual_seed(0))
+    for name in ("sdvg-quantile", "sdvg-budget"):
+        made = stream(PRESETS[name], 60, score=lambda view: scores[view.number].expand(2))
+        video(made)
+        assert 0.6 < made.stats.acceptance < 0.8, name
+
+
+def test_aggregates() -> None:
+    scores = torch.tensor([3.0, 1.0, 2.0])
+    assert (lowest(scores), mean(scores), last(scores), LowerQuantile(0.5)(scores)) == (1, 2, 2, 2)
+    with pytest.raises(ValueError, match="share must be from 0 to 1"):
+        LowerQuantile(2)
+
+
+def test_the_threshold_moves_while_the_video_is_made() -> None:
+    made = stream(FREE.with_tau(-math.inf), 4)
+    first = [next(made).row.verdict for _ in range(2)]
+    made.tau = math.inf
+    assert first == ["accepted"] * 2 and [block.row.verdict for block in made] == ["rejected"] * 2
+    with pytest.raises(ValueError, match="nan"):
+        made.tau = math.nan
+    with pytest.raises(ValueError, match="tau cannot be set"):
+        stream("stride", 3).tau = 0.0
+
+
+def test_refining_begins_with_the_draft() -> None:
+    full, part = stream(FREE.with_tau(math.inf), 4), stream(replace(FREE, refine=3).with_tau(math.inf), 4)
+    drawn, refined, drafted = video(full)[0], video(part)[0], video(stream("draft", 4))[0]
+    assert part.stats.passes["target"] < full.stats.passes["target"]
+    assert (refined - drafted)[:2].norm() < (drawn - drafted)[:2].norm()  # of block 0, whose past is equal
+    near = stream(replace(FREE, refine=2, refine_margin=0.1).with_tau(5.0), 3)
+    video(near)
+    assert set(near.stats.makers) == {"target"}, "all drafts miss by more"
+
+
+# -- prompts, given frames
+
+
+def test_a_prompt_can_be_switched_between_blocks() -> None:
+    for commit in (Eager(), Lazy()):
+        made = stream(routed("ttdtdt", commit=commit), 6, score=None)
+        before = [next(made) for _ in range(3)]
+        made.switch(condition(1))
+        rest = torch.cat([block.latents for block in made])
+        same = video(stream(routed("ttdtdt", commit=commit), 6, score=None))[0]
+        assert torch.equal(torch.cat([block.latents for block in before]), same[:6]) and not closely(rest, same[6:])
+        if commit == Eager():
+            first = rest
+    assert closely(first, rest), "what waits is seen under the prompt that it was made under"
+    with pytest.raises(ValueError, match="score must be given"):
+        stream(FREE, 3).switch(condition(1))
+
+
+@pytest.mark.parametrize("frames", [1, 2, 3])
+def test_a_video_goes_on_from_given_latents(frames: int) -> None:
+    first = torch.randn(1, frames, 4, 2, 2, generator=torch.Generator().manual_seed(0))
+    for fused in (False, True):
+        parts = [part for part in first.split(2, 1)]
+        made = stream(routed("tdt", fused=fused), 3, given=parts, score=None)
+        latents, out = video(made)
+        whole = vae().decode(torch.cat([first, latents[None]], 1))[0][frames:]
+        assert closely(out, (whole / 2 + 0.5).clamp(0, 1)) and len(latents) == 6
+        assert not closely(latents, video(stream(routed("tdt", fused=fused), 3, score=None))[0])
+
+
+# -- what goes wrong
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (lambda view: torch.tensor([0.3, math.nan]), "nan"),
+        (lambda view: torch.tensor([]), "not finite numbers"),
+        (lambda view: 1 / 0, "ZeroDivisionError"),
+        (lambda view: "good", "TypeError"),
+    ],
+)
+def test_a_scorer_that_fails_leaves_the_block_to_the_target_and_is_reported(answer, said: str) -> None:
+    made = stream(FREE.with_tau(-math.inf), 3, score=lambda view: answer(view) if view.number == 1 else torch.ones(2))
+    video(made)
+    assert made.stats.makers == ("draft", "target", "draft")
+    (failure,) = made.stats.failures
+    assert failure.startswith("block 1: ") and said in failure and made.stats.blocks[1].score is None
+
+
+class Broken(VideoBlocks):
+    def forward(self, state, clean, noisy=None, level=0.0):
+        found = super().forward(state, clean, noisy, level)
+        return found if found is None or state.cache.frames < 2 else found * math.nan
+
+
+def test_latents_that_are_not_finite_are_an_error_and_a_draft_of_them_is_refused() -> None:
+    good = models()
+    with pytest.raises(NonFiniteLatentsError, match=r"target .* block 1 of 3"):
+        video(stream("target", 3, Broken(transformer(0), LEVELS)))
+    small = Broken(transformer(1, dim=12, num_heads=1, num_layers=1), LEVELS)
+    pair = VideoBlocks(good.transformer, LEVELS, draft_model=small)
+    routed_around = stream(replace(FREE, refine=2).with_tau(-math.inf), 3, pair)
+    video(routed_around)
+    assert routed_around.stats.makers == ("draft", "target", "target") and len(routed_around.stats.failures) == 2
+    with pytest.raises(NonFiniteLatentsError, match=r"drafter .* block 1 of 3"):
+        video(stream("draft", 3, pair))
+
+
+def test_a_run_is_cancelled_between_steps() -> None:
+    steps = []
+
+    def callback(progress):
+        steps.append(progress)
+        return progress.passes < 7
+
+    made = stream("target", 5, callback=callback)
+    assert len(list(made)) == 1 and made.stats.stopped and made.target is None
+    assert [step.passes for step in steps] == list(range(1, 8)) and steps[-1].block == 1
+    made = stream("target", 5)
+    next(made)
+    made.cancel()
+    assert list(made) == [] and made.stats.stopped and len(made.stats.blocks) == 1
+
+    def raises(progress):
+        raise KeyError("mine")
+
+    made = stream("target", 5, callback=raises)
+    with pytest.raises(KeyError, match="mine"):
+        next(made)
+    assert made.target is None and list(made) == []
+
+
+@pytest.mark.parametrize("name", ["sdvg", "draft", "target"])
+def test_memory_stays_flat_over_200_blocks(name: str) -> None:
+    method = PRESETS[name]
+    made = stream(method.with_tau(-math.inf) if method.threshold else method, 200, models(6, 2))
+    sizes = []
+    for _ in made:
+        followers = [each for each in (made.target, made.drafter) if each is not None]
+        waiting = sum(part.numel() for each in followers for part in (*each.waiting, *each._kept))
+        sizes.append((sum(each.state.cache.nbytes for each in followers), waiting, made._full.state.nbytes))
+    held = [size[0] for size in sizes]
+    assert len(sizes) == 200 and len(set(held)) == 1
+    assert max(size[1] for size in sizes[100:]) == max(size[1] for size in sizes[50:100])
+    assert len({size[2] for size in sizes}) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"blocks": 0}, "blocks must be a whole number from 1"),
+        ({"blocks": 10**9}, "blocks must be a whole number from 1"),
+        ({"seed": 1.5}, "seed must be"),
+        ({"method": "sjd"}, "is for next-token models"),
+        ({"method": "sdvgg"}, "unknown accelerator"),
+        ({"score": None}, "needs a scorer"),
+        ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, r"given must be latents"),
+        ({"model": VideoBlocks(transformer(0), LEVELS)}, "needs a model to draft with"),
+    ],
+)
+def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> None:
+    options = {"method": "sdvg", **options}
+    with pytest.raises(ValueError, match=message):
+        stream(options.pop("method"), **options)
+
+
+def test_models_of_different_latents_are_refused() -> None:
+    small = VideoBlocks(transformer(1, block_frames=3), LEVELS)
+    with pytest.raises(ValueError, match=r"latents \[3, 4, 2, 2\], the target's \[2, 4, 2, 2\]"):
+        stream("sdvg", 3, VideoBlocks(transformer(0), LEVELS, draft_model=small))
+    assert isinstance(small, BlockModel)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Threshold(math.nan), "tau .* got nan"),
+        (lambda: PRESETS["sdvg"].with_tau(math.nan), "tau .* got nan"),
+        (lambda: PRESETS["stride"].with_tau(0.0), "tau must be left out"),
+        (lambda: Routing(refine=-1), "refine must be"),
+        (lambda: Routing(forced=(-1,)), "forced must be"),
+        (lambda: Routing(off_after=0), "off_after must be"),
+        (lambda: Chance(1.5), "acceptance must be from 0 to 1"),
+        (lambda: Stride(0), "every must be"),
+        (lambda: Window(0), "blocks must be"),
+        (lambda: Replay(("someone",)), "makers must be"),
+        (lambda: stream(replace(PRESETS["sdvg"], refine=4), 2), "refine must be below"),
+    ],
+)
+def test_bad_settings_are_named(make, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+    assert Routing(policy=Unscored()).kind == "exact" and Routing(commit=Window()).kind == "relaxed" and FREE.kind == "relaxed"
+
+
+def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
+    plain = video(stream("target", 2))[0]
+    null = condition(3)
+    guided = VideoBlocks(transformer(0), LEVELS, guidance_scale=2.0, null=null)
+    assert not closely(video(stream("target", 2, guided))[0], plain)
+    same = VideoBlocks(transformer(0), LEVELS, guidance_scale=2.0, null=condition())
+    assert closely(video(stream("target", 2, same))[0], plain), "guidance away from the prompt itself changes nothing"
+    followed = VideoBlocks(transformer(0), LEVELS, fresh_noise=False)
+    shape = followed.block_shape
+    x = block_noise(7, 0, 0, shape, torch.device("cpu"))
+    state = followed.start(condition(), 4)
+    with torch.no_grad():
+        for level, following in zip(LEVELS, [*LEVELS[1:], 0.0], strict=True):
+            v = (x - followed.forward(state, [], x, level)) / level
+            x = x + (following - level) * v
+    assert closely(video(stream("target", 1, followed))[0][None], x)

@@ -1,0 +1,269 @@
+"""The video pipeline: a folder that package-video makes opens, bad calls are named before work, files are whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.support.tiny_video_folder import HOW, LENDER, OWN, video_folder
+from vargen.decoding import PRESETS, Eager, Routing
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.pipelines import video_files
+from vargen.pipelines.causal_video import CausalVideoPipeline
+from vargen.pipelines.registry import describe, family_of, open_pipeline
+from vargen.pipelines.video_files import save_video
+from vargen.training.caption_bank import CaptionBank
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return video_folder(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def pipe(folder: Path) -> CausalVideoPipeline:
+    opened = open_pipeline(folder)
+    opened.set_progress_bar_config(disable=True)
+    return opened
+
+
+def brightness(images: Any, prompts: Any) -> torch.Tensor:
+    return images.mean((1, 2, 3))
+
+
+def seeded(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: CausalVideoPipeline) -> None:
+    assert isinstance(pipe, CausalVideoPipeline) and family_of(folder) == "video-block"
+    said = describe(folder)
+    assert (said.fps, said.tokens, said.has_draft, said.condition, said.steps) == (12, 6, True, "text", 3 * 5 - 1)
+    methods = pipe.methods()
+    assert [each.name for each in methods][:3] == ["target", "draft", "sdvg"] and all(each.reason is None for each in methods)
+
+
+def test_a_saved_pipeline_makes_the_same_video(pipe: CausalVideoPipeline, tmp_path: Path) -> None:
+    pipe.save_pretrained(tmp_path / "copy")
+    again = open_pipeline(tmp_path / "copy")
+    again.set_progress_bar_config(disable=True)
+    options = {"num_blocks": 2, "accelerator": "stride", "output_type": "pt"}
+    a, b = (each("a waving cat", generator=seeded(), **options).frames for each in (pipe, again))
+    assert torch.allclose(a, b, atol=1e-3)  # saved anew, int8 weights round anew
+
+
+@pytest.mark.parametrize(("kind", "shape"), [("np", (1, 6, 16, 16, 3)), ("pt", (1, 6, 3, 16, 16)), ("latent", (1, 6, 4, 2, 2))])
+def test_frames_come_as_asked(pipe: CausalVideoPipeline, kind: str, shape: tuple[int, ...]) -> None:
+    result = pipe("a waving cat", output_type=kind, generator=seeded(), scorer=brightness)
+    assert tuple(result.frames.shape) == shape and result.fps == 12 and len(result.stats.blocks) == 3
+    assert result.stats.accelerator == "sdvg" and result.stats.blocks[1].tau == -0.5, "the checkpoint's own"
+    assert result.stats.seed == 0 and {row.seed for row in result.stats.blocks} == {0}
+    json.dumps(result.stats.to_dict())
+
+
+def test_a_call_is_its_stream(pipe: CausalVideoPipeline) -> None:
+    options: dict[str, Any] = {"tau": 0.5, "scorer": brightness, "num_blocks": 4}
+    whole = pipe("a waving cat", generator=seeded(3), output_type="pt", **options).frames[0]
+    stream = pipe.stream("a waving cat", generator=seeded(3), **options)
+    first = next(stream)
+    assert first.frames.shape == (2, 3, 16, 16) and 0 <= float(first.frames.min()) <= float(first.frames.max()) <= 1
+    assert torch.equal(torch.cat([first.frames, *(block.frames for block in stream)]), whole)
+    pictures = pipe("a waving cat", generator=seeded(3), **options).frames[0]
+    assert np.abs(np.stack([np.asarray(each) for each in pictures]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
+
+
+def test_the_packaged_scorer_scores_where_none_is_given(pipe: CausalVideoPipeline) -> None:
+    stats = pipe("a red apple", num_blocks=2, generator=seeded()).stats
+    assert math.isfinite(stats.blocks[1].score) and len(stats.blocks[1].scores) == 2 and not stats.failures
+
+
+def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
+    seen: list[str] = []
+
+    def score(images: Any, prompts: Any) -> torch.Tensor:
+        seen.append(prompts[0])
+        return brightness(images, prompts)
+
+    def made(**options: Any) -> torch.Tensor:
+        result = pipe("a cat", scorer=score, tau=-math.inf, num_blocks=4, output_type="latent", generator=seeded(), **options)
+        return result.frames[0]
+
+    plain, changed = made(), made(then={2: "a dog"})
+    assert torch.equal(plain[:4], changed[:4]) and not torch.allclose(plain[4:], changed[4:])
+    assert seen[3:] == ["a cat", "a dog", "a dog"]
+    stream = pipe.stream("a cat", scorer=score, tau=-math.inf, num_blocks=4, generator=seeded())
+    live = [next(stream).latents, next(stream).latents]
+    stream.switch("a dog")
+    assert torch.equal(torch.cat([*live, *(block.latents for block in stream)]), changed)
+
+
+def test_a_video_starts_from_a_picture(pipe: CausalVideoPipeline) -> None:
+    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
+    a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
+    assert a.shape == (1, 6, 3, 16, 16) and not torch.allclose(a, b)
+
+
+def test_a_window_keeps_long_videos_in_memory(pipe: CausalVideoPipeline) -> None:
+    stream = pipe.stream("a cat", num_blocks=50, accelerator="target", window=4, sinks=2, generator=seeded())
+    sizes = {stream._blocks.target.state.cache.nbytes for _ in stream if stream._blocks.target}
+    assert len(sizes) == 1
+
+
+def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
+    def after_six(pipeline: Any, step: int, block: int, inputs: Any) -> dict[str, bool]:
+        return {"stop": step >= 6}
+
+    result = pipe("a cat", accelerator="target", generator=seeded(), callback_on_step_end=after_six)
+    assert len(result.frames[0]) == 2 and result.stats.stopped
+    nothing = pipe("a cat", accelerator="target", callback_on_step_end=lambda *_: {"stop": True})
+    assert nothing.frames == [[]] and nothing.stats.stopped
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt": None}, "give a prompt"),
+        ({"prompt": ["a", "b"]}, "prompt must be one"),
+        ({"num_blocks": 0}, "num_blocks must be .* got 0"),
+        ({"num_blocks": 10**9}, "num_blocks must be .* got 1000000000"),
+        ({"num_blocks": 2.5}, "num_blocks must be"),
+        ({"tau": math.nan}, "tau must be .* got nan"),
+        ({"tau": 0.5, "accelerator": "stride"}, "tau must be left out"),
+        ({"accelerator": "sjd"}, "next-token"),
+        ({"accelerator": "sdvx"}, "unknown accelerator"),
+        ({"window": 1}, "window must be .* at least 2"),
+        ({"sinks": -1}, "sinks must be"),
+        ({"motion": 2}, "motion must be from 0 to 1"),
+        ({"then": {0: "a dog"}}, "then must map blocks from 1 to 2"),
+        ({"then": {1: ""}}, "then"),
+        ({"output_type": "mp4"}, "output_type must be"),
+        ({"scorer": "nobody"}, "unknown scorer"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 7), "accelerator": "draft"}, "prompt_embeds must be"),
+        ({"prompt": None, "prompt_embeds": torch.zeros(1, 3, 384)}, "give prompt, not prompt_embeds"),
+    ],
+)
+def test_bad_calls_are_named_before_anything_runs(
+    pipe: CausalVideoPipeline, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CausalVideoTransformer, "forward", lambda *_, **__: pytest.fail("a pass was made"))
+    with pytest.raises((ValueError, TypeError), match=message):
+        pipe(**{"prompt": "a cat", **options})
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "message"),
+    [
+        ("draft_transformer", {"block_frames": 3}, "draft_transformer and transformer do not belong together"),
+        ("draft_transformer", {"channels": 3}, "draft_transformer and transformer do not belong together"),
+        ("draft_transformer", {"motion_levels": 0}, "motion_levels"),
+        ("vae", {"latent_channels": 8}, "vae and transformer do not belong together"),
+    ],
+)
+def test_parts_that_do_not_belong_together_are_refused(pipe, part: str, changes: dict[str, Any], message: str) -> None:
+    parts = {name: getattr(pipe, name) for name in ("vae", "transformer", "draft_transformer")}
+    shapes = {"draft_transformer": OWN, "vae": {"size": 16, "widths": (8, 16, 64), "transformer_blocks": 1}}
+    parts[part] = type(parts[part])(**{**shapes[part], **changes})
+    with pytest.raises(ValueError, match=message):
+        CausalVideoPipeline(**parts)
+
+
+@pytest.mark.parametrize(
+    "defaults",
+    [{"levels": [0.5, 0.7]}, {"levels": []}, {"guidance": -1}, {"num_blocks": 0}, {"tau": math.nan}, {"euler": 1}, {"k": 3}],
+)
+def test_defaults_that_a_call_could_not_use_are_refused(pipe, defaults: dict[str, Any], folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"defaults|tau"):
+        CausalVideoPipeline(pipe.vae, pipe.transformer, defaults=defaults)
+
+
+def test_without_a_drafter_the_target_draws(pipe) -> None:
+    alone = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer)
+    assert alone.chosen(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
+    with pytest.raises(ValueError, match="needs a model to draft with"):
+        alone("a cat", accelerator="sdvg")
+    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and pipe.chosen(Routing(commit=Eager())).commit == Eager()
+
+
+def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:
+    defaults = {**HOW, "guidance": 2.0, "euler": True, "levels": [1.0, 0.5]}
+    guided = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer, defaults=defaults)
+    guided.set_progress_bar_config(disable=True)
+    bank = CaptionBank(LENDER, 20, torch.device("cpu"))([""])
+    mine = guided.no_caption().caption_embeds
+    assert torch.allclose(mine[0], bank.caption_embeds[0][bank.caption_mask[0]], atol=2e-3)
+    assert len(guided("a cat", num_blocks=1).frames[0]) == 2
+    text = guided.block_model().start(guided.video_condition("a cat that waves"), 2).text
+    hidden = text.bias[:, 0, 0].isinf().sum(1)
+    assert hidden[0] == 0 and hidden[1] == text.keys[0].shape[2] - 1 - mine.shape[1], "rows that fill up are not seen"
+
+
+# -- files
+
+
+def frames(count: int = 5, size: tuple[int, int] = (18, 15)) -> list[Image.Image]:
+    return [Image.new("RGB", size, (40 * i, 0, 255 - 40 * i)) for i in range(count)]
+
+
+@pytest.mark.parametrize("suffix", [".gif", ".webp", ".mp4"])
+def test_a_file_holds_the_frames_and_their_rate(tmp_path: Path, suffix: str) -> None:
+    if suffix == ".mp4":
+        av = pytest.importorskip("av")
+    file = save_video(frames(), tmp_path / f"a{suffix}", 12.5)
+    if suffix == ".mp4":
+        with av.open(str(file)) as container:
+            stream = container.streams.video[0]
+            shown = [frame.to_ndarray(format="rgb24") for frame in container.decode(stream)]
+            assert abs(float(stream.average_rate) - 12.5) < 0.01
+        shown = [each[:15, :18] for each in shown]
+    else:
+        with Image.open(file) as opened:
+            shown = []
+            for number in range(opened.n_frames):
+                opened.seek(number)
+                assert opened.convert("RGB") and opened.info["duration"] == 80 and opened.info["loop"] == 0
+                shown.append(np.asarray(opened.convert("RGB")))
+    assert len(shown) == 5
+    for made, given in zip(shown, frames(), strict=True):
+        assert np.abs(made.astype(float) - np.asarray(given)).mean() < 12
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".gif", ".webp"])
+def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path, suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / f"a{suffix}"
+    file.write_bytes(b"old")
+
+    def fills_up(pictures: Any, where: Path, *_: Any) -> None:
+        where.write_bytes(b"half of it")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(video_files, "_write_mp4", fills_up)
+    monkeypatch.setattr(video_files, "_write_animation", fills_up)
+    if suffix == ".mp4":
+        pytest.importorskip("av")
+    with pytest.raises(OSError, match="No space left"):
+        save_video(frames(), file, 12)
+    assert file.read_bytes() == b"old" and [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize(
+    ("given", "name", "fps", "message"),
+    [
+        ([], "a.gif", 12, "frames must be"),
+        (frames(), "a.avi", 12, "must end in one of"),
+        (frames(), "a.gif", 0, "fps must be"),
+        ([*frames(1), *frames(1, (4, 4))], "a.gif", 12, "one size"),
+        (np.full((2, 4, 4, 3), math.nan), "a.gif", 12, "finite"),
+    ],
+)
+def test_bad_videos_are_named(tmp_path: Path, given: Any, name: str, fps: float, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        save_video(given, tmp_path / name, fps)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,69 @@
+"""Scores of the frames of a block of video: a scorer of pictures for each, less a penalty for a jump into the block.
+
+A scorer of pictures cannot see that a video jumps where one block ends and the next begins. So the first frame of a block pays
+for as much of its step from the frame before as exceeds the largest step within the block.
+
+Shape suffixes: T frames, Y/X rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from vargen.scoring.protocol import Scorer, as_scorer, checked_scores
+from vargen.values import real, shown
+
+
+class Frames(Protocol):
+    """What is scored; see `vargen.decoding.View`."""
+
+    @property
+    def frames(self) -> Tensor: ...
+
+    @property
+    def previous(self) -> Tensor | None: ...
+
+
+def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
+    """By how much the step into a block exceeds the largest step within it, as mean absolute differences in [0, 1]."""
+    if previous_CYX is None:
+        return 0.0
+    into = float((frames_TCYX[0] - previous_CYX).abs().mean())
+    within = frames_TCYX.diff(dim=0).abs().mean((1, 2, 3))
+    return max(0.0, into - (float(within.max()) if len(within) else 0.0))
+
+
+class FrameScorer:
+    """Scores blocks with a scorer of pictures.
+
+    Args:
+        scorer: a `Scorer`, or a function of pictures and prompts.
+        step_weight: score that a jump by the whole range of brightness costs the first frame; 0 ignores jumps.
+
+    Raises:
+        TypeError: for no scorer. ValueError: for a weight that is not finite, or below 0.
+    """
+
+    def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0):
+        self.scorer = as_scorer(scorer)
+        weight = real(step_weight)
+        if weight is None or weight < 0:
+            raise ValueError(f"step_weight must be a number of at least 0, got {shown(step_weight)}")
+        self.step_weight = weight
+        self.name = self.scorer.name
+
+    def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
+        """The scores float32 `[T]` of blocks of one prompt, higher is better; raises as `checked_scores`."""
+
+        def scores(view: Frames) -> Tensor:
+            found = checked_scores(self.scorer, view.frames, [prompt] * len(view.frames))
+            found = found if self.scorer.higher_is_better else -found
+            cost = torch.zeros(len(found))
+            cost[0] = self.step_weight * jump(view.frames, view.previous) if self.step_weight else 0.0
+            return found - cost
+
+        return scores
