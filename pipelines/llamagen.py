@@ -306,8 +306,10 @@ class LlamaGenPipeline(VisualPipeline):
                 code; before a weight is read.
             FileNotFoundError: for folders that hold no such network.
         """
-        networks = opened(low_res, upsampler, self.transformer)
-        self.register_modules(**{name: network and network.to(self.transformer.device) for name, network in networks.items()})
+        if self.transformer is None:
+            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
+        networks, device = opened(low_res, upsampler, self.transformer), self._device_of(self.transformer)
+        self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
 
     @torch.no_grad()
     @outside_autocast
