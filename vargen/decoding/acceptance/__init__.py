@@ -1,7 +1,7 @@
 """Acceptance rules: pure, batched functions from the target's probabilities and a draft to a `Verdict`."""
 
 from vargen.decoding.acceptance.coupled import shared_noise
-from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, probability, residual
+from vargen.decoding.acceptance.exact import chances, draft_probs, exact, judged, probability, redrawn, residual
 from vargen.decoding.acceptance.grouped import Grouped
 from vargen.decoding.acceptance.kseq import k_seq
 from vargen.decoding.acceptance.neighbourhood import Neighbourhood
@@ -50,6 +50,7 @@ __all__ = [
     "k_seq",
     "probability",
     "recursive_rejection",
+    "redrawn",
     "residual",
     "shared_noise",
     "sibling_by_sibling",

@@ -49,6 +49,23 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
+def redrawn(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tensor | None = None) -> Tensor:
+    """int64 `[B, T]`: behind every fed slot the draft, where it is kept, and a draw from norm((p - q)+) where it is not; from p
+    where there is no valid draft, where it is to be drawn `anew`, and behind the last slot. Masks are bool `[B, T - 1]`.
+
+    If drafts are kept with chance min(1, p / q) it is a maximal coupling, whose tokens have the probabilities p.
+    """
+    coupled = torch.ones_like(kept) if draft.valid is None else draft.valid
+    if anew is not None:
+        coupled = coupled & ~anew
+    left = probs.clone()  # in place, because these are wide
+    left[:, :-1].addcmul_(draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
+    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
+    drawn = noise.draw(left, Purpose.REDRAW)
+    drawn[:, :-1] = torch.where(kept & coupled | empty, draft.tokens, drawn[:, :-1])
+    return drawn
+
+
 def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """The verdict of a chain whose drafts passed or failed their own tests, `accepted` bool `[B, T - 1]`.
 

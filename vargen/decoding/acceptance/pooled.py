@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance.exact import draft_probs, probability
+from vargen.decoding.acceptance.exact import probability, redrawn
 from vargen.decoding.acceptance.neighbours import codebook_of, nearest_tokens
 from vargen.decoding.acceptance.relaxation import Relaxed
 from vargen.decoding.acceptance.siblings import Siblings
@@ -95,12 +95,7 @@ class Pooled(Relaxed):
         """See `AcceptanceRule`. `drawn` holds the drafts that stand, and others in the place of those that do not."""
         verdict, drafted, granted = self.along_chain(probs, draft, noise, relaxation)
         kept, again = self._standing(verdict, drafted, granted, draft, noise)
-        left = probs.clone()  # (p - q)+ where a draft is refused, p elsewhere; in place, because these are wide
-        refused = ~kept & ~again if draft.valid is None else ~kept & ~again & draft.valid
-        left[:, :-1].addcmul_(draft_probs(probs, draft), refused[..., None].to(probs.dtype), value=-1).clamp_(min=0)
-        empty = refused & (left[:, :-1].sum(-1) <= 0)  # p equals q up to rounding: the draft stands
-        drawn = noise.draw(left, Purpose.REDRAW)
-        drawn[:, :-1] = torch.where(kept & ~again | empty, draft.tokens, drawn[:, :-1])
+        drawn = redrawn(probs, draft, noise, kept, again)
         return replace(verdict, drawn=drawn, relaxation=(granted * ~again).sum(1))
 
     def _standing(

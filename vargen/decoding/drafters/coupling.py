@@ -11,10 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
 from torch import Tensor
 
-from vargen.decoding.acceptance import chances, draft_probs
+from vargen.decoding.acceptance import chances, redrawn
 from vargen.decoding.draft import Step
 from vargen.decoding.noise import Purpose
 
@@ -32,16 +31,8 @@ def maximal(step: Step) -> Tensor:
     The old and the new token agree with probability 1 - TV(p, q), which no coupling exceeds (SCD, section 4; the same step is
     called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
     """
-    probs, draft, noise = step.probs, step.draft, step.noise
-    p, q = chances(probs, draft)
-    keeps = noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p
-    valid = torch.ones_like(keeps) if draft.valid is None else draft.valid
-    left = probs.clone()  # (p - q)+ where there was a draft, p elsewhere; in place, because these are wide
-    left[:, :-1].addcmul_(draft_probs(probs, draft), valid[..., None].to(probs.dtype), value=-1).clamp_(min=0)
-    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
-    redrawn = noise.draw(left, Purpose.REDRAW)
-    redrawn[:, :-1] = torch.where(keeps & valid | empty, draft.tokens, redrawn[:, :-1])
-    return redrawn
+    p, q = chances(step.probs, step.draft)
+    return redrawn(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
 
 
 def gumbel(step: Step) -> Tensor:
