@@ -16,6 +16,7 @@ from vargen.cli.train_options import (
     DEVICE,
     RUN,
     STEPS,
+    TEXT_ENCODER,
     THREADS,
     app,
     open_data,
@@ -93,9 +94,7 @@ def generator(
     init: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Start from these weights: a generator's run, or a saved transformer.")
     ] = None,
-    text_encoder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
-    ] = None,
+    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
     output: Annotated[Path, RUN] = Path("runs/generator"),
     steps: Annotated[int | None, STEPS] = None,
     device: Annotated[Device, DEVICE] = Device.auto,
@@ -125,9 +124,7 @@ def var(
     teacher: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, that a small one imitates.")
     ] = None,
-    text_encoder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
-    ] = None,
+    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
     output: Annotated[Path, RUN] = Path("runs/var"),
     steps: Annotated[int | None, STEPS] = None,
     device: Annotated[Device, DEVICE] = Device.auto,

@@ -15,6 +15,7 @@ from vargen.cli.train_options import (
     DEVICE,
     RUN,
     STEPS,
+    TEXT_ENCODER,
     THREADS,
     app,
     open_data,
@@ -40,9 +41,7 @@ def low_res(
     tokenizer: Annotated[Path | None, TOKENIZER] = None,
     config: Annotated[str, CONFIG] = "emoji-low-res",
     data: Annotated[Path | None, DATA] = None,
-    text_encoder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
-    ] = None,
+    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
     output: Annotated[Path, RUN] = Path("runs/low-res"),
     steps: Annotated[int | None, STEPS] = None,
     device: Annotated[Device, DEVICE] = Device.auto,

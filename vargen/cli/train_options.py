@@ -21,6 +21,7 @@ DATA = typer.Option(metavar="DIR", help="Data set. Default: where `vargen train 
 RUN = typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
 DEVICE = typer.Option(help="auto takes a GPU where there is one.")
 THREADS = typer.Option(metavar="N", help="CPU threads. Default: torch's.")
+TEXT_ENCODER = typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
 STEPS = typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")
 
 

@@ -9,7 +9,18 @@ import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, pick_device
-from vargen.cli.train_options import CONFIG, DEVICE, RUN, STEPS, THREADS, app, recipe_of, saved, text_encoder_folder
+from vargen.cli.train_options import (
+    CONFIG,
+    DEVICE,
+    RUN,
+    STEPS,
+    TEXT_ENCODER,
+    THREADS,
+    app,
+    recipe_of,
+    saved,
+    text_encoder_folder,
+)
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -66,7 +77,6 @@ def video_vae(
 _VAE = typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")
 _TEACHER = typer.Option(metavar="DIR", help="A run, or a saved model, whose flow a few-step model follows.")
 _INIT = typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved model. Default: the teacher's.")
-_TEXT_ENCODER = typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
 
 
 @app.command("video-preview")
@@ -99,7 +109,7 @@ def video_target(
     data: Annotated[Path | None, _CLIPS] = None,
     teacher: Annotated[Path | None, _TEACHER] = None,
     init: Annotated[Path | None, _INIT] = None,
-    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
     output: Annotated[Path, RUN] = Path("runs/video-target"),
     steps: Annotated[int | None, STEPS] = None,
     device: Annotated[Device, DEVICE] = Device.auto,
@@ -116,7 +126,7 @@ def video_drafter(
     data: Annotated[Path | None, _CLIPS] = None,
     teacher: Annotated[Path | None, _TEACHER] = None,
     init: Annotated[Path | None, _INIT] = None,
-    text_encoder: Annotated[Path | None, _TEXT_ENCODER] = None,
+    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
     output: Annotated[Path, RUN] = Path("runs/video-drafter"),
     steps: Annotated[int | None, STEPS] = None,
     device: Annotated[Device, DEVICE] = Device.auto,

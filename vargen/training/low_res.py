@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,7 +48,9 @@ class TokenPairs(VariantStore):
 
     fast = False
 
-    def __init__(self, folder, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int):
+    def __init__(
+        self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int
+    ):
         self.vqvae, self.factor = vqvae.eval(), factor
         side = images.shape[1] // vqvae.downsampling
         self.low = side // factor
@@ -59,7 +63,7 @@ class TokenPairs(VariantStore):
         parts = self.vqvae.encode(levels).flatten(1), self.vqvae.encode(pixels_BCYX).flatten(1)
         return torch.cat(parts, dim=1).cpu().numpy() + 1
 
-    def __call__(self, indices, variants) -> tuple[Tensor, Tensor]:
+    def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> tuple[Tensor, Tensor]:
         """int64 `[B, r, c]` and `[B, N]`."""
         rows = torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
         low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
