@@ -94,28 +94,33 @@ class LlamaGenLowRes:
         rows, columns = self.model.grid
         whole = committed // (self.grid[1] * (self.grid[0] // rows)) * columns
         whole = torch.where(whole < rows * columns, whole, state.shown)  # behind the last row nothing is drafted
-        if not bool((whole > state.shown).any()):
+        images = (whole > state.shown).nonzero()[:, 0]  # those that have something new to show
+        if not len(images):
             return state
         seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
         low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
         cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
-        low = self._redrawn(replace(state, low=low, cache=cache), whole)
-        return replace(state, low=low, larger=self._larger(low), shown=whole, cache=cache)
+        low = self._redrawn(replace(state, low=low, cache=cache), whole, images)
+        larger = state.larger.index_copy(0, images, self._larger(low[images]))
+        return replace(state, low=low, larger=larger, shown=whole, cache=cache)
 
-    def _redrawn(self, state: _Small, whole: Tensor) -> Tensor:
-        """The tokens `[B, n]`, with a few rows behind the first `whole` `[B]` as these make them likely; the cache holds these
-        then. Images whose `whole` has not moved stay as they are."""
+    def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
+        """The tokens `[B, n]`, of some images with a few rows behind the first `whole` `[B]` as these make them likely; the cache
+        holds these then."""
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
         T = min(int(news.max()) + _AHEAD * columns - 1, n)
         tree, slots = Tree.of_chain(T - 1, device), torch.arange(T, device=device)
-        behind = state.shown[:, None] + slots + 1
-        anew = (behind >= whole[:, None]) & (behind < whole[:, None] + _AHEAD * columns) & (news > 0)[:, None]
-        low = F.pad(state.low, (0, T + 1))
+        fed = state.shown[:, None] + slots
+        first = int(news[images].min()) - 1  # slots before it say what is known
+        behind, start = fed[images, first:] + 1, whole[images, None]
+        anew = (behind >= start) & (behind < start + _AHEAD * columns)
+        noise, low = Noise(state.seeds[images], behind), F.pad(state.low, (0, T + 1))
         for _ in range(_PASSES):
-            out = self.model.forward(low.gather(1, behind - 1), state.cache, tree)
-            drawn = Noise(state.seeds, behind).draw(to_probs(out.logits, state.sampling), Purpose.TOKEN)
-            low = low.scatter(1, behind, torch.where(anew, drawn, low.gather(1, behind)))
+            out = self.model.forward(low.gather(1, fed), state.cache, tree)
+            drawn = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            row = low[images]
+            low = low.index_copy(0, images, row.scatter(1, behind, torch.where(anew, drawn, row.gather(1, behind))))
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
         return low[:, :n]
 
