@@ -4,9 +4,10 @@
 
 Beside them `mulo`, `mulo-exact` and `scd` as they are, the first two with a refreshed small picture, and `wavefront` at some
 reaches. `mulo` judges a draft anew in every pass, behind what was repaired since; `wavefront` from a low resolution does not
-judge one again that was drawn with its surroundings settled, whatever changes before it. Draws and scores by `vargen eval`, which
-goes on where it was stopped. Scores are differences to `ar` for the same prompts; Frechet distances to the pictures of `ar`, of the scorer's features, need more
-than 288 pictures: 64 take about a quarter of an hour on one core, 320 more than an hour.
+judge one again that was drawn with its surroundings settled, whatever changes before it.
+
+Draws and scores by `vargen eval`, which goes on where it was stopped. Scores are differences to `ar` for the same prompts;
+Frechet distances, of the scorer's features, need more than 288 pictures.
 """
 
 import argparse

@@ -105,8 +105,8 @@ class LlamaGenLowRes:
         return replace(state, low=low, larger=larger, shown=whole, cache=cache)
 
     def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
-        """The tokens `[B, n]`, of some images with a few rows behind the first `whole` `[B]` as these make them likely; the cache
-        holds these then."""
+        """The tokens `[B, n]`, of some images with a few rows behind the first `whole` `[B]` as these make them likely; the
+        cache holds these then."""
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
         T = min(int(news.max()) + _AHEAD * columns - 1, n)
