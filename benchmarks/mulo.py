@@ -37,7 +37,7 @@ def point(found: dict[str, Any]) -> dict[str, Any]:
         "relaxation": found["speed"]["relaxation"],
         "score": difference["mean"],
         "half_interval": difference["half_interval"],
-        "frechet": (found.get("distances") or {}).get("frechet"),
+        "frechet": (found.get("drift") or {}).get("frechet"),  # of the pictures of `ar`
     }
 
 
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw them")
     given = parser.parse_args()
     names = dict.fromkeys(["ar", *OTHERS, *(method(name, value) for name, values in SWEEPS.items() for value in values)])
-    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8"]
+    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8", "--scorers", "emoji-scorer"]
     subprocess.run([*command, "--threads", "1", "--methods", ",".join(names)], check=True, stdout=subprocess.DEVNULL)
     found = {each["name"]: each for each in json.loads((given.output / "metrics.json").read_text())["methods"]}
     report: dict[str, Any] = {
