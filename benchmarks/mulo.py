@@ -47,19 +47,19 @@ def draw(report: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.2 * len(SWEEPS), 4), layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.2 * len(SWEEPS), 4.8), layout="constrained", sharey=True)
     for axis, (name, points) in zip(axes, report["sweeps"].items(), strict=True):
         xs = [point["tokens_per_pass"] for point in points.values()]
         ys = [point["score"] for point in points.values()]
         axis.errorbar(xs, ys, [point["half_interval"] for point in points.values()], marker="o", label="mulo")
         for value, x, y in zip(points, xs, ys, strict=True):
-            axis.annotate(f"{name} {value}", (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
+            axis.annotate(str(value), (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
         for other, found in report["others"].items():
             axis.plot([found["tokens_per_pass"]], [found["score"]], "x", label=other)
         axis.axhline(0, color="grey", linestyle=":")
         axis.set(xlabel="tokens per pass", title=name)
     axes[0].set(ylabel="score less that of ar")
-    axes[-1].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -84,7 +84,8 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw them")
     given = parser.parse_args()
     names = dict.fromkeys(["ar", *OTHERS, *(method(name, value) for name, values in SWEEPS.items() for value in values)])
-    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8", "--scorers", "emoji-scorer"]
+    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8"]
+    command += ["--scorers", "emoji-scorer"]  # also of a folder's model
     subprocess.run([*command, "--threads", "1", "--methods", ",".join(names)], check=True, stdout=subprocess.DEVNULL)
     found = {each["name"]: each for each in json.loads((given.output / "metrics.json").read_text())["methods"]}
     report: dict[str, Any] = {
