@@ -308,7 +308,7 @@ class LlamaGenPipeline(VisualPipeline):
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = opened(low_res, upsampler, self.transformer), self._device_of(self.transformer)
+        networks, device = opened(low_res, upsampler, self.transformer, self.vqvae), self._device_of(self.transformer)
         self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
 
     @torch.no_grad()

@@ -139,7 +139,7 @@ def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: T
     return (means @ codes.T).argmax(-1)
 
 
-def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer) -> dict[str, Any]:
+def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
     """The networks `low_res` and `upsampler` (None without one) of folders, checked to belong to a transformer; see
     `LlamaGenPipeline.load_low_res`."""
     found: dict[str, Path] = {"low_res": saved_network(low_res, "transformer", "low_res")}
@@ -148,6 +148,12 @@ def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer) -> di
     family = FAMILIES["LlamaGenPipeline"]
     configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
     check_parts(family, {"transformer": transformer.config, **configs})
+    of, codes = configs.get("upsampler", {}).get("codes"), vqvae and vqvae.quantize.digest()
+    if of and codes and of != codes:
+        raise ValueError(
+            f"upsampler {str(upsampler)!r} belongs to another codebook (digest {of}) than this model's ({codes}), as does the "
+            "low-resolution model that it was trained with: give those of this model"
+        )
     dtypes = {"low_res": transformer.dtype, "upsampler": torch.float32}
     networks: dict[str, Any] = {"upsampler": None}
     for name, folder in found.items():

@@ -163,6 +163,20 @@ def test_networks_that_do_not_belong_are_refused_before_weights_are_read(small, 
     assert pipe.low_res is None and pipe.upsampler is None
 
 
+def test_a_model_of_another_codebook_is_refused(tmp_path, monkeypatch) -> None:
+    """Its tokens are as many, and mean other things."""
+    pipe, own = class_pipeline(), {"codes": class_pipeline().vqvae.quantize.digest()}
+    low, up = saved(tmp_path, up=own)
+    pipe.load_low_res(low, up)
+    other = class_pipeline()
+    torch.nn.init.normal_(other.vqvae.quantize.embedding.weight)
+    monkeypatch.setattr(LlamaGenTransformer, "from_pretrained", None)
+    with pytest.raises(ValueError, match="belongs to another codebook"):
+        other.load_low_res(low, up)
+    halves = class_pipeline().vqvae.half().quantize.digest()
+    assert halves == own["codes"] and class_pipeline().vqvae.bfloat16().quantize.digest() is None
+
+
 def test_folders_without_networks_and_with_code_are_refused(tmp_path) -> None:
     low, up = saved(tmp_path)
     with pytest.raises(FileNotFoundError, match="low_res must be a run's folder with transformer/"):

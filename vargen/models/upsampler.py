@@ -63,6 +63,7 @@ class TokenUpsampler(CompactModel, ConfigMixin):
         dim: width, a multiple of 8.
         blocks: residual blocks at the low resolution, and places' blocks at the high one.
         weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        codes: digest of the codebook that the tokens are of, which a model's must equal; None if it is not known.
 
     Raises:
         ValueError: for grids that do not divide each other, or a width that is no multiple of 8.
@@ -79,6 +80,7 @@ class TokenUpsampler(CompactModel, ConfigMixin):
         dim: int = 128,
         blocks: int = 3,
         weight_format: str | None = None,
+        codes: str | None = None,
     ):
         super().__init__()
         check_format(weight_format)

@@ -8,6 +8,7 @@ Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows a
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -69,6 +70,13 @@ class VectorQuantizer(nn.Module):
         if weight.is_meta:  # offloaded layer by layer: weights come only with their module's forward
             weight = self.embedding(torch.arange(len(weight)))
         return F.normalize(weight.float(), dim=-1)
+
+    def digest(self) -> str | None:
+        """Names the codes, as they are stored in float16; None where the loaded ones are coarser than that, or not there."""
+        weight = self.embedding.weight
+        if weight.is_meta or weight.dtype not in (torch.float16, torch.float32):
+            return None
+        return hashlib.sha256(weight.detach().half().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def nearest(self, z_BERG: Tensor) -> Tensor:
         """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
