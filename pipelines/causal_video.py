@@ -185,7 +185,7 @@ class CausalVideoPipeline(VideoModel):
         checks.check_output_type(output_type)
         checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         several = isinstance(prompt, list | tuple)
-        prompts = checks.check_prompts(prompt) if several else [prompt]
+        prompts: list[Any] = checks.check_prompts(prompt) if several else [prompt]
         seeds = checks.image_seeds(generator, len(prompts))
         own, stopped = options.pop("callback", None), False
 

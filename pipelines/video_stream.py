@@ -93,8 +93,8 @@ def videos_of(videos: list[list[Tensor]], output_type: str) -> Any:
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
     whole = [torch.cat(parts) if parts else torch.zeros(0) for parts in videos]
-    found = [video.permute(0, 2, 3, 1).cpu().numpy() if output_type == "np" and video.ndim == 4 else video for video in whole]
-    arrays = [video.numpy() if output_type == "np" and isinstance(video, Tensor) else video for video in found]
-    if len({video.shape for video in whole}) > 1:  # stopped
-        return arrays
-    return np.stack(arrays) if output_type == "np" else torch.stack(arrays)
+    alike = len({video.shape for video in whole}) == 1  # unless the call was stopped
+    if output_type != "np":
+        return torch.stack(whole) if alike else whole
+    arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]
+    return np.stack(arrays) if alike else arrays
