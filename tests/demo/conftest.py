@@ -83,7 +83,7 @@ class Browser:
 
     def open(self, url: str) -> Browser:
         self.driver.get(url)
-        self.until(lambda: self.shown("#generate"))
+        self.until(lambda: self.shown("#generate, #make"))
         self.script(_KEEP_MESSAGES)
         return self
 

@@ -79,6 +79,38 @@ def test_a_call_is_its_stream(pipe: CausalVideoPipeline) -> None:
     assert np.abs(np.stack([np.asarray(each) for each in pictures]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
 
 
+def test_each_prompt_of_a_list_gets_the_video_that_it_gets_alone(pipe: CausalVideoPipeline) -> None:
+    options: dict[str, Any] = {"tau": 0.5, "scorer": brightness, "num_blocks": 3, "output_type": "pt"}
+    both = pipe(["a waving cat", "a dog"], generator=[seeded(3), seeded(4)], **options)
+    alone = [pipe(text, generator=seeded(seed), **options) for text, seed in (("a waving cat", 3), ("a dog", 4))]
+    assert both.frames.shape == (2, 6, 3, 16, 16) and [each.seed for each in both.stats] == [3, 4]
+    for k, each in enumerate(alone):
+        assert torch.equal(both.frames[k], each.frames[0]) and both.stats[k].makers == each.stats.makers
+    one = pipe(["a cat", "a cat"], generator=seeded(3), **options)  # one generator serves them in turn
+    assert one.stats[0].seed == 3 != one.stats[1].seed and not torch.equal(one.frames[0], one.frames[1])
+    again = pipe("a cat", generator=seeded(one.stats[1].seed), **options)
+    assert torch.equal(again.frames[0], one.frames[1])
+
+
+def test_a_list_of_prompts_stops_as_a_whole(pipe: CausalVideoPipeline) -> None:
+    calls = []
+
+    def stop(pipeline: Any, step: int, block: int, inputs: Any) -> dict[str, bool]:
+        calls.append((step, block))
+        return {"stop": block == 1}
+
+    result = pipe(["a", "b"], accelerator="target", generator=seeded(), callback_on_step_end=stop)
+    assert [len(video) for video in result.frames] == [2, 0] and all(each.stopped for each in result.stats)
+    assert calls[-1][1] == 1, "nothing runs after that"
+    arrays = pipe(["a", "b"], accelerator="target", output_type="np", callback_on_step_end=stop).frames
+    assert [len(video) for video in arrays] == [2, 0]
+
+
+def test_a_stream_is_one_video(pipe: CausalVideoPipeline) -> None:
+    with pytest.raises(ValueError, match="prompt must be one, got 2"):
+        pipe.stream(["a", "b"])
+
+
 def test_the_packaged_scorer_scores_where_none_is_given(pipe: CausalVideoPipeline) -> None:
     stats = pipe("a red apple", num_blocks=2, generator=seeded()).stats
     assert math.isfinite(stats.blocks[1].score) and len(stats.blocks[1].scores) == 2 and not stats.failures
@@ -131,7 +163,9 @@ def test_calls_stop_when_asked(pipe: CausalVideoPipeline) -> None:
     ("options", "message"),
     [
         ({"prompt": None}, "give a prompt"),
-        ({"prompt": ["a", "b"]}, "prompt must be one"),
+        ({"prompt": ["a", ""]}, r"prompt\[1\] is empty"),
+        ({"prompt": ["a", "b"], "generator": [torch.Generator()]}, "generator is a list of 1"),
+        ({"prompt": ["a", "b"], "then": {7: "c"}}, "then must map"),
         ({"num_blocks": 0}, "num_blocks must be .* got 0"),
         ({"num_blocks": 10**9}, "num_blocks must be .* got 1000000000"),
         ({"num_blocks": 2.5}, "num_blocks must be"),

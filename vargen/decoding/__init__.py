@@ -16,8 +16,11 @@ from vargen.decoding.acceptance import (
     traversal,
 )
 from vargen.decoding.aggregators import LowerQuantile, last, lowest, mean
+from vargen.decoding.block_pixels import BlockDecoder
+from vargen.decoding.block_score import View
 from vargen.decoding.block_stats import BlockRow, BlockStats
-from vargen.decoding.blocks import Block, BlockDecoder, BlockStream, NonFiniteLatentsError, View, decode_blocks
+from vargen.decoding.block_stream import Block, BlockStream, NonFiniteLatentsError
+from vargen.decoding.blocks import decode_blocks
 from vargen.decoding.commits import Eager, Lazy, Window
 from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.draft_length import Adaptive, Auto, Fixed
@@ -35,16 +38,8 @@ from vargen.decoding.drafters import (
 )
 from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.policies import (
-    Budget,
-    Chance,
-    RelativeToFirst,
-    Replay,
-    RunningQuantile,
-    Stride,
-    Threshold,
-    Unscored,
-)
+from vargen.decoding.placements import Chance, Replay, Stride, Unscored
+from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, BlockModel, Drafter, ScaleModel, TokenModel
 from vargen.decoding.routing import Routing

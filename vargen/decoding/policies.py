@@ -1,106 +1,23 @@
-"""Which blocks of a video a small model draws, and which the large one: by score, by place, or by chance.
+"""Which blocks of a video a small model draws, and which the large one, by a score of the drafts.
 
-A policy is data. For each video it starts a router, which keeps what it has seen.
+A policy is data. For each video it starts a router, which keeps what it has seen. Those that do not look at drafts are in
+`vargen.decoding.placements`.
 
-Sources: a threshold on a score is SDVG (Hu and Zhang 2026, arXiv:2604.17397). The others are baselines and variations: a
-threshold that follows the video, and the same number of target blocks placed without looking.
+Sources: a threshold on a score is SDVG (Hu and Zhang 2026, arXiv:2604.17397). The others are variations: a threshold that
+follows the video, or the clock.
 """
 
 from __future__ import annotations
 
 import math
-import numbers
 from collections import deque
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from vargen.decoding.block_stats import MAKERS, BlockRow
-from vargen.decoding.noise import Purpose, coins
+from vargen.decoding.block_stats import BlockRow
+from vargen.decoding.router import Router, check_share, check_threshold
 from vargen.values import real, shown, whole
 
 TAU = -0.7  # of the paper, on ImageReward's scale, whose scores of its training data have mean 0 and deviation 1
-
-
-class Router:
-    """What a policy decides in one video. By default: draft all blocks, and accept those that score `tau` at least.
-
-    Attributes:
-        tau: the threshold just now; None where none is used. May be set while the video is made.
-    """
-
-    def __init__(self, tau: float | None = None):
-        self.tau = tau
-
-    def drafts(self, block: int) -> bool:
-        """Whether the small model is to propose this block."""
-        return True
-
-    def accepts(self, block: int, score: float | None) -> bool:
-        """Whether a draft stands; `score` is finite, or None where the policy is not `scored`."""
-        return self.tau is None or (score is not None and score >= self.tau)
-
-    def observe(self, row: BlockRow) -> None:
-        """See a finished block."""
-
-
-@runtime_checkable
-class Policy(Protocol):
-    """Starts routers.
-
-    Attributes:
-        scored: whether drafts must be scored. reference: whether block 0 must be, whoever made it.
-    """
-
-    @property
-    def scored(self) -> bool: ...
-
-    @property
-    def reference(self) -> bool: ...
-
-    def start(self, seed: int) -> Router: ...
-
-
-def check_threshold(value: Any, name: str = "tau") -> float:
-    """A threshold as a float; infinite ones accept all or nothing.
-
-    Raises:
-        ValueError: for NaN. TypeError: for what is no number.
-    """
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
-    if math.isnan(value):
-        raise ValueError(f"{name} must be a number or infinite, got nan")
-    return float(value)
-
-
-def _check_share(value: Any, name: str) -> None:
-    share = real(value)
-    if share is None or not 0 <= share <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, got {shown(value)}")
-
-
-@dataclass(frozen=True)
-class Unscored:
-    """The large model draws all blocks, or the small one."""
-
-    draft: bool = False
-    scored = reference = False
-
-    def start(self, seed: int) -> Router:
-        return _Places(lambda block: self.draft)
-
-
-class _Places(Router):
-    """Drafts at some places, and accepts what was drafted."""
-
-    def __init__(self, chosen: Any):
-        super().__init__()
-        self.chosen = chosen
-
-    def drafts(self, block: int) -> bool:
-        return self.chosen(block)
 
 
 @dataclass(frozen=True)
@@ -165,7 +82,7 @@ class RunningQuantile:
     scored, reference = True, False
 
     def __post_init__(self) -> None:
-        _check_share(self.reject, "reject")
+        check_share(self.reject, "reject")
         if whole(self.memory, 2) is None:
             raise ValueError(f"memory must be a whole number of at least 2, got {shown(self.memory)}")
 
@@ -212,7 +129,7 @@ class Budget:
         if (self.acceptance is None) == (self.seconds is None):
             raise ValueError(f"give acceptance or seconds, got {shown(self.acceptance)} and {shown(self.seconds)}")
         if self.acceptance is not None:
-            _check_share(self.acceptance, "acceptance")
+            check_share(self.acceptance, "acceptance")
         for name in ("gain", *(("seconds",) if self.seconds is not None else ())):
             value = real(getattr(self, name))
             if value is None or value <= 0:
@@ -241,80 +158,3 @@ class _Budget(Router):
             return
         assert self.tau is not None
         self.tau = min(policy.high, max(policy.low, self.tau + policy.gain * error))
-
-
-@dataclass(frozen=True)
-class Stride:
-    """The large model draws every `every`-th block, from block 0 on; nothing is scored (StrideAR).
-
-    Raises:
-        ValueError: for a number below 1.
-    """
-
-    every: int = 3
-    scored = reference = False
-
-    def __post_init__(self) -> None:
-        if whole(self.every, 1) is None:
-            raise ValueError(f"every must be a whole number of at least 1, got {shown(self.every)}")
-
-    def start(self, seed: int) -> Router:
-        return _Places(lambda block: block % self.every != 0)
-
-
-@dataclass(frozen=True)
-class Chance:
-    """The small model draws a share of the blocks, by coins of the video's seed; nothing is scored.
-
-    Raises:
-        ValueError: for a share outside [0, 1].
-    """
-
-    acceptance: float = 0.7
-    scored = reference = False
-
-    def __post_init__(self) -> None:
-        _check_share(self.acceptance, "acceptance")
-
-    def start(self, seed: int) -> Router:
-        seeds = torch.tensor([seed])
-        return _Places(lambda block: float(coins(seeds, torch.tensor([[block]]), Purpose.CHOICE)) < self.acceptance)
-
-
-@dataclass(frozen=True)
-class Replay:
-    """Make each block by whom it was made before: the same video from the same seed, without scoring.
-
-    Args:
-        makers: by block, as `BlockStats.makers` has them; blocks behind them are the large model's.
-
-    Raises:
-        ValueError: for a maker that is none.
-    """
-
-    makers: tuple[str, ...] = ()
-    scored = reference = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "makers", tuple(self.makers))
-        unknown = [maker for maker in self.makers if maker not in MAKERS]
-        if unknown:
-            raise ValueError(f"makers must be of {', '.join(MAKERS)}, got {shown(unknown[0])}")
-
-    def start(self, seed: int) -> Router:
-        return _Replay(self.makers)
-
-
-class _Replay(Router):
-    def __init__(self, makers: tuple[str, ...]):
-        super().__init__()
-        self.makers = makers
-
-    def _maker(self, block: int) -> str:
-        return self.makers[block] if block < len(self.makers) else "target"
-
-    def drafts(self, block: int) -> bool:
-        return self._maker(block) != "target"
-
-    def accepts(self, block: int, score: float | None) -> bool:
-        return self._maker(block) == "draft"

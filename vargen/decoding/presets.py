@@ -19,7 +19,8 @@ from vargen.decoding.drafters import (
     Wavefront,
 )
 from vargen.decoding.naming import nearest
-from vargen.decoding.policies import Budget, Chance, RelativeToFirst, RunningQuantile, Stride, Threshold, Unscored
+from vargen.decoding.placements import Chance, Stride, Unscored
+from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
 from vargen.decoding.routing import Routing
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree

@@ -109,8 +109,8 @@ def badges(rows: list[Any]) -> str:
         title = f"block {row.number}: {row.verdict}{trouble}"
         kind = "draft" if row.maker == "draft" else "target"
         cells.append(
-            f'<span class="vg-block vg-{kind}" title="{figures.text(title)}">{row.number} {figures.text(row.maker)}'
-            f"{score} · {1e3 * row.seconds:.0f} ms</span>"
+            f'<span class="vg-block vg-{kind}" role="listitem" title="{figures.text(title)}">'
+            f"{row.number} {figures.text(row.maker)}{score} · {1e3 * row.seconds:.0f} ms</span>"
         )
     return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'
 
@@ -141,16 +141,19 @@ def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
             with gr.Column(scale=4, min_width=300):
                 prompt = gr.Textbox("a waving cat", label="Prompt", elem_id="prompt", max_length=500)
                 names = [(f"{each.name} · {each.summary}", each.name) for each in engine.methods]
-                method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="method", elem_classes="methods")
-                tau = gr.Slider(
-                    *_TAU, value=engine.default_tau, step=0.1, label="Score that a draft needs (tau)", elem_id="tau"
+                method = gr.Dropdown(
+                    names, value=engine.default_method, label="Method", elem_id="method", filterable=False
                 )  # fmt: skip
                 usual = min(_MOST_BLOCKS, int(engine.pipe.default("num_blocks")))
                 blocks = gr.Slider(1, _MOST_BLOCKS, value=usual, step=1, label="Blocks", elem_id="blocks")
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, elem_id="seed")
-                with gr.Row():
-                    go = gr.Button("Make", variant="primary", elem_id="make", elem_classes=inputs.START)
-                    stop = gr.Button("Stop", variant="stop", elem_id="stop")
+                with gr.Row(elem_classes="vg-pair"):
+                    go = gr.Button("Make", variant="primary", elem_id="make", elem_classes=inputs.START, min_width=80)
+                    stop = gr.Button("Stop", variant="stop", elem_id="stop", min_width=80)
+                # Last, so that on a narrow screen it is beside the video, for it is moved while the video plays.
+                tau = gr.Slider(
+                    *_TAU, value=engine.default_tau, step=0.1, label="Score that a draft needs (tau)", elem_id="tau"
+                )  # fmt: skip
             with gr.Column(scale=7, min_width=320):
                 note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
                 stage = gr.HTML(figures.stage([None], "an empty frame"), elem_id="stage")
@@ -190,6 +193,7 @@ def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
             runs.leave(request.session_hash or "")
 
         outputs = [note, stage, row]
+
         def move(number: str, level: float) -> None:
             engine.set_tau(number, float(level))
 

@@ -1,0 +1,145 @@
+"""What a model of video is looked at with: strips and loops to show, a sheet for a blind viewer, and whether the scorer ranks.
+
+    OMP_NUM_THREADS=1 python benchmarks/video_viewing.py show --model emoji-video --output assets/emoji-video
+    OMP_NUM_THREADS=1 python benchmarks/video_viewing.py blind --model emoji-video --output runs/blind --key runs/blind-key.tsv
+    OMP_NUM_THREADS=1 python benchmarks/video_viewing.py rank --model emoji-video --output benchmarks/video_rank_NAME_DATE.json
+
+`show` writes strips.png and eight looping webp files. `blind` draws the captions of assets/motion.txt by the target and writes
+them as 01.webp to 24.webp with a sheet of strips, in shuffled order and without a caption; which is which is in the key alone,
+which lies outside of the folder. `rank` counts the blocks in which the scorer puts the target's block above the draft of the
+same past and noise; without a difference there is nothing to route.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image, ImageDraw, ImageFont
+
+import vargen.assets
+from vargen.decoding import Routing, Threshold, View, lowest
+from vargen.evaluation.machine import describe_machine
+from vargen.files import whole_file
+from vargen.pipelines.registry import open_pipeline
+
+CELL, LABEL, GAP = 64, 150, 2
+
+
+def captions() -> list[tuple[str, str]]:
+    """Captions of assets/motion.txt, each with its motion."""
+    lines = (Path(vargen.assets.__file__).parent / "motion.txt").read_text("utf-8").splitlines()
+    rows = [line.split(" | ") for line in lines if line and not line.startswith("#")]
+    return [(caption, motion) for caption, motion in rows]
+
+
+def strips(videos: list[list[Image.Image]], labels: list[str], columns: int = 8) -> Image.Image:
+    """A row of frames for each video, evenly spread, behind its label."""
+    sheet = Image.new("RGB", (LABEL + columns * (CELL + GAP), len(videos) * (CELL + GAP)), "white")
+    draw, font = ImageDraw.Draw(sheet), ImageFont.load_default(size=12)
+    for row, (frames, label) in enumerate(zip(videos, labels, strict=True)):
+        words = label.split()
+        half = next((k for k in range(1, len(words)) if len(" ".join(words[: k + 1])) > 20), len(words))
+        for line, text in enumerate((" ".join(words[:half]), " ".join(words[half:]))):
+            draw.text((4, row * (CELL + GAP) + 16 + 16 * line), text, fill="#222", font=font)
+        for column, number in enumerate(np.linspace(0, len(frames) - 1, min(columns, len(frames))).round().astype(int)):
+            frame = frames[number].resize((CELL, CELL), Image.Resampling.LANCZOS)
+            sheet.paste(frame, (LABEL + column * (CELL + GAP), row * (CELL + GAP)))
+    return sheet
+
+
+def drawn(pipe: Any, texts: list[str], given: argparse.Namespace, accelerator: str) -> list[list[Image.Image]]:
+    """A video of each; the first has the seed that was given, the next one more."""
+    sources = [torch.Generator().manual_seed(given.seed + k) for k in range(len(texts))]
+    return list(pipe(texts, generator=sources, accelerator=accelerator, num_blocks=given.blocks).frames)
+
+
+def save_sheet(sheet: Image.Image, path: Path) -> None:
+    with whole_file(path) as temporary:
+        sheet.save(temporary, format="PNG")
+
+
+def show(pipe: Any, given: argparse.Namespace) -> None:
+    """Strips of all captions, and the first of each kind as loops, by the checkpoint's own method."""
+    texts = [caption for caption, _ in captions()]
+    videos = drawn(pipe, texts, given, given.accelerator or str(pipe.chosen(None).name))
+    save_sheet(strips(videos, texts), given.output / "strips.png")
+    for number in given.loops or range(0, len(texts), 3):
+        name = "-".join(texts[number].split())
+        print(pipe.save_video(videos[number], given.output / f"{name}.webp"))
+
+
+def blind(pipe: Any, given: argparse.Namespace) -> None:
+    """Videos and strips in shuffled order; the key is apart."""
+    if given.key is None or given.output.resolve() in given.key.resolve().parents:
+        raise SystemExit("error: --key must name a file outside of --output, which the viewer sees")
+    rows = captions()
+    videos = drawn(pipe, [caption for caption, _ in rows], given, given.accelerator or "target")
+    order = random.Random(given.seed).sample(range(len(rows)), len(rows))
+    for place, number in enumerate(order, 1):
+        pipe.save_video(videos[number], given.output / f"{place:02d}.webp")
+    labels = [f"{place:02d}" for place in range(1, 1 + len(order))]
+    save_sheet(strips([videos[number] for number in order], labels), given.output / "sheet.png")
+    lines = [f"{place:02d}\t{rows[number][0]}\t{rows[number][1]}\n" for place, number in enumerate(order, 1)]
+    with whole_file(given.key) as temporary:
+        temporary.write_text("".join(lines), "utf-8")
+    print(given.output / "sheet.png")
+
+
+def ranked(pipe: Any, text: str, seed: int, blocks: int | None) -> list[tuple[float, float]]:
+    """Scores of target and draft for each block of the target's video; both decoded in full, of the same past and noise."""
+    judge = pipe.frame_scorer().bind(pipe.read_prompt(text).text)
+    every = Routing("rank", policy=Threshold(math.inf), forced=())
+    found, previous = [], None
+    for block in pipe.stream(text, accelerator=every, num_blocks=blocks, generator=torch.Generator().manual_seed(seed)):
+        own = float(lowest(torch.as_tensor(judge(View(block.number, block.latents, block.frames, previous))).float().cpu()))
+        if block.row.score is not None and math.isfinite(own):
+            found.append((own, block.row.score))
+        previous = block.frames[-1]
+    return found
+
+
+def rank(pipe: Any, given: argparse.Namespace) -> None:
+    """The share of blocks in which the target is above the draft, with its standard error over videos."""
+    pipe.preview_decoder = None
+    rows = [ranked(pipe, caption, given.seed + k, given.blocks) for k, (caption, _) in enumerate(captions())]
+    pairs = [pair for row in rows for pair in row]
+    shares = [sum(a > b for a, b in row) / len(row) for row in rows if row]
+    said = {
+        "model": given.model, "machine": describe_machine(), "blocks": len(pairs), "videos": len(rows),
+        "target_above": sum(a > b for a, b in pairs) / len(pairs),
+        "standard_error": float(np.std(shares, ddof=1) / len(shares) ** 0.5),
+        "mean_target": float(np.mean([a for a, _ in pairs])), "mean_draft": float(np.mean([b for _, b in pairs])),
+        "pairs": rows,
+    }  # fmt: skip
+    with whole_file(given.output) as temporary:
+        temporary.write_text(json.dumps(said, indent=1) + "\n", "utf-8")
+    print(f"target above drafter in {100 * said['target_above']:.0f} % of {len(pairs)} blocks (goal: 65 %)")
+
+
+def main(words: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("what", choices=("show", "blind", "rank"))
+    parser.add_argument("--model", default="emoji-video")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--key", type=Path, help="of blind: what was drawn, for whoever compares the viewer's answers")
+    parser.add_argument("--accelerator", help="default: the checkpoint's own; of blind: target")
+    parser.add_argument("--blocks", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--loops", type=int, nargs="*", help="of show: which captions become loops, from 0")
+    given = parser.parse_args(words)
+    torch.set_num_threads(1)
+    pipe: Any = open_pipeline(given.model)
+    pipe.set_progress_bar_config(disable=True)
+    (given.output.parent if given.what == "rank" else given.output).mkdir(parents=True, exist_ok=True)
+    {"show": show, "blind": blind, "rank": rank}[given.what](pipe, given)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""A pipeline of video without its call: what one of its videos is drawn from, with, and judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from vargen.decoding import Routing
+from vargen.decoding.flow import warped_levels
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.condition import Condition
+from vargen.models.video_stream import StreamDecoder
+from vargen.pipelines import checks
+from vargen.pipelines.description import Description
+from vargen.pipelines.pixels import pixels_of
+from vargen.pipelines.stored import StoredPipeline
+from vargen.pipelines.video_blocks import VideoBlocks
+from vargen.pipelines.video_parts import USUAL
+from vargen.scoring.frames import FrameScorer
+from vargen.scoring.registry import PACKAGED, open_scorer
+
+
+class VideoModel(StoredPipeline):
+    """Networks of video as a video needs them; see `CausalVideoPipeline`."""
+
+    family: ClassVar[str] = Routing.family
+    baseline: ClassVar[str] = "target"
+    default_method: ClassVar[str] = "sdvg"
+
+    vae: Any
+    preview_decoder: Any
+    image_processor: Any
+    _scorers: dict[Any, FrameScorer]
+
+    @classmethod
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+        with torch.device("meta"):
+            transformer = CausalVideoTransformer.from_config(CausalVideoTransformer.load_config(folder / "transformer"))
+        geometry, given = transformer.geometry, {**USUAL, **(index.get("defaults") or {})}
+        blocks = given["num_blocks"]
+        passes = blocks * (len(given["levels"] or warped_levels()) + 1) - 1
+        has_draft = bool((index.get("draft_transformer") or [None])[0])
+        frames = geometry.pixel_frames(0, blocks * geometry.block_frames)
+        side = geometry.pixel_size[0]
+        return Description(
+            folder, cls.__name__, "text", 0, frames, 0, {}, has_draft, passes, side, fps=geometry.fps
+        )  # fmt: skip
+
+    @classmethod
+    def check_method(cls, described: Description, method: Any) -> None:
+        if method.drafts and not described.has_draft:
+            raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
+
+    def check_runs(self, method: Any) -> None:
+        method.check(self.block_model(), scored=True)
+
+    @property
+    def by_class(self) -> bool:
+        return False
+
+    @property
+    def caption_rows(self) -> int:
+        longest = self.transformer.config.text_len
+        return int(longest or self.default("caption_rows"))
+
+    def default(self, name: str) -> Any:
+        """The checkpoint's own setting, else the usual one; see `vargen.pipelines.video_parts.USUAL`."""
+        value = (self.config.defaults or {}).get(name)
+        return USUAL[name] if value is None else value
+
+    @property
+    def fps(self) -> int:
+        """Frames per second."""
+        return self.transformer.geometry.fps
+
+    # -- parts of a call --------------------------------------------------------------------------------------------------
+
+    def block_model(
+        self, window: int | None = None, sinks: int | None = None, motion: int | None = None
+    ) -> VideoBlocks:
+        """The models as `vargen.decoding.decode_blocks` sees them; arguments as in a call."""
+        guidance = float(self.default("guidance"))
+        null = None if guidance == 1 else self.no_caption()
+        options: dict[str, Any] = {
+            "fresh_noise": not self.default("euler"),
+            "guidance_scale": guidance,
+            "null": null,
+            "window": self.default("window") if window is None else window,
+            "sinks": self.default("sinks") if sinks is None else sinks,
+            "motion": motion,
+        }
+        levels = self.default("levels") or warped_levels()
+        draft = self.draft_transformer
+        small = None if draft is None else VideoBlocks(draft, levels, device=self._device_of(self.transformer), **options)
+        return VideoBlocks(self.transformer, levels, draft_model=small, device=self._device_of(self.transformer), **options)
+
+    def video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
+        """What one video is drawn from.
+
+        Raises:
+            ValueError, TypeError: unless there is one prompt, or its features `[1, P, text_dim]`.
+        """
+        if prompt_embeds is not None:
+            width = self.transformer.config.text_dim
+            if prompt is not None or not isinstance(prompt_embeds, Tensor) or prompt_embeds.shape[::2] != (1, width):
+                raise ValueError(f"prompt_embeds must be a tensor [1, P, {width}] and come without prompt")
+            return Condition(caption_embeds=prompt_embeds.to(self._execution_device))
+        if prompt is None:
+            raise ValueError("give a prompt, for example pipe('a waving cat')")
+        if len(checks.check_prompts(prompt)) != 1:
+            raise ValueError(f"prompt must be one, got {len(prompt)}: a stream is one video; a call takes several")
+        embeds, mask = self.encode_prompt(prompt, clean)
+        return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
+
+    def no_caption(self) -> Condition:
+        """What guidance leads away from: the features of an empty caption, as captions are dropped in training."""
+        if self.text_encoder is None or self.tokenizer is None:
+            raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
+        encoded = self.tokenizer([""], return_tensors="pt").to(self._execution_device)
+        features = self.text_encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
+        return Condition(caption_embeds=features if isinstance(features, Tensor) else features[0])
+
+    def frame_scorer(self, scorer: Any = None) -> Any:
+        """What scores drafts.
+
+        Args:
+            scorer: a name as `vargen score` takes it, a `Scorer`, a function of images and prompts, or an object whose
+                `bind(prompt)` gives a function of a `View`. None: the packaged scorer.
+        """
+        if scorer is None or isinstance(scorer, str):
+            key = (scorer or PACKAGED, self._execution_device)
+            if key not in self._scorers:  # kept: each video of a call asks for it
+                self._scorers[key] = FrameScorer(open_scorer(*key))
+            return self._scorers[key]
+        return scorer if hasattr(scorer, "bind") and not isinstance(scorer, type) else FrameScorer(scorer)
+
+    def _decoder(self) -> StreamDecoder:
+        if isinstance(self.vae, StreamDecoder):
+            return self.vae
+        from vargen.models.wan_vae import WanStreamDecoder
+
+        return WanStreamDecoder(self.vae)
+
+    def _given(self, image: Any) -> list[Tensor]:
+        """The latents of a picture that a video starts from."""
+        if image is None:
+            return []
+        rows, columns = self.transformer.geometry.pixel_size
+        pixels = pixels_of(image, self.image_processor, rows)
+        if len(pixels) != 1 or pixels.shape[2:] != (rows, columns):
+            raise ValueError(f"image must be one picture of {columns} x {rows} pixels, got {list(pixels.shape)}")
+        decoder: Any = self._decoder()
+        return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
+
+    def chosen(self, accelerator: Any, tau: Any = None) -> Routing:
+        """The method of a call, with its threshold.
+
+        Raises:
+            ValueError, TypeError: for an unknown one, one that this pipeline cannot run, or a `tau` that it has no use for.
+        """
+        usual = self.default_method if self.draft_transformer is not None else self.baseline
+        method = self.resolved(usual if accelerator is None else accelerator)
+        if tau is not None:
+            return method.with_tau(tau)
+        own = self.default("tau")
+        by_name = accelerator is None or isinstance(accelerator, str)
+        return method.with_tau(own) if own is not None and by_name and method.threshold is not None else method
