@@ -111,4 +111,4 @@ if __name__ == "__main__":
         document = sheet(asked or tuple(SHARED_LIMIT))
     except RuntimeError as error:
         sys.exit(str(error))
-    print(json.dumps(document, indent=1) if "--json" in sys.argv[1:] else tables(document))
+    print(json.dumps(document) if "--json" in sys.argv[1:] else tables(document))
