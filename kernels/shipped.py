@@ -58,7 +58,7 @@ def attention(model: str, T: int, held: int, dtype: torch.dtype = torch.bfloat16
     q = _meta(R, T, shape.heads, shape.width, dtype=dtype)
     words = None if chain else _long(T, -(-T // 64))
     launches = _recorded(lambda: tree_attention(q, k, v, _long(R), _meta(R, 1), words))
-    splits = launches[0].grid[1]
+    splits = launches[0].grid[2]
     moved = attention_bytes(shape, R, T, slots, dtype.itemsize)
     moved += 0 if splits == 1 else 8 * splits * R * T * shape.heads * (shape.width + 1)
     kind = "chain" if chain else "tree"

@@ -5,7 +5,7 @@ slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A
 bias (LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the
 fed slots itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
 
-Stage 1, `_attend`, grid `(ceil(T G' / BM) R H_kv, S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
+Stage 1, `_attend`, grid `(R H_kv, ceil(T G' / BM), S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
 query head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots.
 It reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those
 that hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
@@ -84,10 +84,8 @@ def _attend(
     HAS_START: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    blocks = tl.cdiv(T * G_SIZE, BM)  # of queries; those of the same keys follow each other
-    head, split = tl.program_id(0) // blocks, tl.program_id(1)
-    row, head = head // HEADS, head % HEADS
-    pair = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
+    row, head, split = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(2)
+    pair = tl.program_id(1) * BM + tl.arange(0, BM)
     t, query_head = pair // G_SIZE, head * G_SIZE + pair % G_SIZE
     live = t < T
     d = tl.arange(0, BLOCK_D)
@@ -243,7 +241,7 @@ def tree_attention(
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
     # Rows and heads on the first axis: the others end at 65,535.
-    grid = (triton.cdiv(T * (H // G), tiles.queries) * R * G, splits)
+    grid = (R * G, triton.cdiv(T * (H // G), tiles.queries), splits)
     launch(
         _attend,
         grid,
