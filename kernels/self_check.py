@@ -98,8 +98,8 @@ def _acceptance(device: torch.device) -> str | None:
     chain = judge_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
     if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
         return "a chain is judged wrongly"
-    wanted = {"wanted": torch.ones(2, 2, device=device), "relaxation": torch.zeros(2, device=device)}
-    relaxed = judge_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise, **wanted)
+    wanted, spent = torch.ones(2, 2, device=device), torch.zeros(2, device=device)
+    relaxed = judge_chain(certain, tokens, None, None, *noise, wanted=wanted, relaxation=spent)
     assert relaxed.relaxation is not None
     if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed.relaxation.tolist() != [0, 1]:
         return "a chain is relaxed wrongly"
@@ -109,8 +109,8 @@ def _acceptance(device: torch.device) -> str | None:
     children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
     walked = walk_tree(certain, siblings, None, None, children, 2, *noise)
     matched = match_tree(certain.argmax(-1), siblings, children, 2)
-    tables = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))  # parents, depth, postorder
-    traversed = traverse_tree(certain, siblings, None, None, children, *tables, 2, *noise)
+    parents, depth, postorder = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))
+    traversed = traverse_tree(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
     for path, count, next_token in (walked, matched, traversed):
         if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
             return "a tree is judged wrongly"

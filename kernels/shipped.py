@@ -93,7 +93,7 @@ def acceptance(V: int, T: int, B: int = 1, counted: bool = False, drawn: bool = 
     probs, q, tokens = _meta(B, T, V), _meta(B, T - 1, V), _long(B, T - 1)
     valid = _meta(B, T - 1, dtype=torch.bool)
     shape = f"V {V}, {T} fed{', counted on the device' if counted else ''}{'' if drawn else ', not drawn'}"
-    draft = (probs, tokens, q, valid) if drawn else (probs, tokens, None, None)
+    draft = probs, tokens, q if drawn else None, valid if drawn else None
     noise = _long(B), _long(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
     rows = 8 if drawn else 4  # bytes of p and q, or of p
     relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
