@@ -1,10 +1,13 @@
 """What threshold, neighbours and radius do to `mulo`: tokens per pass, relaxation and quality, each varied by itself.
 
-    python benchmarks/mulo.py [--num 320] [--model emoji] [--output runs/mulo] [--json FILE] [--plot FILE]
+    python benchmarks/mulo.py [--num 320] [--model emoji] [--output runs/mulo] [--json FILE] [--markdown FILE] [--plot FILE]
 
-Beside them `mulo-exact`, `scd`, and `wavefront` at some reaches. Draws and scores by `vargen eval`, which goes on where it
-was stopped. Scores are differences to `ar` for the same prompts; Frechet distances, of the scorer's features, need more than
-288 pictures.
+Beside them `mulo`, `mulo-exact` and `scd` as they are, the first two with a refreshed small picture, and `wavefront` at some
+reaches. `mulo` judges a draft anew in every pass, behind what was repaired since; `wavefront` from a low resolution does not
+judge one again that was drawn with its surroundings settled, whatever changes before it.
+
+Draws and scores by `vargen eval`, which goes on where it was stopped. Scores are differences to `ar` for the same prompts;
+Frechet distances, of the scorer's features, need more than 288 pictures.
 """
 
 import argparse
@@ -13,9 +16,12 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-START = {"threshold": 0.4, "size": 10, "radius": 0}
-SWEEPS: dict[str, list[Any]] = {"threshold": [0.2, 0.4, 0.6, 0.8], "size": [0, 10, 100], "radius": [0, 1, 2, 3]}
-OTHERS = ["scd", "mulo-exact", "wavefront:reach=2", "wavefront:reach=4", "wavefront:reach=8"]
+START = {"threshold": 0.3, "size": 10, "radius": 0}  # those of the preset
+SWEEPS: dict[str, list[Any]] = {"threshold": [0.15, 0.3, 0.5, 0.8], "size": [0, 10, 100], "radius": [0, 1, 2, 3]}
+OTHERS = [
+    "scd", "mulo-exact", "mulo-exact:initial=low-res-refreshed", "mulo", "mulo:initial=low-res-refreshed",
+    "wavefront:reach=2", "wavefront", "wavefront:reach=8", "wavefront:initial=low-res",
+]  # fmt: skip
 
 
 def method(name: str, value: Any) -> str:
@@ -31,7 +37,7 @@ def point(found: dict[str, Any]) -> dict[str, Any]:
         "relaxation": found["speed"]["relaxation"],
         "score": difference["mean"],
         "half_interval": difference["half_interval"],
-        "frechet": (found.get("distances") or {}).get("frechet"),
+        "frechet": (found.get("drift") or {}).get("frechet"),  # of the pictures of `ar`
     }
 
 
@@ -41,19 +47,19 @@ def draw(report: dict[str, dict[str, dict[str, Any]]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.2 * len(SWEEPS), 4), layout="constrained", sharey=True)
+    figure, axes = pyplot.subplots(1, len(SWEEPS), figsize=(4.2 * len(SWEEPS), 4.8), layout="constrained", sharey=True)
     for axis, (name, points) in zip(axes, report["sweeps"].items(), strict=True):
         xs = [point["tokens_per_pass"] for point in points.values()]
         ys = [point["score"] for point in points.values()]
         axis.errorbar(xs, ys, [point["half_interval"] for point in points.values()], marker="o", label="mulo")
         for value, x, y in zip(points, xs, ys, strict=True):
-            axis.annotate(f"{name} {value}", (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
+            axis.annotate(str(value), (x, y), textcoords="offset points", xytext=(4, 6), fontsize="small")
         for other, found in report["others"].items():
             axis.plot([found["tokens_per_pass"]], [found["score"]], "x", label=other)
         axis.axhline(0, color="grey", linestyle=":")
         axis.set(xlabel="tokens per pass", title=name)
     axes[0].set(ylabel="score less that of ar")
-    axes[-1].legend(fontsize="small")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=150)
 
 
@@ -74,10 +80,12 @@ def main() -> None:
     parser.add_argument("--model", default="emoji")
     parser.add_argument("--output", type=Path, default=Path("runs/mulo"), help="of vargen eval")
     parser.add_argument("--json", type=Path, help="write the figures")
+    parser.add_argument("--markdown", type=Path, help="write the table")
     parser.add_argument("--plot", type=Path, help="draw them")
     given = parser.parse_args()
     names = dict.fromkeys(["ar", *OTHERS, *(method(name, value) for name, values in SWEEPS.items() for value in values)])
     command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8"]
+    command += ["--scorers", "emoji-scorer"]  # also of a folder's model
     subprocess.run([*command, "--threads", "1", "--methods", ",".join(names)], check=True, stdout=subprocess.DEVNULL)
     found = {each["name"]: each for each in json.loads((given.output / "metrics.json").read_text())["methods"]}
     report: dict[str, Any] = {
@@ -87,6 +95,8 @@ def main() -> None:
         },
     }
     print(table(report))
+    if given.markdown is not None:
+        given.markdown.write_text(table(report) + "\n")
     if given.json is not None:
         given.json.write_text(json.dumps(report, indent=1) + "\n")
     if given.plot is not None:

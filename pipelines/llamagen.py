@@ -14,7 +14,7 @@ from torch import Tensor
 from vargen.compat import outside_autocast
 from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Jacobi, Progress, decode
 from vargen.decoding.drafters.features import FeatureTree
-from vargen.decoding.drafters.initial import NO_LOW_RES
+from vargen.decoding.drafters.initial import LOW_RES, NO_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -133,7 +133,7 @@ class LlamaGenPipeline(VisualPipeline):
         drafter = method.drafter
         if isinstance(drafter, FeatureTree) and drafter.model is None and drafter.kind not in described.drafters:
             raise ValueError(drafter.missing())
-        if isinstance(drafter, Jacobi) and drafter.initial == "low-res" and not described.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
             raise ValueError(NO_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
@@ -288,7 +288,7 @@ class LlamaGenPipeline(VisualPipeline):
             examples=self.examples,
             eagle=self.eagle,
             medusa=self.medusa,
-            low_res=None if low is None else LlamaGenLowRes(low, (side, side), self.upsampler, self.vqvae),
+            low_res=None if low is None else LlamaGenLowRes(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,
         )
 

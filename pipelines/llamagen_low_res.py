@@ -7,7 +7,7 @@ Shape suffixes: B images, S positions, N tokens of the full grid, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import Sampling, decode
+from vargen.decoding import Noise, Sampling, Tree, decode
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
@@ -30,15 +30,27 @@ if TYPE_CHECKING:
     from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
 _WINDOW = 16
+_AHEAD = 2  # rows of the low resolution that are drawn anew behind those that a refresh shows
+_PASSES = 2  # over them: what the first one drew, the second one sees
 
 
 @dataclass
 class _Small:
-    """Features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` where there is none."""
+    """The pictures at the low resolution, and what they make likely.
 
-    features: Tensor | None
-    tokens: Tensor | None
+    Attributes:
+        low: int64 `[B, n]`. larger: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` where there is none.
+        seeds: of the low resolution, `[B]`. cache: of its model, behind the first `shown` `[B]` tokens, which are as committed;
+            None before any is.
+    """
+
+    condition: Condition
+    seeds: Tensor
     sampling: Sampling
+    low: Tensor
+    larger: Tensor
+    shown: Tensor
+    cache: Any = None
 
 
 class LlamaGenLowRes:
@@ -49,11 +61,13 @@ class LlamaGenLowRes:
         grid: of the target.
         upsampler: gives probabilities. None: the picture is decoded, made larger and encoded, and its tokens are the drafts
             (MuLo-SD's up-sampler that needs no training).
-        vqvae: the image tokenizer.
+        vqvae: the image tokenizer. codes: its codebook `[V, E]`.
     """
 
-    def __init__(self, model: LlamaGenTokens, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel):
-        self.model, self.grid, self.upsampler, self.vqvae = model, grid, upsampler, vqvae
+    def __init__(
+        self, model: LlamaGenTokens, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel, codes: Tensor
+    ):
+        self.model, self.grid, self.upsampler, self.vqvae, self.codes = model, grid, upsampler, vqvae, codes
 
     @property
     def vocab(self) -> int:
@@ -61,20 +75,68 @@ class LlamaGenLowRes:
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> _Small:
         rows, columns = self.model.grid
-        method = "gumbel" if rows * columns >= _WINDOW else "ar"
-        drawn = decode(self.model, condition, derived(seeds, Purpose.LOW_RES), method, sampling).tokens
-        low = drawn.unflatten(1, (rows, columns))
+        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
+        low = decode(self.model, condition, own, method, sampling).tokens
+        return _Small(condition, own, sampling, low, self._larger(low), torch.zeros_like(seeds))
+
+    def _larger(self, low: Tensor) -> Tensor:
+        low = low.unflatten(1, self.model.grid)
         if self.upsampler is not None:
-            return _Small(self.upsampler.features(low), None, sampling)
-        return _Small(None, enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1), sampling)
+            return self.upsampler.features(low)
+        return enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
+
+    def refresh(self, state: _Small, tokens: Tensor, committed: Tensor) -> _Small:
+        """As MuLo-SD refreshes the low-resolution prefix, once for a row of it: each token becomes the nearest code of what was
+        committed in its place, and the rows behind it are drawn anew, with the noise that drew them first.
+
+        Without an up-sampler the whole picture is decoded and encoded for each row.
+        """
+        rows, columns = self.model.grid
+        whole = committed // (self.grid[1] * (self.grid[0] // rows)) * columns
+        whole = torch.where(whole < rows * columns, whole, state.shown)  # behind the last row nothing is drafted
+        images = (whole > state.shown).nonzero()[:, 0]  # those that have something new to show
+        if not len(images):
+            return state
+        seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
+        low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
+        cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
+        low = self._redrawn(replace(state, low=low, cache=cache), whole, images)
+        larger = state.larger.index_copy(0, images, self._larger(low[images]))
+        return replace(state, low=low, larger=larger, shown=whole, cache=cache)
+
+    def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
+        """The tokens `[B, n]`, of some images with a few rows behind the first `whole` `[B]` as these make them likely; the
+        cache holds these then."""
+        (rows, columns), device = self.model.grid, whole.device
+        n, news = rows * columns, whole - state.shown
+        T = min(int(news.max()) + _AHEAD * columns - 1, n)
+        tree, slots = Tree.of_chain(T - 1, device), torch.arange(T, device=device)
+        fed = state.shown[:, None] + slots
+        first = int(news[images].min()) - 1  # slots before it say what is known
+        behind, start = fed[images, first:] + 1, whole[images, None]
+        anew = (behind >= start) & (behind < start + _AHEAD * columns)
+        noise, low = Noise(state.seeds[images], behind), F.pad(state.low, (0, T + 1))
+        for _ in range(_PASSES):
+            out = self.model.forward(low.gather(1, fed), state.cache, tree)
+            drawn = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            row = low[images]
+            low = low.index_copy(0, images, row.scatter(1, behind, torch.where(anew, drawn, row.gather(1, behind))))
+        self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
+        return low[:, :n]
 
     def probs(self, state: _Small, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        if state.tokens is not None:
-            return F.one_hot(state.tokens.gather(1, position), self.vocab).float()
-        assert self.upsampler is not None and state.features is not None
+        if self.upsampler is None:
+            return F.one_hot(state.larger.gather(1, position), self.vocab).float()
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
-        return to_probs(self.upsampler(state.features, tokens[:, :N], known, position), state.sampling)
+        return to_probs(self.upsampler(state.larger, tokens[:, :N], known, position), state.sampling)
+
+
+def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
+    """Tokens int64 `[B, n]` of a grid `low`: the nearest codes of the means of those of tokens `[B, N]` of a larger one."""
+    (R, C), (r, c) = grid, low
+    means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
+    return (means @ codes.T).argmax(-1)
 
 
 def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, Wavefront, decode, exact
+from vargen.decoding.drafters import jacobi
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableLowRes, TableModel
@@ -14,14 +15,16 @@ CHAINS = 60_000
 GRID = CASES[1]  # three rows of two
 
 
-def drafts(window: int = 4, coupling: str = "maximal") -> Jacobi:
-    return Jacobi(window, coupling, "low-res")
+def drafts(window: int = 4, coupling: str = "maximal", initial: str = "low-res") -> Jacobi:
+    return Jacobi(window, coupling, initial)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("coupling", ["independent", "maximal"])
-def test_drafts_from_a_low_resolution_are_exact(case, coupling):
-    method = Accelerator(drafter=drafts(coupling=coupling), acceptance=exact)
+@pytest.mark.parametrize(("coupling", "initial"), [
+    ("independent", "low-res"), ("maximal", "low-res"), ("maximal", "low-res-refreshed"),
+])  # fmt: skip
+def test_drafts_from_a_low_resolution_are_exact(case, coupling, initial):
+    method = Accelerator(drafter=drafts(coupling=coupling, initial=initial), acceptance=exact)
     assert measure(method, case.model(), case.sampling, CHAINS).exact
 
 
@@ -37,6 +40,67 @@ class Misreporting(Jacobi):
 def test_a_wrong_q_is_found():
     wrong = Accelerator(drafter=Misreporting(4, "maximal", "low-res"), acceptance=exact)
     assert not measure(wrong, GRID.model(), GRID.sampling, CHAINS).exact
+
+
+class ReportsTheFirst(TableLowRes):
+    """What it shows follows what was committed, what it says it does not."""
+
+    def refresh(self, state, tokens, committed):
+        condition, drawn, shown = super().refresh(state, tokens, committed)
+        self.first = condition, drawn, drawn
+        return condition, drawn, shown
+
+    def probs(self, state, tokens, length, position):
+        draw = super().probs(state, tokens, length, position)
+        return _Biased(draw, super().probs(self.first, tokens, length, position))
+
+
+def _Biased(draw, said):
+    said = said.clone()
+    said.drawn_by = draw
+    return said
+
+
+def test_what_a_refresh_does_to_q_has_to_be_recorded(monkeypatch):
+    """Drawn from the refreshed probabilities, recorded with the first ones: not exact."""
+    model = GRID.model()
+    model.low_res = ReportsTheFirst(model.draft_model)
+    draw = Noise.draw
+    monkeypatch.setattr(Noise, "draw", lambda noise, probs, *rest: draw(noise, getattr(probs, "drawn_by", probs), *rest))
+    wrong = Accelerator(drafter=drafts(initial="low-res-refreshed"), acceptance=exact)
+    assert not measure(wrong, model, GRID.sampling, CHAINS).exact
+
+
+def test_a_refresh_is_shown_what_is_committed_alone():
+    """Of every image, in every pass, whatever the others of its batch have."""
+    model, asked = large(), []
+    model.low_res.refresh = lambda state, tokens, committed: asked.append((tokens.clone(), committed.clone())) or state
+    condition, seeds = torch.zeros(3, dtype=torch.int64), torch.arange(3)
+    method = Accelerator(drafter=drafts(16, initial="low-res-refreshed"), acceptance=exact)
+    found = decode(model, condition, seeds, method)
+    assert len(asked) == found.stats.passes - 1 and len({tuple(each.tolist()) for _, each in asked}) > 4
+    for tokens, committed in asked:
+        shown = torch.arange(64) < committed[:, None]
+        assert torch.equal(tokens[:, :64][shown], found.tokens[shown])
+
+
+@pytest.mark.parametrize("coupling", ["maximal", "judged"])
+def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
+    """The host skips those of which it knows that no image takes them; the drafts are the same."""
+    method = Accelerator(drafter=drafts(16, coupling), acceptance=exact if coupling == "maximal" else Pooled(0, 0.3))
+    asked = []
+
+    def run():
+        asked.clear()
+        model = large()
+        model.codebook = torch.randn(9, 4, generator=torch.Generator().manual_seed(5))
+        probs = model.low_res.probs
+        model.low_res.probs = lambda *given: asked.append(given[-1].shape[1]) or probs(*given)
+        return decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), method).tokens
+
+    few, made = run(), sum(asked)
+    monkeypatch.setattr(jacobi, "_first_fresh", lambda last, slots: 0)
+    assert torch.equal(few, run()) and made < sum(asked) / 2
 
 
 @pytest.mark.parametrize("radius", [0, 1, 2])

@@ -61,6 +61,15 @@ def test_a_drafter_goes_along(runs, tmp_path):
         package(*runs, ENCODER, tmp_path / "other", drafter_run=tmp_path / "nothing")
 
 
+def test_a_packaged_model_lends_its_tokenizer_and_what_is_known_of_it(runs, tmp_path):
+    first = package(*runs, ENCODER, tmp_path / "model")
+    again = package(first, runs[1], first, tmp_path / "again", defaults={"guidance_scale": 2.0})
+    assert "25.50 dB" in (again / "README.md").read_text() and "guidance_scale 2.0" in (again / "README.md").read_text()
+    assert (again / "vqvae/diffusion_pytorch_model.safetensors").read_bytes() == (
+        first / "vqvae/diffusion_pytorch_model.safetensors"
+    ).read_bytes()
+
+
 def test_an_unfinished_run_leaves_the_old_folder(runs, tmp_path):
     package(*runs, ENCODER, tmp_path / "model")
     before = sorted(p.relative_to(tmp_path) for p in (tmp_path / "model").rglob("*"))

@@ -300,14 +300,31 @@ def test_the_code_prior_folds_into_an_ordinary_model():
     assert not torch.allclose(model(tokens, condition).logits, summed, atol=1e-2)
 
 
-def test_noise_takes_tokens_from_anywhere_in_the_batch():
+def test_noise_takes_tokens_of_other_pictures_at_the_same_places():
     tokens = 1000 + 3 * torch.arange(64 * 100).view(64, 100)  # all different, and no other number is in the batch
     torch.manual_seed(0)
-    changed = generator_losses.noisy(tokens, 0.4) != tokens
+    given = generator_losses.noisy(tokens, 0.4)
+    changed = given != tokens
     shares = changed.float().mean(1)
     assert shares.min() < 0.1 and 0.3 < shares.max() <= 0.55 and 0.15 < shares.mean() < 0.25
+    assert torch.equal((given - 1000) // 3 % 100, torch.arange(100).expand(64, 100))
     assert torch.equal(generator_losses.noisy(tokens, 0.0), tokens)
-    assert torch.isin(generator_losses.noisy(tokens, 1.0), tokens).all()
+    assert torch.equal(generator_losses.noisy(tokens[:1], 1.0, 1.0), tokens[:1])  # there is no other picture
+
+
+def test_a_wrong_start_is_that_of_one_other_picture_and_needs_a_caption():
+    tokens = 100 * torch.arange(64)[:, None] + torch.arange(100)
+    captioned = torch.arange(64) % 2 == 0
+    torch.manual_seed(0)
+    given = generator_losses.noisy(tokens, 0.0, 1.0, captioned)
+    assert torch.equal(given[~captioned], tokens[~captioned])
+    changed = given != tokens
+    assert (changed.int().diff(dim=1) <= 0).all()  # from the first token on, up to a place
+    assert changed[captioned].sum(1).unique().numel() > 20
+    for row, wrong in zip(given, changed, strict=True):
+        assert (row[wrong] // 100).unique().numel() <= 1
+    some = (generator_losses.noisy(tokens, 0.0, 0.3) != tokens).any(1).float().mean()
+    assert 0.15 < some < 0.45
 
 
 def test_shifted_moves_and_fills_with_white():

@@ -87,7 +87,9 @@ def package_var(
 
 @app.command()
 def package(
-    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A finished tokenizer run.")] = Path("runs/tokenizer"),
+    tokenizer: Annotated[
+        Path, typer.Option(metavar="DIR", help="A finished tokenizer run, or a packaged model.")
+    ] = Path("runs/tokenizer"),
     generator: Annotated[Path, typer.Option(metavar="DIR", help="A finished generator run.")] = Path("runs/generator"),
     drafter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A finished run of a smaller generator, for speculative decoding.")
@@ -95,20 +97,28 @@ def package(
     text_encoder: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
     ] = None,
+    guidance_scale: Guidance = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
     """Join finished runs to a model folder in float16, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
+    from vargen.pipelines import checks
     from vargen.training.package import package as join
 
+    given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    checks.check_sampling(given)
     packaged = Path(vargen.assets.__file__).parent / "emoji"
     folder = join(
         expanded(tokenizer, "tokenizer"),
         expanded(generator, "generator"),
         expanded(text_encoder or packaged, "text_encoder"),
         expanded(output or packaged, "output"),
+        defaults=given,
         note=note,
         drafter_run=drafter and expanded(drafter, "drafter"),
     )

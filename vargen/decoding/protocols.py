@@ -114,6 +114,10 @@ class LowResModel(Protocol):
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
         """The state of B images: their pictures at the low resolution."""
 
+    def refresh(self, state: Any, tokens: Tensor, committed: Tensor) -> Any:
+        """The state with the pictures at the low resolution as the first `committed` `[B]` of tokens `[B, M]` show them, and
+        drawn anew from there. It depends on nothing else, but for noise that nothing else is drawn with."""
+
     def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, as drafts are drawn from them.
 

@@ -154,16 +154,24 @@ class TableMedusa:
 
 class TableLowRes:
     """`LowResModel` whose picture is one token of each image, which makes tokens of another table likely; beside the token two
-    places before, so that it depends on what is drawn and drafted."""
+    places before, so that it depends on what is drawn and drafted. The token is another once others are committed."""
 
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
 
-    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor]:
+    def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
-        return condition, Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
+        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
+        return condition, picture, picture
 
-    def probs(self, state: tuple[Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        condition, picture = state
+    def refresh(
+        self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        condition, drawn, _ = state
+        shown = torch.arange(tokens.shape[1]) < committed[:, None]
+        return condition, drawn, (drawn + (tokens * shown).sum(1)) % self.vocab
+
+    def probs(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+        condition, _, picture = state
         seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
         return self.table.logits(condition[:, None], position, picture[:, None], seen).softmax(-1)

@@ -114,11 +114,34 @@ class TokenUpsampler(CompactModel, ConfigMixin):
             known: bool `[B, N]`; others are not looked at.
             position: int64 `[B, S]`; None: all N in raster order.
         """
-        _, D, R, C = features.shape
-        seen = self.embedding(tokens) * known[..., None]
-        seen = torch.cat([seen, known[..., None].to(seen.dtype)], dim=-1).movedim(-1, 1).unflatten(2, (R, C))
-        above = self.above(F.pad(seen[:, :, :-1], (0, 0, _ABOVE[0], 0)))  # row i sees rows i - 3 to i - 1
-        x = (features + above).flatten(2).movedim(1, 2)
-        if position is not None:
-            x = x.gather(1, position[..., None].expand(-1, -1, D))
+        x = features.flatten(2).movedim(1, 2)
+        if position is None:
+            x = x + self._above_all(tokens, known, features.shape[-1])
+        else:
+            x = x.gather(1, position[..., None].expand(-1, -1, x.shape[-1]))
+            x = x + self._above_some(tokens, known, features.shape[-1], position)
         return self.output(self.norm(self.high(x)))
+
+    def _above_all(self, tokens: Tensor, known: Tensor, columns: int) -> Tensor:
+        """`[B, N, D]` of what is seen above each token."""
+        seen = self._seen(tokens, known).movedim(-1, 1).unflatten(2, (-1, columns))
+        return self.above(F.pad(seen[:, :, :-1], (0, 0, _ABOVE[0], 0))).flatten(2).movedim(1, 2)  # row i: i - 3 to i - 1
+
+    def _above_some(self, tokens: Tensor, known: Tensor, columns: int, position: Tensor) -> Tensor:
+        """The same `[B, S, D]` at positions: a pass drafts a few tokens, and the convolution of a grid would be most of its
+        arithmetic. Nothing has to be kept from pass to pass, because no other layer looks at tokens of the high resolution."""
+        rows, width = _ABOVE
+        row, column = (position // columns)[..., None], (position % columns)[..., None]
+        tap = torch.arange(rows * width, device=position.device)
+        row, column = row - rows + tap // width, column - width // 2 + tap % width
+        inside = (row >= 0) & (column >= 0) & (column < columns)
+        at = torch.where(inside, row * columns + column, 0)
+        near, there = (each.gather(1, at.flatten(1)).view_as(at) for each in (tokens, known))
+        seen = self._seen(near, there & inside)
+        weight = self.above.weight.permute(2, 3, 1, 0).flatten(0, 2)  # as the taps and their channels lie in `seen`
+        return seen.flatten(2) @ weight + self.above.bias
+
+    def _seen(self, tokens: Tensor, known: Tensor) -> Tensor:
+        """`[..., D + 1]`: a known token's embedding, and whether it is known."""
+        known = known[..., None]
+        return torch.cat([self.embedding(tokens) * known, known.to(self.embedding.weight.dtype)], dim=-1)

@@ -26,7 +26,7 @@ from vargen.scoring.packaged import PackagedScorer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.caption_choice import spread
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import Batches, TokenStore, check_fit, codes_digest
+from vargen.training.generator_data import Batches, TokenStore, check_fit, tokens_digest
 from vargen.training.generator_evaluation import Evaluation
 from vargen.training.generator_losses import CodePrior, drop_captions, noisy
 from vargen.training.head_loss import head_loss
@@ -147,7 +147,7 @@ class _Trainer:
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)
         check_fit(self.model, vqvae, data.images.shape[1])
         config = self.model.config
-        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": codes_digest(vqvae)}
+        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": tokens_digest(vqvae)}
         self.run = TrainingRun(folder, identity | ({"init": start} if start else {}), recipe.schedule.steps)
         self.state = self.run.resume(device, ("model", "prior", "optimizers"))
         self.store = TokenStore(folder, data.images, vqvae, recipe, device)
@@ -216,7 +216,7 @@ class _Trainer:
         torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout and noise, too, are functions of the step
         tokens, condition, dropped = self.batches(step)
         condition = drop_captions(condition, model, dropped)
-        given = noisy(tokens, recipe.token_noise) if recipe.token_noise else tokens
+        given = noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped)
         weights = self.prior.weights(model)
         head = weights.pop("output.weight")
         summed = {f"model.{name}": weight for name, weight in weights.items()}

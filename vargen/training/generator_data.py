@@ -14,6 +14,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.models.weights import weights_digest
 from vargen.pipelines.captions import align_left_padded
+from vargen.training.blanks import BlankAware
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe
@@ -23,6 +24,11 @@ from vargen.training.variants import Looks, VariantStore
 def codes_digest(vqvae: VQModel) -> str:
     """Changes with whatever decides about tokens: encoder and codebook. The decoder has no say in them."""
     return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
+
+
+def tokens_digest(vqvae: VQModel) -> str:
+    """Names the tokens that `BlankAware` makes, in the names of files that keep them."""
+    return f"{codes_digest(vqvae)}-blank"
 
 
 def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
@@ -54,12 +60,13 @@ class TokenStore(VariantStore):
 
     def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: GeneratorRecipe, device: torch.device):
         self.vqvae = vqvae.eval()
+        self.tokens_of = BlankAware(vqvae, images.shape[1])
         count = (images.shape[1] // vqvae.downsampling) ** 2
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
-        super().__init__(folder, "tokens", codes_digest(vqvae), images, recipe, device, (count,), dtype)
+        super().__init__(folder, "tokens", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        return self.vqvae.encode(pixels_BCYX).flatten(1).cpu().numpy() + 1
+        return self.tokens_of(pixels_BCYX).cpu().numpy() + 1
 
     def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> Tensor:
         """int64 `[B, N]`."""

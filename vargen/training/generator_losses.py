@@ -17,14 +17,28 @@ def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Ten
     return Condition(caption_embeds=embeds, caption_mask=condition.caption_mask)
 
 
-def noisy(tokens_BN: Tensor, most: float) -> Tensor:
-    """Input tokens with a share, uniform from 0 to `most` for each picture, of tokens from anywhere in the batch.
+def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: Tensor | None = None) -> Tensor:
+    """Input tokens of which some are those of other pictures of the batch, at the same places.
 
-    Drawn pictures hold errors that real ones lack. A model that has seen some leans less on each token and more on the caption.
+    Drawn pictures hold errors that real ones lack. A model that has seen none goes on with whatever picture begins so; one that
+    has leans less on the tokens so far, and more on the caption.
+
+    Args:
+        most: the share of scattered ones is uniform from 0 to this for each picture.
+        wrong_starts: share of pictures whose tokens up to a random place are all another picture's.
+        captioned: bool `[B]`; only these get wrong starts, as nothing tells the others what to return to. Default: all.
     """
-    share = torch.rand(len(tokens_BN), 1, device=tokens_BN.device) * most
-    others = tokens_BN.flatten()[torch.randperm(tokens_BN.numel(), device=tokens_BN.device)].view_as(tokens_BN)
-    return torch.where(torch.rand(tokens_BN.shape, device=tokens_BN.device) < share, others, tokens_BN)
+    (B, N), device = tokens_BN.shape, tokens_BN.device
+    scattered = torch.rand(B, N, device=device) < torch.rand(B, 1, device=device) * most
+    started = torch.rand(B, device=device) < wrong_starts
+    if captioned is not None:
+        started &= captioned.to(device)
+    before = torch.arange(N, device=device) < torch.rand(B, 1, device=device) * N
+    one = torch.randint(1, max(B, 2), (B, 1), device=device).expand(B, N)
+    each = torch.randint(1, max(B, 2), (B, N), device=device)
+    from_start = started[:, None] & before
+    donors = (torch.arange(B, device=device)[:, None] + torch.where(from_start, one, each)) % B
+    return torch.where(scattered | from_start, tokens_BN.gather(0, donors), tokens_BN)
 
 
 class CodePrior(nn.Module):

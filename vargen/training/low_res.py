@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.models.vq import VQModel
+from vargen.training.blanks import BlankAware
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import codes_digest
+from vargen.training.generator_data import tokens_digest
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import LookRecipe, VariantStore
 
@@ -52,15 +53,16 @@ class TokenPairs(VariantStore):
         self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int
     ):
         self.vqvae, self.factor = vqvae.eval(), factor
+        self.tokens_of = BlankAware(vqvae, images.shape[1])
         side = images.shape[1] // vqvae.downsampling
         self.low = side // factor
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
         count = self.low**2 + side**2
-        super().__init__(folder, f"pairs-{factor}", codes_digest(vqvae), images, recipe, device, (count,), dtype)
+        super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
         levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
-        parts = self.vqvae.encode(levels).flatten(1), self.vqvae.encode(pixels_BCYX).flatten(1)
+        parts = self.tokens_of(levels), self.tokens_of(pixels_BCYX)
         return torch.cat(parts, dim=1).cpu().numpy() + 1
 
     def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> tuple[Tensor, Tensor]:

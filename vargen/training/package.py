@@ -36,7 +36,8 @@ def package(
     """Write the pipeline folder `output` from finished runs; of one that is there, the model is replaced and other files stay.
 
     Args:
-        tokenizer_run: holds `vqvae/` and `log.jsonl`. generator_run: holds `transformer/` and `log.jsonl`.
+        tokenizer_run: holds `vqvae/` and `log.jsonl`; or a packaged model, whose tokenizer it is.
+        generator_run: holds `transformer/` and `log.jsonl`.
         text_encoder_folder: holds `text_encoder/` and `tokenizer/`, and may hold `prompt_names.json`, which
             `vargen.training.emoji_names.write_emoji_names` makes; may be `output` itself.
         defaults: sampling defaults of the model. note: how it was trained, for the card.
@@ -80,7 +81,7 @@ def package(
             shutil.rmtree(staged / name)
             shutil.copytree(text_encoder_folder / name, staged / name)
         without_traces(staged)
-        figures = {part: figures_of(run) for part, run in runs.items()}
+        figures = {part: figures_of(run, part) for part, run in runs.items()}
         card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
         (staged / "README.md").write_text(card)
         (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
@@ -117,8 +118,11 @@ def without_traces(folder: Path) -> None:
         file.chmod(0o644)  # diffusers leaves them readable to their owner alone
 
 
-def figures_of(run: Path) -> dict[str, float]:
-    """The last logged value of everything in a run, with its steps and seconds."""
+def figures_of(run: Path, part: str | None = None) -> dict[str, float]:
+    """The last logged value of everything in a run, with its steps and seconds; of a packaged model, what it says of a part."""
+    packaged = run / "training.json"
+    if part is not None and packaged.is_file():
+        return dict(json.loads(packaged.read_text("utf-8"))[part])
     figures: dict[str, float] = {}
     for record in TrainingRun(run, {}, 0).records():
         figures.update(record)

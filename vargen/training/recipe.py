@@ -88,7 +88,8 @@ class GeneratorRecipe:
     mirrored: float = 0.0  # share of pictures that are mirrored, where nothing is written and no side is named
     recoloured: float = 0.15  # share of the pictures of one dominant colour that get another, and its word in the caption
     dropout: float = 0.0
-    token_noise: float = 0.1  # share of input tokens taken from elsewhere in the batch, per picture from 0 to this
+    token_noise: float = 0.1  # share of input tokens that are other pictures', per picture from 0 to this
+    wrong_starts: float = 0.0  # share of pictures whose input begins with another picture's tokens
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
     adamw_learning_rate: float = 3e-3
     adamw_beta2: float = 0.996
@@ -102,7 +103,7 @@ class GeneratorRecipe:
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "caption_rows", "evaluate_every", "checkpoint_every")
         at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "drawn")
-        for name in ("caption_dropout", "mirrored", "recoloured", "token_noise", "averaged", "adamw_beta2"):
+        for name in ("caption_dropout", "mirrored", "recoloured", "token_noise", "wrong_starts", "averaged", "adamw_beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
         if self.optimizer not in ("muon", "adamw"):

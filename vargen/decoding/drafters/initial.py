@@ -31,6 +31,7 @@ class Context:
         last_probs: float32 `[B, V]`, the target's probabilities at the last position that the window has seen, or None before
             the first pass.
         noise: coins at the S positions.
+        committed: int64 `[B]`, how many of the tokens are committed. None: all that are known.
     """
 
     vocab: int
@@ -39,6 +40,7 @@ class Context:
     known: Tensor
     last_probs: Tensor | None
     noise: Noise
+    committed: Tensor | None = None
 
     @property
     def uniform_probs(self) -> Tensor:
@@ -119,14 +121,22 @@ def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
 NO_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
 
 
-def from_low_res(model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling) -> InitialDraft:
-    """What a picture at a low resolution makes likely, which its model draws before the first draft."""
+def from_low_res(
+    model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling, refreshed: bool = False
+) -> InitialDraft:
+    """What a picture at a low resolution makes likely, which its model draws before the first draft.
+
+    Args:
+        refreshed: the model is shown what was committed, and goes on from there (MuLo-SD).
+    """
     held: Any = None
 
     def low_res(context: Context) -> tuple[Tensor, Tensor]:
         nonlocal held
         if held is None:
             held = model.start(condition, seeds, sampling)
+        if refreshed:
+            held = model.refresh(held, context.tokens, context.known if context.committed is None else context.committed)
         last = model.grid[0] * model.grid[1] - 1
         probs = model.probs(held, context.tokens, context.known, context.noise.position.clamp(max=last))
         return context.noise.draw(probs, Purpose.DRAFT), probs
@@ -156,5 +166,7 @@ INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "above": above,
     "previous": previous,
     "mixture": mixture,
-    "low-res": uniform,  # stands for what `from_low_res` makes of a model
+    "low-res": uniform,  # these stand for what `from_low_res` makes of a model
+    "low-res-refreshed": uniform,
 }
+LOW_RES = frozenset({"low-res", "low-res-refreshed"})

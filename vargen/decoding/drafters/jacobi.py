@@ -19,12 +19,14 @@ from torch import Tensor
 from vargen.decoding.draft import Draft, Output, Step, Tree
 from vargen.decoding.draft_length import Fixed, Window, WindowState, window_of
 from vargen.decoding.drafters.coupling import COUPLINGS, Coupling
-from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context, InitialDraft, from_low_res, low_res_model
+from vargen.decoding.drafters.initial import INITIAL_DRAFTS, LOW_RES, Context, InitialDraft, from_low_res, low_res_model
 from vargen.decoding.naming import lookup
 from vargen.decoding.noise import Noise
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
 from vargen.values import shown
+
+Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
 
 
 @dataclass
@@ -62,7 +64,8 @@ class Jacobi:
         coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
             `"judged"` (by the rule: MuLo), or a function like those in `vargen.decoding.drafters.coupling`.
         initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from a
-            picture at a low resolution), or a function like those in `vargen.decoding.drafters.initial`.
+            picture at a low resolution), `"low-res-refreshed"` (one that is mended by what was committed), or a function like
+            those in `vargen.decoding.drafters.initial`.
 
     Raises:
         ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid, or where
@@ -71,7 +74,7 @@ class Jacobi:
 
     window: int | str | Window = 16
     coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
-    initial: Literal["uniform", "left", "above", "previous", "mixture", "low-res"] | InitialDraft = "uniform"
+    initial: Initial | InitialDraft = "uniform"
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
@@ -92,7 +95,7 @@ class Jacobi:
             ValueError: for a window above the grid that does not shrink to it.
         """
         self.check_grid(model.grid[0] * model.grid[1])
-        if self.initial == "low-res":
+        if self.initial in LOW_RES:
             low_res_model(model)
         return self
 
@@ -114,8 +117,9 @@ class Jacobi:
         rows, columns = model.grid
         window = window_of(self.window).start(model, condition, len(seeds))
         initial: InitialDraft = lookup("initial", self.initial, INITIAL_DRAFTS)
-        if self.initial == "low-res":
-            initial = from_low_res(low_res_model(model), condition, seeds, sampling)
+        if self.initial in LOW_RES:
+            refreshed = self.initial == "low-res-refreshed"
+            initial = from_low_res(low_res_model(model), condition, seeds, sampling, refreshed)
         return _State(model.vocab, rows * columns, columns, seeds, window, initial)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
@@ -158,11 +162,22 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
     kept = last.redrawn.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
     reach = length + (last.own - last.count).clamp(min=0)
-    context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], noise)
+    first = _first_fresh(last, noise.position.shape[1])
+    coins = replace(noise, position=noise.position[:, first:])
+    context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], coins, length)
     drafted, probs = state.initial(context)
+    drafted = torch.where(fresh, torch.cat([kept[:, :first], drafted], dim=1), kept)
     if probs.shape[1] == 1:  # alike for all: an extra row to pick, which is cheaper than selecting element by element
         rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
-        probs = rows[at[:, None], torch.where(fresh, T_old, source)]
-    else:
-        probs = torch.where(fresh[..., None], probs, last.probs[at[:, None], source.clamp(max=T_old - 1)])
-    return torch.where(fresh, drafted, kept), probs
+        return drafted, rows[at[:, None], torch.where(fresh, T_old, source)]
+    old = last.probs[at[:, None], source.clamp(max=T_old - 1)]
+    new = torch.where(fresh[:, first:, None], probs, old[:, first:])
+    return drafted, torch.cat([old[:, :first], new], dim=1)
+
+
+def _first_fresh(last: _Pass, slots: int) -> int:
+    """From which slot on an image may need initial drafts: of the others none are made, where the host knows. At least one is,
+    to say how these look; elsewhere all are, so that passes are alike and nobody waits for the device."""
+    if last.count.device.type != "cpu":
+        return 0
+    return min(max(int((last.own - last.count).min()), 0), slots - 1)
