@@ -43,7 +43,8 @@ def tiny_low_res(upsampled: bool) -> LlamaGenLowRes:
     small = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
     torch.manual_seed(3)
     upsampler = TokenUpsampler(64, GRID // 2, GRID, 16, blocks=1).eval() if upsampled else None
-    return LlamaGenLowRes(small, (GRID, GRID), upsampler, tiny_vq())
+    codes = torch.nn.functional.normalize(torch.randn(64, 8), dim=1)
+    return LlamaGenLowRes(small, (GRID, GRID), upsampler, tiny_vq(), codes)
 
 
 def drawn(
@@ -100,6 +101,19 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool,
     found = drawn(method, model=model)
     assert same(found, expected) and RecordedGraph.made == 2
     assert RecordedGraph.replays == expected.stats.passes - 3 + (GRID // 2) ** 2 - 3
+
+
+def test_a_small_picture_that_is_refreshed_is_run_one_by_one(
+    graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each pass draws it anew, which is a run with passes of its own."""
+    method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), exact)
+    model = tiny(low_res=tiny_low_res(True))
+    expected = drawn(method, model=model)
+    graphs.on = True
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn(method, model=model), expected)
+    assert any("the host reads values in a pass" in each.getMessage() for each in caplog.records)
 
 
 def test_relaxation_is_carried_to_its_budget(graphs: SimpleNamespace) -> None:
