@@ -152,7 +152,7 @@ def judge_chain(
         _judge,
         (B,),
         *(probs if each is None else each.contiguous() for each in given),
-        seeds,
+        seeds.contiguous(),
         position.contiguous(),
         count,
         next_token,

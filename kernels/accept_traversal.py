@@ -114,6 +114,7 @@ def _traverse(
     for slot in range(0, T):
         r = tl.load(reach_ptr + slot)
         tl.store(given_ptr + slot, r)
+        tl.debug_barrier()  # all threads have read it: one of them writes it anew
         if tl.load(children_ptr + slot * C) > 0:
             p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
             p, r = _behind(
@@ -144,6 +145,7 @@ def _traverse(
     tl.store(path_ptr + image * A + place, path, mask=place < A)
 
     p = tl.load((probs_ptr + (image * T + last) * V) + lane, mask=inside, other=0.0)
+    tl.debug_barrier()  # reaches were read: they are written once more
     p, r = _behind(
         p, tl.load(given_ptr + last), first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C, reach_ptr,
         lane, V, HAS_Q, HAS_VALID,
@@ -189,7 +191,7 @@ def traverse_tree(
         parents,
         depth,
         postorder,
-        seeds,
+        seeds.contiguous(),
         position.contiguous(),
         reach,
         given,

@@ -190,7 +190,7 @@ def walk_tree(
         (B,),
         *(probs if each is None else each.contiguous() for each in (probs, q, tokens, valid)),
         children,
-        seeds,
+        seeds.contiguous(),
         position.contiguous(),
         *verdict,
         T,

@@ -191,7 +191,7 @@ def neighbour_chances(
             p,
             p if q is None else q,
             tokens.contiguous(),
-            nearest_VK,
+            nearest_VK.contiguous(),
             wanted,
             p.stride(0),
             p.stride(0) if q is None else q.stride(0),

@@ -1,6 +1,6 @@
 """After a pass over a tree: the accepted tokens' keys and values of all layers become consecutive, and the pointers move.
 
-`_keep`, grid `(layers, R G)`: a program owns one row and key head of one layer. It reads the K and V of the whole path, up to A
+`_keep`, grid `(R G, layers)`: a program owns one row and key head of one layer. It reads the K and V of the whole path, up to A
 slots, before it writes the first of them, so that source and target may overlap. The last program of a row to end, by a counter
 in memory that returns to zero, moves the row's pointer: none of the others reads it any more. One launch, nothing read by the
 host; a chain needs none, its tokens lie where they belong.
@@ -41,7 +41,7 @@ def _keep(
     BLOCK_A: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    layer, row, head = tl.program_id(0), tl.program_id(1) // HEADS, tl.program_id(1) % HEADS
+    layer, row, head = tl.program_id(1), tl.program_id(0) // HEADS, tl.program_id(0) % HEADS
     step, d = tl.arange(0, BLOCK_A), tl.arange(0, BLOCK_D)
     count, length = tl.load(count_ptr + row), tl.load(length_ptr + row)
     path = tl.load(path_ptr + row * A + step, mask=step < A, other=0)
@@ -57,7 +57,7 @@ def _keep(
     tl.store(k_ptr + target, k, mask=mask)
     tl.store(v_ptr + target, v, mask=mask)
     ended = tl.atomic_add(done_ptr + row, 1, sem="acq_rel")
-    if ended == tl.num_programs(0) * HEADS - 1:
+    if ended == tl.num_programs(1) * HEADS - 1:
         tl.store(length_ptr + row, length + count)
         tl.store(done_ptr + row, 0)
 
@@ -95,14 +95,16 @@ def keep(
     if wrong := [name for name, given in integers.items() if given.dtype != torch.int64 or given.shape[0] != R]:
         given = integers[wrong[0]]
         raise ValueError(f"{wrong[0]} must be int64 of {R} rows, got {given.dtype} {list(given.shape)}")
+    if not (length_R.is_contiguous() and done_R.is_contiguous() and done_R.dtype == torch.int32 and done_R.shape == (R,)):
+        raise ValueError(f"length and done, int32 of {R} rows, are changed in place and must be contiguous")
     block_a, block_d = triton.next_power_of_2(A), triton.next_power_of_2(K)
     launch(
         _keep,
-        (layers, R * G),
+        (R * G, layers),  # the second axis ends at 65,535
         k_LRGSK,
         v_LRGSK,
         path_RA.contiguous(),
-        count_R,
+        count_R.contiguous(),
         length_R,
         done_R,
         *k_LRGSK.stride()[:4],

@@ -53,19 +53,29 @@ def resources(launch: Launch, capability: int, made: dict[str, Resources]) -> Re
 def sheet(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)) -> dict[str, Any]:
     """Every shipped launch on every generation of GPUs, and what the roofline allows every case."""
     made: dict[str, Resources] = {}
-    kernels, operations = [], []
-    for case in cases():
-        for launch in case.launches:
-            for capability in capabilities:
-                kernels.append(_described(case, launch, resources(launch, capability, made), capability))
-        operations.append({
-            "operation": case.operation, "shape": case.shape, "bytes": case.bytes, "flops": case.flops,
-            "launches": len(case.launches), "programs": [launch.programs for launch in case.launches],
-            "roofline_microseconds": {
-                name: round(1e6 * max(case.bytes / gpu.bandwidth, case.flops / gpu.rate), 3) for name, gpu in GPUS.items()
-            },
-        })  # fmt: skip
-    return {"triton": triton.__version__, "kernels": kernels, "operations": operations}
+    found = cases()
+    kernels = [
+        _described(case, launch, resources(launch, capability, made), capability)
+        for case, launch in shipped_launches(found)
+        for capability in capabilities
+    ]
+    return {"triton": triton.__version__, "kernels": kernels, "operations": [operation(case) for case in found]}
+
+
+def shipped_launches(found: list[Case]) -> list[tuple[Case, Launch]]:
+    """Every launch, with its case; a case may have several."""
+    return [(case, launch) for case in found for launch in case.launches]
+
+
+def operation(case: Case) -> dict[str, Any]:
+    """What can be said of a case without a compiler."""
+    return {
+        "operation": case.operation, "shape": case.shape, "bytes": case.bytes, "flops": case.flops,
+        "launches": len(case.launches), "programs": [launch.programs for launch in case.launches],
+        "roofline_microseconds": {
+            name: round(1e6 * max(case.bytes / gpu.bandwidth, case.flops / gpu.rate), 3) for name, gpu in GPUS.items()
+        },
+    }  # fmt: skip
 
 
 def _described(case: Case, launch: Launch, found: Resources, capability: int) -> dict[str, Any]:
@@ -111,4 +121,4 @@ if __name__ == "__main__":
         document = sheet(asked or tuple(SHARED_LIMIT))
     except RuntimeError as error:
         sys.exit(str(error))
-    print(json.dumps(document, indent=1) if "--json" in sys.argv[1:] else tables(document))
+    print(json.dumps(document) if "--json" in sys.argv[1:] else tables(document))

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from importlib.util import find_spec
 
@@ -84,6 +86,20 @@ def use_triton(tensor: Tensor) -> bool:
 def fits_kernels(rows: Tensor) -> bool:
     """Whether Triton kernels take float32 rows `[..., V]` of probabilities or logits: those that a program can hold."""
     return use_triton(rows) and rows.shape[-1] <= MOST_TOKENS and rows.dtype != torch.float64
+
+
+@contextmanager
+def in_torch() -> Iterator[None]:
+    """Inside, torch runs whatever VARGEN_KERNELS says: for comparisons, in a process that does nothing else meanwhile."""
+    before = os.environ.get(VARIABLE)
+    os.environ[VARIABLE] = "reference"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[VARIABLE]
+        else:
+            os.environ[VARIABLE] = before
 
 
 @lru_cache

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.kernels.ancestors import packed
-from vargen.kernels.dispatch import explain
+from vargen.kernels.dispatch import explain, in_torch
 from vargen.kernels.few_queries import Seen, attention, folded
 from vargen.kernels.shapes import MODELS, Shape, attention_bytes, commit_bytes, sampler_bytes
 
@@ -124,6 +124,16 @@ def kernel_or_reason(run: Run, device: torch.device) -> Run | str:
     return run if name == "triton" else reason
 
 
+def torch_only(run: Run) -> Run:
+    """The call without kernels, which it would take by itself where they run."""
+
+    def without() -> Any:
+        with in_torch():
+            return run()
+
+    return without
+
+
 def _flex(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Run:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -148,9 +158,16 @@ def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[
 
     ways: dict[str, Run | str] = {
         "kernel": kernel_or_reason(kernel, device),
-        "torch, our path": lambda: reference(logits),
+        "torch, our path": torch_only(lambda: reference(logits)),
     }
     return Operation("sampler", f"V {V}, T {T}, top-k and top-p", sampler_bytes(T, V, 4), ways)
+
+
+def acceptance_operation(kind: str, V: int, T: int, device: torch.device, judge: Run) -> Operation:
+    """Judging a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology, which takes the kernel by
+    itself. The bytes are those of a first draft that is refused: a row of p and one of q."""
+    ways: dict[str, Run | str] = {"kernel": kernel_or_reason(judge, device), "torch, our path": torch_only(judge)}
+    return Operation(f"accept, {kind}", f"V {V}, T {T}", 8 * V, ways)
 
 
 def commit_operation(
@@ -161,14 +178,20 @@ def commit_operation(
     slots = torch.arange(path, device=device)[None].expand(2, -1)
     paths = torch.where(slots > 0, slots + 1, 0)
     count = torch.full((2,), path, device=device)
-    cache = caches(shape)
-    start = torch.zeros_like(cache.length)
 
-    def keep() -> None:
-        cache.rollback(start)
-        cache.keep(paths, count)
+    def keeping(cache: Any) -> Run:
+        start = torch.zeros_like(cache.length)
 
-    ways: dict[str, Run | str] = {"kernel": kernel_or_reason(keep, device)}
-    if not cache.fused:
-        ways["torch, our path"] = keep
+        def keep() -> None:
+            cache.rollback(start)
+            cache.keep(paths, count)
+
+        return keep
+
+    with in_torch():
+        plain = caches(shape)
+    ways: dict[str, Run | str] = {
+        "kernel": kernel_or_reason(keeping(caches(shape)), device),
+        "torch, our path": torch_only(keeping(plain)),
+    }
     return Operation("commit", f"{model}, path of {path}", commit_bytes(shape, 2, path, dtype.itemsize), ways)

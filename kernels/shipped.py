@@ -83,31 +83,33 @@ def draws(V: int, T: int, B: int = 1) -> Case:
     )
 
 
-def acceptance(V: int, T: int, B: int = 1, counted: bool = False) -> Iterator[Case]:
+def acceptance(V: int, T: int, B: int = 1, counted: bool = False, drawn: bool = True) -> Iterator[Case]:
     """Every rule, at T fed tokens of each image; a tree's path is taken to be 5 slots long, with 2 siblings tried at each.
 
     Args:
         counted: whether the device counts the passes, as captured ones; only rules with coins differ.
+        drawn: whether drafts were drawn, from probabilities q, and some may be void; else they were looked up, and all count.
     """
     probs, q, tokens = _meta(B, T, V), _meta(B, T - 1, V), _long(B, T - 1)
     valid = _meta(B, T - 1, dtype=torch.bool)
-    drawn, shape = (probs, tokens, q, valid), f"V {V}, {T} fed{', counted on the device' if counted else ''}"
+    shape = f"V {V}, {T} fed{', counted on the device' if counted else ''}{'' if drawn else ', not drawn'}"
+    draft = probs, tokens, q if drawn else None, valid if drawn else None
     noise = _long(B), _long(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
+    rows = 8 if drawn else 4  # bytes of p and q, or of p
     relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
-    yield Case("accept, chain", shape, _recorded(lambda: judge_chain(*drawn, *noise)), 8 * B * V)
-    yield Case("accept, relaxed chain", shape, _recorded(lambda: judge_chain(*drawn, *noise, **relaxed)), 8 * B * V)
+    yield Case("accept, chain", shape, _recorded(lambda: judge_chain(*draft, *noise)), rows * B * V)
+    yield Case("accept, relaxed chain", shape, _recorded(lambda: judge_chain(*draft, *noise, **relaxed)), rows * B * V)
     children = _long(T, 4)
-    walked = _recorded(lambda: walk_tree(*drawn, children, 6, *noise))
-    yield Case("accept, tree", shape, walked, B * 4 * V * (6 + 6))
+    walked = _recorded(lambda: walk_tree(*draft, children, 6, *noise))
+    yield Case("accept, tree", shape, walked, B * 4 * V * (6 + (6 if drawn else 0)))
     tables = (children, _long(T), _long(T), _long(T))
-    yield Case(
-        "accept, traversal", shape, _recorded(lambda: traverse_tree(*drawn, *tables, 6, *noise)), B * 4 * V * (T // 3 + T)
-    )
+    traversed = _recorded(lambda: traverse_tree(*draft, *tables, 6, *noise))
+    yield Case("accept, traversal", shape, traversed, B * 4 * V * (T // 3 + (T if drawn else 0)))
     if counted:
         return
-    codes = _meta(8, V)
-    groups = _recorded(lambda: grouped_chances(probs[:, :-1], q, tokens, 14, 0.15, 1.0, codes))
-    yield Case("accept, groups", shape, groups, B * (T - 1) * 8 * V + 4 * 8 * V)
+    codes = _meta(8, V) if drawn else None
+    groups = _recorded(lambda: grouped_chances(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if drawn else None, codes))
+    yield Case("accept, groups", shape, groups, B * (T - 1) * rows * V + (4 * 8 * V if drawn else 0))
 
 
 def bookkeeping(T: int, B: int = 1) -> Iterator[Case]:
@@ -141,5 +143,5 @@ def cases() -> list[Case]:
     found += [attention("grouped", 16, 1024), *(attention("7B", T, 1024) for T in (16, 32, 64))]
     for V in VOCABULARIES:
         found += [sampling(V, 32), sampling(V, 32, filters=False), sampling(V, 1, draw=True), draws(V, 32), *acceptance(V, 32)]
-    found += acceptance(VOCABULARIES[0], 32, counted=True)
+    found += [*acceptance(VOCABULARIES[0], 32, counted=True), *acceptance(VOCABULARIES[0], 32, drawn=False)]
     return [*found, *bookkeeping(32), commit("LlamaGen-B", 6), commit("LlamaGen-3B", 6), commit("LlamaGen-3B", 32)]

@@ -5,7 +5,7 @@ slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A
 bias (LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the
 fed slots itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
 
-Stage 1, `_attend`, grid `(ceil(T G' / BM), R H_kv, S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
+Stage 1, `_attend`, grid `(R H_kv, ceil(T G' / BM), S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
 query head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots.
 It reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those
 that hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
@@ -33,6 +33,7 @@ from vargen.kernels.attention_tiles import MOST_WIDTH, Tiles, splits_for, tiles_
 from vargen.kernels.launch import launch, upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)
+_MOST_OFFSET = 2**31  # within a row and head, where offsets are int32
 _LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing never subtracts infinities
 
 
@@ -83,14 +84,14 @@ def _attend(
     HAS_START: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    row, head, split = tl.program_id(1) // HEADS, tl.program_id(1) % HEADS, tl.program_id(2)
-    pair = tl.program_id(0) * BM + tl.arange(0, BM)
+    row, head, split = tl.program_id(0) // HEADS, tl.program_id(0) % HEADS, tl.program_id(2)
+    pair = tl.program_id(1) * BM + tl.arange(0, BM)
     t, query_head = pair // G_SIZE, head * G_SIZE + pair % G_SIZE
     live = t < T
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BN)
 
-    base = P + tl.load(length_ptr + row).to(tl.int32)
+    base = tl.minimum(P + tl.load(length_ptr + row).to(tl.int32), slots)  # whatever it says, no slot past the last is read
     total = tl.minimum(base + held, slots)
     start = 0
     if HAS_START:
@@ -209,7 +210,8 @@ def tree_attention(
 
     Args:
         q_RTHK: queries; the last dimension is contiguous.
-        k_RGSK, v_RGSK: one layer of the cache, of equal strides; H / G query heads share a key head.
+        k_RGSK, v_RGSK: one layer of the cache, of equal strides; H / G query heads share a key head. Where each slot has room
+            for a multiple of 8 numbers, that room is read as well, and holds finite numbers.
         length_R: int64 or int32, image tokens that each row holds.
         prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides one.
         words: int64 `[T, W]` or `[B, T, W]`, B dividing R (row r takes tree r mod B): bit j % 64 of word j // 64 is set where
@@ -233,10 +235,13 @@ def tree_attention(
     if splits > 1:
         part = q_RTHK.new_empty(R, T, H, splits, K, dtype=torch.float32)
         lse = q_RTHK.new_empty(R, T, H, splits, dtype=torch.float32)
-    stride = k_RGSK.stride(2)
+    length, stride = length_R.contiguous(), k_RGSK.stride(2)
     padded = -(-K // 8) * 8  # whole 16 bytes of 2-byte numbers, where the store has room for them
+    # Nothing else may lie in that room, such as the next head of a cache [R, S, G, K].
+    roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
-    grid = (triton.cdiv(T * (H // G), tiles.queries), R * G, splits)
+    # Rows and heads on the first axis: the others end at 65,535.
+    grid = (R * G, triton.cdiv(T * (H // G), tiles.queries), splits)
     launch(
         _attend,
         grid,
@@ -245,10 +250,10 @@ def tree_attention(
         v_RGSK,
         part,
         lse,
-        length_R,
-        length_R if words is None else words,
-        length_R if start_R is None else start_R,
-        prefix_bias_RP,
+        length,
+        length if words is None else words,
+        length if start_R is None else start_R.contiguous(),
+        prefix_bias_RP.contiguous(),
         *q_RTHK.stride()[:3],
         *k_RGSK.stride()[:3],
         T,
@@ -261,7 +266,7 @@ def tree_attention(
         G_SIZE=H // G,
         HEADS=G,
         D=K,
-        D_LOAD=padded if stride % 8 == 0 and stride >= padded else K,
+        D_LOAD=padded if roomy else K,
         BLOCK_D=block,
         BM=tiles.queries,
         BN=tiles.keys,
@@ -284,6 +289,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, words: Tensor | None
         raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
     if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
         raise ValueError(f"q {list(q.shape)} does not fit keys {list(k.shape)}, or a last dimension is not contiguous")
+    if k.shape[2] * k.stride(2) >= _MOST_OFFSET or T * q.stride(1) >= _MOST_OFFSET:
+        raise ValueError(f"a row's slots and queries must lie within 2^31 numbers, got strides {k.stride()} and {q.stride()}")
     if K > MOST_WIDTH:
         raise ValueError(f"head width must be at most {MOST_WIDTH}, got {K}")
     if length.shape != (R,) or length.is_floating_point():

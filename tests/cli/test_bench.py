@@ -116,7 +116,7 @@ def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
     document = json.loads(result.stdout)
     assert document["kernels"] == "reference" and "runs on cpu" in document["reason"]
     ways = {(each["operation"], each["implementation"]): each for each in document["timings"]}
-    assert {name for name, _ in ways} == {"attention, a layer", "sampler", "commit"}
+    assert {name for name, _ in ways} == {"attention, a layer", "sampler", "accept, chain", "accept, tree", "commit"}
     for (_, way), each in ways.items():
         measured = each["microseconds"] is not None
         assert measured == (each["reason"] is None) == (way in ("torch, our path", "SDPA with a mask")) and each["bytes"] > 0

@@ -11,20 +11,23 @@ from typing import Any
 import pytest
 import torch
 from recorded_graph import HostReadError, RecordedGraph
-from tiny_models import tiny_transformer
+from tiny_models import tiny_transformer, tiny_vq
 
 from vargen.decoding import Accelerator, Decoded, Jacobi, Sampling, captured, decode, exact, resolve_accelerator, tokens
+from vargen.decoding.draft_length import Auto
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
+from vargen.models.upsampler import TokenUpsampler
+from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 
-METHODS = ["ar", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative"]
-MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa", "wavefront"]
+METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
+MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 
 
-def tiny(device: str = "cpu") -> LlamaGenTokens:
+def tiny(device: str = "cpu", low_res: LlamaGenLowRes | None = None) -> LlamaGenTokens:
     sizes = {"grid_size": GRID, "n_head": 2, "multiple_of": 32}
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(device)
     draft = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
@@ -32,7 +35,16 @@ def tiny(device: str = "cpu") -> LlamaGenTokens:
     eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
     medusa = MedusaDrafter(32, 64, 4).eval().to(device)
     transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
-    return LlamaGenTokens(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa)
+    return LlamaGenTokens(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa, low_res=low_res)
+
+
+def tiny_low_res(upsampled: bool) -> LlamaGenLowRes:
+    """Draws a grid of half the side, which an up-sampler makes probabilities of; or the tokenizer, tokens."""
+    small = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
+    torch.manual_seed(3)
+    upsampler = TokenUpsampler(64, GRID // 2, GRID, 16, blocks=1).eval() if upsampled else None
+    codes = torch.nn.functional.normalize(torch.randn(64, 8), dim=1)
+    return LlamaGenLowRes(small, (GRID, GRID), upsampler, tiny_vq(), codes)
 
 
 def drawn(
@@ -45,8 +57,13 @@ def drawn(
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Lets the test turn graphs on. All runs take the passes of other devices than CPUs: neither NumPy nor changing shapes."""
-    on = SimpleNamespace(on=False)
+    """Lets the test turn graphs on. All runs take the passes of other devices than CPUs: neither NumPy nor changing shapes, nor
+    windows that are chosen in each pass."""
+    on, chosen = SimpleNamespace(on=False, chosen=Auto.start), Auto.start
+    elsewhere = torch.device("cuda")
+    monkeypatch.setattr(
+        Auto, "start", lambda self, model, *rest: chosen(self, SimpleNamespace(grid=model.grid, device=elsewhere), *rest)
+    )
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(captured, "asked_for", lambda device: on.on)
     monkeypatch.setattr(tokens.Passes.captured, "__defaults__", (None, RecordedGraph))
@@ -71,6 +88,32 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int, graphs: Simpl
     found = drawn(method, images)
     assert same(found, expected)
     assert RecordedGraph.made == 1 and RecordedGraph.replays == expected.stats.passes - 3, "but the prefill and two passes"
+
+
+@pytest.mark.parametrize("upsampled", [True, False])
+@pytest.mark.parametrize("method", ["mulo-exact", "mulo"])
+def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool, graphs: SimpleNamespace) -> None:
+    """The small picture, which is drawn in the first pass, is a run of its own, and is captured for itself."""
+    method = resolve_accelerator(method).fitted(GRID**2)
+    model = tiny(low_res=tiny_low_res(upsampled))
+    expected = drawn(method, model=model)
+    graphs.on = True
+    found = drawn(method, model=model)
+    assert same(found, expected) and RecordedGraph.made == 2
+    assert RecordedGraph.replays == expected.stats.passes - 3 + (GRID // 2) ** 2 - 3
+
+
+def test_a_small_picture_that_is_refreshed_is_run_one_by_one(
+    graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each pass draws it anew, which is a run with passes of its own."""
+    method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), exact)
+    model = tiny(low_res=tiny_low_res(True))
+    expected = drawn(method, model=model)
+    graphs.on = True
+    with caplog.at_level(logging.WARNING, "vargen"):
+        assert same(drawn(method, model=model), expected)
+    assert any("the host reads values in a pass" in each.getMessage() for each in caplog.records)
 
 
 def test_relaxation_is_carried_to_its_budget(graphs: SimpleNamespace) -> None:
@@ -124,6 +167,8 @@ class Odd(Jacobi):
             state.passes += 1
         if self.does == "reads a value":
             length.amax().item()
+        if self.does == "copies from the host":
+            length = length + torch.tensor([0] * len(length), device=length.device)
         return super().propose(state, tokens, length, step)
 
 
@@ -133,6 +178,7 @@ class Odd(Jacobi):
         ("holds a generator", "state.generator is a Generator, whose changes a graph would not repeat"),
         ("counts on the host", "state.passes, a value of the host, changes from pass to pass"),
         ("reads a value", "the host reads values in a pass, at item"),
+        ("copies from the host", "the host reads values in a pass, at lift_fresh"),
     ],
 )
 def test_what_cannot_be_captured_is_run_one_by_one(
@@ -150,6 +196,7 @@ def test_a_window_that_follows_measured_costs_is_run_one_by_one(
     graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a CPU, where it is chosen in each pass."""
+    monkeypatch.setattr(Auto, "start", graphs.chosen)
     costs = lambda model, condition, images, widths: {fed: 1 + 0.01 * fed for fed in widths}  # noqa: E731
     monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", costs)
     method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_accelerator("gumbel").acceptance)

@@ -20,8 +20,11 @@ class HostReadError(RuntimeError):
     """What a CUDA graph refuses while it is captured."""
 
 
-def _read(operation: Any) -> bool:
-    return operation.overloadpacket.__name__ in _READS
+def _read(operation: Any, args: Any) -> bool:
+    """Whether the host waits for a device: for a value or, at the end of `torch.tensor` of a list, for a copy of its numbers. A
+    number alone, as in `x[:, 0] = 1`, fills without a copy."""
+    name = operation.overloadpacket.__name__
+    return name in _READS or (name == "lift_fresh" and args[0].dim() > 0)
 
 
 class _Reads(TorchDispatchMode):
@@ -30,7 +33,7 @@ class _Reads(TorchDispatchMode):
         self.reads = reads
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _read(operation):
+        if _read(operation, args):
             self.reads.append(operation.overloadpacket.__name__)
         return operation(*args, **(kwargs or {}))
 
@@ -59,7 +62,7 @@ class RecordedGraph(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         type(self).before(operation.overloadpacket.__name__)
-        if _read(operation):
+        if _read(operation, args):
             raise HostReadError(f"{operation.overloadpacket.__name__} reads a value on the host")
         out = operation(*args, **kwargs)
         given = {_memory(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}

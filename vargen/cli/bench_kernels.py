@@ -24,7 +24,8 @@ def kernels(
     rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 5,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
-    """Microseconds of tree attention, the sampler and the commit: our kernel, our torch path, SDPA with a mask, FlexAttention.
+    """Microseconds of tree attention, sampler, acceptance and commit: our kernel, our torch path, SDPA with a mask,
+    FlexAttention.
 
     What cannot run here is listed with the reason. The share is that of the time which the bytes take at a copy's rate.
     """
@@ -58,6 +59,7 @@ def kernels(
         operations = [attend(name, T, count) for name in names for count in lengths for T in widths]
         filtered = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
         operations += [measure.sampler_operation(V, T, chosen, filtered) for V in (4096, 16384) for T in widths]
+        operations += [each for V in (4096, 16384) for T in widths if T > 1 for each in _acceptance(V, T, chosen)]
         operations += [measure.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
         timings = measure.measure(operations, chosen, rounds, rate)
     backend, reason = explain(chosen)
@@ -69,6 +71,28 @@ def kernels(
     lines = f"{head}\n\n{_table(timings)}"
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     write_each([*writes, *json_writes(as_json, json_file, document)])
+
+
+def _acceptance(V: int, T: int, device: Any) -> list[Any]:
+    """Exact rules on a chain, and on a tree of two children a slot."""
+    import torch
+
+    from vargen.decoding import Draft, Tree
+    from vargen.decoding.acceptance import exact, recursive_rejection
+    from vargen.decoding.noise import Noise
+    from vargen.kernels.measure import acceptance_operation
+
+    probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
+    tokens = q.argmax(-1)
+    seeds, spent = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    trees = {"chain": Tree.of_chain(T - 1, device), "tree": Tree.of((-1, *((slot - 1) // 2 for slot in range(1, T))), device)}
+    rules = {"chain": exact, "tree": recursive_rejection}
+    return [
+        acceptance_operation(
+            kind, V, T, device, partial(rules[kind], probs, Draft(tokens, tree, q), Noise(seeds, tree.depth[None], 1), spent)
+        )
+        for kind, tree in trees.items()
+    ]
 
 
 def _table(timings: list[Any]) -> str:

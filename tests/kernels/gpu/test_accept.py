@@ -17,6 +17,7 @@ from vargen.kernels.accept_chain import judge_chain
 from vargen.kernels.accept_traversal import traverse_tree
 from vargen.kernels.accept_tree import match_tree, walk_tree
 from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
+from vargen.kernels.sampler import Coins, race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -95,6 +96,36 @@ def test_chains_are_judged_as_by_the_exact_rule(T: int, V: int, drawn: bool, val
         check(expected, got.accepted, got.next_token)
         accepted |= set(expected.count.tolist())
     assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
+
+
+def strided(seeds: Tensor) -> Tensor:
+    """The same numbers, between others."""
+    return torch.stack([seeds, seeds + 1], 1)[:, 0]
+
+
+@pytest.mark.parametrize("name", ["judge", "walk", "traverse", "race"])
+def test_seeds_of_any_stride_are_read(name: str) -> None:
+    """Such as one seed that is expanded, or every second one of a tensor that lies on the device."""
+    case = Case(Tree.of((-1, 0, 0, 1)) if name != "judge" else Tree.of_chain(3), 3, 50, drawn=True, valid=False, seed=1)
+    probs, tokens, q, _, seeds, position = case.there()
+    tree = case.draft.tree
+    tables = [each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder)]
+
+    def verdict(seeds: Tensor) -> list[Tensor]:
+        if name == "race":
+            return [race(probs, Coins(seeds, position, 0))]
+        if name == "judge":
+            return list(judge_chain(probs, tokens, q, None, seeds, position, 5)[:2])
+        if name == "walk":
+            return list(walk_tree(probs, tokens, q, None, tables[0], tree.longest, seeds, position, 5))[1:]
+        return list(traverse_tree(probs, tokens, q, None, *tables, tree.longest, seeds, position, 5))[1:]
+
+    differ = False
+    for shift in range(4):
+        expected = verdict(seeds + shift)
+        assert all(map(torch.equal, verdict(strided(seeds + shift)), expected))
+        differ |= not torch.equal(expected[-1], verdict(seeds)[-1])
+    assert differ, "this case does not depend on its seeds"
 
 
 def relaxed_rules() -> list[Grouped | Neighbourhood]:

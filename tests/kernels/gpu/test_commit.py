@@ -60,4 +60,6 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="alike"):
         keep(k, k[..., :8], path[:, 0], path, path[:, 0], done, first=0, tokens=4)
     with pytest.raises(ValueError, match="count must be int64 of 2 rows"):
-        keep(k, k, path[:, 0], path, path[:, 0].int(), done, first=0, tokens=4)
+        keep(k, k, path[:, 0].contiguous(), path, path[:, 0].int(), done, first=0, tokens=4)
+    with pytest.raises(ValueError, match="must be contiguous"):
+        keep(k, k, path[:, 0], path, path[:, 1], done, first=0, tokens=4)

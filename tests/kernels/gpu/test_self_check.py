@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from vargen.kernels import accept_chain, accept_tree, commit, dispatch, sampler, self_check, tree_attention
+from vargen.kernels import (
+    accept_chain,
+    accept_traversal,
+    accept_tree,
+    accept_wanted,
+    commit,
+    dispatch,
+    sampler,
+    self_check,
+    tree_attention,
+)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -22,12 +32,22 @@ def off_by_one(value: object) -> object:
     (tree_attention, "tree_attention", "tree attention: torch.float32 is off by 1"),
     (sampler, "sample", "sampler: "),
     (accept_chain, "judge_chain", "acceptance: a chain is judged wrongly"),
+    (sampler, "race", "acceptance: a token without probability wins a race"),
     (accept_tree, "walk_tree", "acceptance: a tree is judged wrongly"),
+    (accept_traversal, "traverse_tree", "acceptance: a tree is judged wrongly"),
+    (accept_wanted, "grouped_chances", "relaxed acceptance: a mass of 0.6 is taken for 1.6"),
+    (accept_wanted, "neighbour_chances", "relaxed acceptance: a mass of 0.7 is taken for 1.7"),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
     right = getattr(module, name)
     monkeypatch.setattr(module, name, lambda *given, **options: off_by_one(right(*given, **options)))
     assert self_check.trouble(DEVICE).startswith(said)
+
+
+def test_a_relaxed_chain_is_checked_apart(monkeypatch) -> None:
+    right = accept_chain.judge_chain
+    monkeypatch.setattr(accept_chain, "judge_chain", lambda *given, **options: right(*given))
+    assert self_check.trouble(DEVICE).startswith("acceptance: ")
 
 
 def test_a_commit_that_moves_nothing_is_named(monkeypatch) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from vargen.decoding import Tree
 from vargen.kernels import reference
 from vargen.kernels.attention_tiles import TILES, Tiles, splits_for
+from vargen.kernels.shipped import attention, commit
 from vargen.kernels.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -140,6 +141,53 @@ def test_a_query_that_sees_nothing_gets_zeros(splits: int) -> None:
     assert (out[1].double() - case.expected()[1]).abs().max() < 3e-6
 
 
+def test_lengths_past_the_last_slot_read_none_behind_it() -> None:
+    """The store lies before numbers that are none."""
+    case = Case(2, [20], room=30)
+    slots = case.k.shape[2]
+    stores = []
+    for store in (case.k, case.v):
+        store.nan_to_num_()
+        whole = torch.full((2 * store.numel(),), torch.nan, device=DEVICE)
+        stores.append(whole[: store.numel()].view(store.shape).copy_(store))
+    given = (each.to(DEVICE) for each in (torch.tensor([slots + 30]), case.bias, case.words[0]))
+    out = tree_attention(case.q.to(DEVICE), *stores, *given, tiles=SMALL).cpu()
+    case.length = torch.tensor([slots + 30])
+    assert (out.double() - case.expected()).abs().max() < 3e-6
+
+
+def test_room_of_other_heads_is_not_read() -> None:
+    """Keys `[R, S, G, K]` of a width that is no multiple of 8: what is next to a slot's is another head's, or none's."""
+    case = Case(3, [9], H=2, G=2, K=100, room=0)
+    stores = []
+    for store in (case.k, case.v):
+        store.nan_to_num_()
+        whole = torch.full((store.numel() + 8,), torch.nan, device=DEVICE)
+        swapped = whole[: store.numel()].view(store.transpose(1, 2).shape)
+        stores.append(swapped.copy_(store.transpose(1, 2)).transpose(1, 2))
+    case.length = torch.tensor([0])
+    given = (each.to(DEVICE) for each in (case.length, case.bias, case.words))
+    out = tree_attention(case.q.to(DEVICE), *stores, *given, tiles=SMALL).cpu()
+    assert (out.double() - case.expected()).abs().max() < 3e-6
+
+
+def test_operands_of_other_strides() -> None:
+    case = Case(4, [5, 12], P=3, room=20)
+    expected = case.got(tiles=SMALL)
+    length, bias = case.length.repeat_interleave(2)[::2], case.bias.repeat_interleave(2, 1)[:, ::2]
+    assert not length.is_contiguous() and not bias.is_contiguous()
+    given = (each.to(DEVICE) for each in (case.q, case.k, case.v, length, bias, case.words))
+    assert torch.equal(tree_attention(*given, tiles=SMALL).cpu(), expected)
+
+
+@pytest.mark.parametrize(("model", "rows"), [("LlamaGen-3B", 128), ("emoji", 16384)])
+def test_grids_have_room_for_large_batches(model: str, rows: int) -> None:
+    """CUDA launches at most 65,535 programs along all axes but the first."""
+    wide = attention(model, 16, 64, R=rows).launches + commit(model, 6, R=rows).launches
+    assert max(launch.programs for launch in wide) > 65_535
+    assert all(size <= 65_535 for launch in wide for size in launch.grid[1:])
+
+
 def test_hidden_prefix_slots_and_a_prefix_in_one_slot() -> None:
     """n rows of key 0 are one slot of key 0, their mean and bias log n: the exact form of LlamaGen's conditioning."""
     many, one = Case(4, [30], P=24, room=40), Case(4, [30], P=1, room=40)
@@ -208,3 +256,10 @@ def test_operands_that_do_not_fit_are_refused(change: object, said: str) -> None
     change(case)  # type: ignore[operator]
     with pytest.raises(ValueError, match=said):
         case.got(tiles=SMALL)
+
+
+def test_rows_that_int32_does_not_span_are_refused() -> None:
+    wide = torch.empty_strided((1, 1, 2**12, 32), (0, 0, 2**19, 1), device="meta")
+    given = (wide[:, :, :2].transpose(1, 2), wide, wide, *(torch.empty(1, each, device="meta") for each in (1, 1)))
+    with pytest.raises(ValueError, match=r"within 2\^31 numbers"):
+        tree_attention(*given)

@@ -24,6 +24,7 @@ from vargen.decoding.naming import lookup
 from vargen.decoding.noise import Noise
 from vargen.decoding.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
+from vargen.kernels.dispatch import eager_on_cpu
 from vargen.values import shown
 
 Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
@@ -178,6 +179,6 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
 def _first_fresh(last: _Pass, slots: int) -> int:
     """From which slot on an image may need initial drafts: of the others none are made, where the host knows. At least one is,
     to say how these look; elsewhere all are, so that passes are alike and nobody waits for the device."""
-    if last.count.device.type != "cpu":
+    if not eager_on_cpu(last.count):
         return 0
     return min(max(int((last.own - last.count).min()), 0), slots - 1)
