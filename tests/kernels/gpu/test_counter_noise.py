@@ -1,4 +1,4 @@
-"""The noise that kernels make is the noise of `vargen.decoding.noise`: bit by bit but for the logarithm of exponentials."""
+"""The noise that kernels make is that of the reference, bit by bit, and that of `vargen.decoding.noise` but for its logarithm."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from vargen.decoding import noise
-from vargen.kernels import counter_noise
+from vargen.kernels import counter_noise, reference
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -39,6 +39,7 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
     expected = noise._unit_(noise._lane_bits(noise._keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
+    assert torch.equal(races, reference.exponential(lanes))
     apart = (races.view(torch.int32) - noise.exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)).abs()
     assert apart.max() <= 3, "units in the last place of the exponentials"
 
@@ -57,4 +58,4 @@ def test_exponentials_are_accurate_from_the_smallest_to_the_largest_number() -> 
     _logarithm[(1,)](u, out, BLOCK=2048, enable_fp_fusion=False)
     exact = -torch.log1p(-u.double())
     assert ((out.double() - exact).abs() / exact).max() < 3 * 2.0**-24
-    assert (out > 0).all()
+    assert (out > 0).all() and torch.equal(out, reference.exponential(u))
