@@ -3,8 +3,8 @@
 Keys and 31-bit lanes are integers, and wrap alike everywhere. `unit` and `coin` are exact up to their one rounding, so they
 are bit-equal to the reference in torch as long as the compiler fuses no product with its sum: kernels that use them are
 launched with `enable_fp_fusion=False`. `exponential` is a logarithm, which torch itself computes differently on each device;
-here it is one sequence of IEEE operations, bit-equal to `reference.exponential` wherever it runs, within 3 units in the last place
-of torch's.
+here it is one sequence of IEEE operations, bit-equal to `reference.exponential` wherever it runs, and within 3 units in the
+last place of torch's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The noise that kernels make is that of the reference, bit by bit, and that of `vargen.decoding.noise` but for its logarithm."""
+"""The noise that kernels make: bit by bit that of the reference, and of `vargen.decoding.noise` but for its logarithm."""
 
 import pytest
 import torch
