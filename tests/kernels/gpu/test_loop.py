@@ -31,7 +31,8 @@ METHODS = {
 
 def drawn(method: str | Accelerator, images: int, **overrides: object) -> torch.Tensor:
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
-    draft = LlamaGenTokens(tiny_transformer("class", n_layer=1).to(DEVICE), guidance_scale=1.0)
+    sizes = {name: value for name, value in overrides.items() if name == "grid_size"} | {"n_layer": 1}
+    draft = LlamaGenTokens(tiny_transformer("class", **sizes).to(DEVICE), guidance_scale=1.0)
     transformer = tiny_transformer("class", **overrides).to(DEVICE)
     model = LlamaGenTokens(transformer, guidance_scale=2.0, codebook=codes, draft_model=draft)
     condition = Condition(class_labels=torch.arange(images, device=DEVICE))
@@ -50,9 +51,10 @@ def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "recycle", "speculative-tree"])
 def test_pictures_of_presets_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = drawn(method, 2)
+    small, fitted = {"grid_size": 3, "n_layer": 1}, resolve_accelerator(method).fitted(9)
+    expected = drawn(fitted, 2, **small)
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
-    assert torch.equal(drawn(method, 2), expected)
+    assert torch.equal(drawn(fitted, 2, **small), expected)
 
 
 def test_a_pass_over_a_tree_is_judged_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
