@@ -104,7 +104,7 @@ def package(
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
-    """Join finished runs to a model folder in float16, with a card that says how far training got."""
+    """Join finished runs to a model folder in int8 and float16, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
     from vargen.pipelines import checks

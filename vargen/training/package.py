@@ -1,4 +1,4 @@
-"""From two training runs to a packaged model: a pipeline folder in float16 with a model card that says how far training got."""
+"""From two training runs to a packaged model: a pipeline folder in int8, with a model card that says how far training got."""
 
 from __future__ import annotations
 
@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from vargen.files import whole_file, whole_files, whole_folder
 from vargen.models.llamagen import LlamaGenTransformer
@@ -74,7 +72,7 @@ def package(
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
     for network in (transformer, drafter):
         if network is not None:
-            network.to(torch.float16)
+            network.register_to_config(weight_format="int8")
     with whole_folder(output, inputs=[], overwrite=True) as staged:
         pipeline.save_pretrained(staged)
         for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
@@ -171,7 +169,7 @@ beside this folder.
 | `transformer` | `LlamaGenTransformer`, {config.n_layer} layers of width {config.dim}, {N} tokens | {millions:.1f} M |
 {draft_part}| `text_encoder` | all-MiniLM-L6-v2 (Apache-2.0), int8 weights, {config.cls_token_num} caption rows | 22.6 M |
 
-Default sampling: {defaults}.
+Weights are stored as int8 with a scale for each 32, those of `vqvae` in float16. Default sampling: {defaults}.
 
 ## How far training got
 
