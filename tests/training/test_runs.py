@@ -471,6 +471,15 @@ def test_a_run_starts_from_given_weights(tmp_path):
         train_generator(tmp_path / "still", still)
 
 
+def test_a_low_resolution_is_a_start_for_the_full_one(tmp_path):
+    recipe = generator_recipe()
+    small = LlamaGenTransformer(condition="text", **{**recipe.model, "grid_size": recipe.model["grid_size"] // 2})
+    small.save_pretrained(tmp_path / "small")
+    model, digest = generator.opened(recipe, tmp_path / "small")
+    assert model.config.grid_size == recipe.model["grid_size"] and digest
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in model.state_dict().items())
+
+
 def test_the_last_weights_are_averaged(tmp_path, monkeypatch):
     """Of a run that is resumed to more steps, those of its new end."""
     monkeypatch.setattr(generator, "_AVERAGE_EVERY", 1)

@@ -68,7 +68,7 @@ def train_generator(
 
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
-        init_folder: a saved `LlamaGenTransformer` of the recipe's shape, to start from.
+        init_folder: a saved `LlamaGenTransformer` of the recipe's shape, but for the grid, to start from.
 
     Returns:
         The figures of these weights: those of `Evaluation` and `Recall`, and `held_out_loss` and `entropy`, nats per token.
@@ -105,7 +105,8 @@ def opened(recipe: GeneratorRecipe, init_folder: Path | None) -> tuple[LlamaGenT
         return model, None
     check_component(init_folder, LlamaGenTransformer)
     given = LlamaGenTransformer.from_pretrained(init_folder)
-    other = {name: given.config[name] for name in options if given.config[name] != model.config[name]}
+    same = [name for name in options if name != "grid_size"]  # no weight tells the grid: a low resolution may be a start
+    other = {name: given.config[name] for name in same if given.config[name] != model.config[name]}
     if other:
         asked = {name: model.config[name] for name in other}
         raise ValueError(f"init {str(init_folder)!r} holds a model of {other}, and the recipe asks for {asked}")
