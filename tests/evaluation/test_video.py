@@ -13,7 +13,7 @@ from tests.support.tiny_video_folder import video_folder
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRow, BlockStats, Replay, Routing, Threshold, Unscored, decode_blocks
 from vargen.decoding.block_cost import BlockCosts, measured_costs
-from vargen.evaluation.synthetic_video import SyntheticDecoder, noisy_score, quality, synthetic_pair
+from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
 from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 
@@ -76,7 +76,7 @@ def test_costs_are_medians_of_parts() -> None:
 
 def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance() -> None:
     """With as many target blocks: those that a noisy scorer refused, and others."""
-    model, decoder = synthetic_pair(products=8), SyntheticDecoder(0)
+    model, decoder = synthetic_pair(Work(8, 1)), SyntheticDecoder(0)
 
     def run(policy, seed: int) -> tuple[BlockStats, float]:
         method = Routing(policy=policy)
