@@ -3,6 +3,8 @@
 import torch
 from tiny_models import tiny_vq
 
+from vargen.assets import packaged_model_path
+from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware
 
 
@@ -15,7 +17,7 @@ def picture() -> torch.Tensor:
 
 def test_blank_patches_have_one_code_and_the_others_their_own():
     vqvae, pixels = tiny_vq(), picture()
-    tokens_of = BlankAware(vqvae, 8)
+    tokens_of = BlankAware(vqvae)
     found = tokens_of(pixels).view(2, 4, 4)
     assert (found[:, :, :2] == tokens_of.code).all()
     assert torch.equal(found[:, :, 2:], vqvae.encode(pixels)[:, :, 2:])
@@ -24,18 +26,29 @@ def test_blank_patches_have_one_code_and_the_others_their_own():
 def test_a_single_dark_pixel_makes_a_patch_no_blank():
     vqvae, pixels = tiny_vq(), picture()
     pixels[0, 1, 0, 0] = 0.9
-    tokens_of = BlankAware(vqvae, 8)
+    tokens_of = BlankAware(vqvae)
     found, own = tokens_of(pixels).view(2, 4, 4), vqvae.encode(pixels)
     assert found[0, 0, 0] == own[0, 0, 0]
     assert (found[:, :, :2].flatten(1)[:, 1:] == tokens_of.code).all()
 
 
-@torch.no_grad()
-def test_the_code_is_the_whitest_of_those_of_an_empty_picture():
+def test_the_code_is_that_of_an_empty_picture_whatever_the_size_and_the_decoder():
     vqvae = tiny_vq()
-    white = torch.ones(1, 3, 8, 8)
-    errors = {
-        code: float((vqvae.decode(torch.full((1, 4, 4), code)) - white).square().mean())
-        for code in vqvae.encode(white).unique().tolist()
-    }
-    assert BlankAware(vqvae, 8).code == min(errors, key=errors.__getitem__)
+    tokens_of = BlankAware(vqvae)
+    found = vqvae.encode(torch.ones(1, 3, 32, 32)).flatten().bincount()
+    assert found[tokens_of.code] == found.max()
+    for side in (4, 64):
+        assert (tokens_of(torch.ones(1, 3, side, side)) == tokens_of.code).all()
+    with torch.no_grad():
+        next(vqvae.decoder.parameters()).add_(1)
+    assert BlankAware(vqvae).digest == tokens_of.digest
+    with torch.no_grad():
+        vqvae.quantize.embedding.weight.neg_()
+    assert BlankAware(vqvae).digest != tokens_of.digest
+
+
+def test_packaged_blanks_are_white():
+    vqvae = VQModel.from_pretrained(packaged_model_path("emoji") / "vqvae").float().eval()
+    with torch.no_grad():
+        pixels = vqvae.decode(torch.full((1, 16, 16), BlankAware(vqvae).code))
+    assert (pixels - 1).abs().mean() < 0.02

@@ -66,7 +66,7 @@ def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
     low, high = store([3, 7], [0, 0])
     assert low.shape == (2, 4, 4) and high.shape == (2, 64)
     small = at_low_resolution(pictures, low_recipe(), downsampling=2).images[[3, 7]]
-    expected = BlankAware(network, 16)(torch.from_numpy(small).movedim(-1, 1).float() / 127.5 - 1)
+    expected = BlankAware(network)(torch.from_numpy(small).movedim(-1, 1).float() / 127.5 - 1)
     assert torch.equal(low.flatten(1), expected)
     again, _ = TokenPairs(tmp_path, pictures.images, network, recipe(), CPU, 2)([3, 7], [0, 0])
     assert torch.equal(low, again)

@@ -9,7 +9,7 @@ from tiny_models import tiny_transformer, tiny_vq
 
 import vargen.assets
 from vargen import LlamaGenPipeline
-from vargen.training.generator_data import codes_digest
+from vargen.training.blanks import codes_digest
 from vargen.training.package import package
 
 ENCODER = vargen.assets.packaged_model_path("emoji")

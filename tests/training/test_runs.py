@@ -20,6 +20,7 @@ from vargen.files import whole_file
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.training import generator, generator_data, generator_losses, tokenizer, variants
+from vargen.training.blanks import BlankAware
 from vargen.training.codebook import Codebook, quantise_together
 from vargen.training.emoji import EmojiDataset
 from vargen.training.pixels import plain_colours, to_pixels
@@ -419,7 +420,7 @@ def test_tokens_are_kept_until_the_tokenizer_changes(tmp_path):
         return generator_data.TokenStore(tmp_path, images, model, recipe, CPU)
 
     tokens = store()(range(4), [0] * 4)
-    expected = model.encode(to_pixels(images[:4], CPU)).flatten(1)
+    expected = BlankAware(model)(to_pixels(images[:4], CPU))
     assert torch.equal(tokens, expected)
     with torch.no_grad():
         next(model.decoder.parameters()).add_(1)
@@ -470,6 +471,15 @@ def test_a_run_starts_from_given_weights(tmp_path):
     assert not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="holds a run of another recipe"):
         train_generator(tmp_path / "still", still)
+
+
+def test_a_low_resolution_is_a_start_for_the_full_one(tmp_path):
+    recipe = generator_recipe()
+    small = LlamaGenTransformer(condition="text", **{**recipe.model, "grid_size": recipe.model["grid_size"] // 2})
+    small.save_pretrained(tmp_path / "small")
+    model, digest = generator.opened(recipe, tmp_path / "small")
+    assert model.config.grid_size == recipe.model["grid_size"] and digest
+    assert all(torch.equal(value, small.state_dict()[name]) for name, value in model.state_dict().items())
 
 
 def test_the_last_weights_are_averaged(tmp_path, monkeypatch):

@@ -12,28 +12,32 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.models.vq import VQModel
+from vargen.models.weights import weights_digest
 
+_SIDE = 16  # tokens of an empty picture
 _WHITE = 0.98  # of [-1, 1]; a patch is blank if no value of it lies below
+
+
+def codes_digest(vqvae: VQModel) -> str:
+    """Changes with whatever decides about an encoder's tokens: its weights and codebook. The decoder has no say in them."""
+    return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
 
 
 class BlankAware:
     """Encodes pictures of an even white ground.
 
-    Args:
-        side: of the pictures, pixels.
-
     Attributes:
-        code: of blank patches: among those that an empty picture has, the one that alone decodes to the purest white.
+        code: of blank patches: the commonest of an empty picture. (Of the packaged tokenizer's, alone, it decodes to white.)
+        digest: names the tokens, also in the names of files that keep them.
     """
 
     @torch.no_grad()
-    def __init__(self, vqvae: VQModel, side: int):
+    def __init__(self, vqvae: VQModel):
         self.vqvae = vqvae
-        white = torch.ones(1, 3, side, side, device=vqvae.device)
-        tokens = vqvae.encode(white)
-        codes = tokens.unique()
-        errors = [float((vqvae.decode(torch.full_like(tokens, code)) - white).square().mean()) for code in codes.tolist()]
-        self.code = int(codes[errors.index(min(errors))])
+        side = _SIDE * vqvae.downsampling  # whatever that of the pictures: all sizes share the code
+        empty = vqvae.encode(torch.ones(1, 3, side, side, device=vqvae.device))
+        self.code = int(empty.flatten().mode().values)
+        self.digest = f"{codes_digest(vqvae)}-blank"
 
     @torch.no_grad()
     def __call__(self, pixels_BCYX: Tensor) -> Tensor:

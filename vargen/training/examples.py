@@ -12,7 +12,7 @@ from torch import Tensor
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import check_tokens, tokens_digest
+from vargen.training.generator_data import check_tokens
 from vargen.training.pixels import to_pixels
 
 _BATCH = 32
@@ -25,7 +25,7 @@ def kept_tokens(run: Path, vqvae: VQModel, pictures: int) -> np.ndarray:
         ValueError: if the run keeps none, or those of another tokenizer or of other pictures.
     """
     check_tokens(run, vqvae, run)
-    files = sorted(run.glob(f"tokens-{tokens_digest(vqvae)}-*.npy"))
+    files = sorted(run.glob(f"tokens-{BlankAware(vqvae).digest}-*.npy"))
     if not files:
         raise ValueError(f"{run} keeps no tokens: give the folder of a generator's run, which holds tokens-*.npy")
     try:
@@ -56,7 +56,7 @@ def choose_examples(
     training = set(data.indices("train").tolist())
     chosen = [i for i in np.random.default_rng(seed).permutation(len(data.images)).tolist() if i in training][:count]
     tokens = np.full((len(chosen), 0), -1) if kept is None else kept[chosen].astype(np.int64)
-    tokens_of = BlankAware(vqvae, data.images.shape[1])
+    tokens_of = BlankAware(vqvae)
     missing = [place for place in range(len(chosen)) if kept is None or tokens[place, -1] < 0]
     for start in range(0, len(missing), _BATCH):
         places = missing[start : start + _BATCH]

@@ -23,10 +23,11 @@ from vargen.models.weights import weights_digest
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import check_component
 from vargen.scoring.packaged import PackagedScorer
+from vargen.training.blanks import BlankAware
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.caption_choice import spread
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import Batches, TokenStore, check_fit, tokens_digest
+from vargen.training.generator_data import Batches, TokenStore, check_fit
 from vargen.training.generator_evaluation import Evaluation
 from vargen.training.generator_losses import CodePrior, drop_captions, noisy
 from vargen.training.head_loss import head_loss
@@ -67,7 +68,7 @@ def train_generator(
 
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
-        init_folder: a saved `LlamaGenTransformer` of the recipe's shape, to start from.
+        init_folder: a saved `LlamaGenTransformer` of the recipe's shape, but for the grid, to start from.
 
     Returns:
         The figures of these weights: those of `Evaluation` and `Recall`, and `held_out_loss` and `entropy`, nats per token.
@@ -104,7 +105,8 @@ def opened(recipe: GeneratorRecipe, init_folder: Path | None) -> tuple[LlamaGenT
         return model, None
     check_component(init_folder, LlamaGenTransformer)
     given = LlamaGenTransformer.from_pretrained(init_folder)
-    other = {name: given.config[name] for name in options if given.config[name] != model.config[name]}
+    same = [name for name in options if name != "grid_size"]  # no weight tells the grid: a low resolution may be a start
+    other = {name: given.config[name] for name in same if given.config[name] != model.config[name]}
     if other:
         asked = {name: model.config[name] for name in other}
         raise ValueError(f"init {str(init_folder)!r} holds a model of {other}, and the recipe asks for {asked}")
@@ -147,7 +149,8 @@ class _Trainer:
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)
         check_fit(self.model, vqvae, data.images.shape[1])
         config = self.model.config
-        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": tokens_digest(vqvae)}
+        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}
+        identity["tokenizer"] = BlankAware(vqvae).digest
         self.run = TrainingRun(folder, identity | ({"init": start} if start else {}), recipe.schedule.steps)
         self.state = self.run.resume(device, ("model", "prior", "optimizers"))
         self.store = TokenStore(folder, data.images, vqvae, recipe, device)

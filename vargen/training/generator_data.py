@@ -12,23 +12,12 @@ from torch import Tensor
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
-from vargen.models.weights import weights_digest
 from vargen.pipelines.captions import align_left_padded
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import BlankAware, codes_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import Looks, VariantStore
-
-
-def codes_digest(vqvae: VQModel) -> str:
-    """Changes with whatever decides about tokens: encoder and codebook. The decoder has no say in them."""
-    return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
-
-
-def tokens_digest(vqvae: VQModel) -> str:
-    """Names the tokens that `BlankAware` makes, in the names of files that keep them."""
-    return f"{codes_digest(vqvae)}-blank"
 
 
 def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
@@ -60,10 +49,10 @@ class TokenStore(VariantStore):
 
     def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: GeneratorRecipe, device: torch.device):
         self.vqvae = vqvae.eval()
-        self.tokens_of = BlankAware(vqvae, images.shape[1])
+        self.tokens_of = BlankAware(vqvae)
         count = (images.shape[1] // vqvae.downsampling) ** 2
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
-        super().__init__(folder, "tokens", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
+        super().__init__(folder, "tokens", self.tokens_of.digest, images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
         return self.tokens_of(pixels_BCYX).cpu().numpy() + 1

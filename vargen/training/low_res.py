@@ -14,7 +14,6 @@ from torch import Tensor
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware
 from vargen.training.emoji import EmojiDataset
-from vargen.training.generator_data import tokens_digest
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import LookRecipe, VariantStore
 
@@ -53,12 +52,12 @@ class TokenPairs(VariantStore):
         self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int
     ):
         self.vqvae, self.factor = vqvae.eval(), factor
-        self.tokens_of = BlankAware(vqvae, images.shape[1])
+        self.tokens_of = BlankAware(vqvae)
         side = images.shape[1] // vqvae.downsampling
         self.low = side // factor
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
         count = self.low**2 + side**2
-        super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
+        super().__init__(folder, f"pairs-{factor}", self.tokens_of.digest, images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
         levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
