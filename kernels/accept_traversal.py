@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vargen.kernels.accept_chain import ACCEPT, RESIDUAL
-from vargen.kernels.accept_tree import TreeVerdict, child_table, image_stride
+from vargen.kernels.accept_tree import TreeVerdict, child_table, draft_of, image_stride
 from vargen.kernels.counter_noise import BRANCH, coin, noise_key, unit
 from vargen.kernels.launch import launch
 from vargen.kernels.sampler import check_vocabulary, warps_for
@@ -49,12 +49,7 @@ def _behind(
     """
     for rank in range(0, number):
         child = tl.load(children + rank)
-        there = child > 0
-        at = first + tl.maximum(child - 1, 0)
-        valid = there
-        if HAS_VALID:
-            valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
-        token = tl.load(tokens_ptr + at, mask=there, other=0).to(tl.int32)
+        at, there, valid, token = draft_of(child, first, tokens_ptr, valid_ptr, HAS_VALID)
         chance = tl.sum(tl.where(lane == token, p, 0.0), 0) * r
         if HAS_Q:
             proposed = tl.load(q_ptr + at * V + token, mask=there, other=0.0)

@@ -29,6 +29,20 @@ from vargen.kernels.selection import drawn_by_coin
 
 
 @triton.jit
+def draft_of(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
+    """Where the draft of slot `child` lies, whether there is one (0: none), whether it counts, and its token.
+
+    `first` is the image's first draft.
+    """
+    at = first + tl.maximum(child - 1, 0)
+    there = child > 0
+    valid = there
+    if HAS_VALID:
+        valid = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
+    return at, there, valid, tl.load(tokens_ptr + at, mask=valid, other=0).to(tl.int32)
+
+
+@triton.jit
 def refused(p, q_row_ptr, token, lane, inside, HAS_Q: tl.constexpr):
     """norm((p - q)+), q one on the token of a draft that was not drawn; p where nothing is left."""
     left = tl.where(lane == token, 0.0, p)
@@ -74,16 +88,12 @@ def _walk(
     rank = tl.zeros([], dtype=tl.int64)
     while rank < C:
         child = tl.load(children_ptr + image * stride_cb + node * C + rank)
-        at = image * (T - 1) + tl.maximum(child - 1, 0)
-        there = child > 0
-        if HAS_VALID:
-            there = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
-        token = tl.load(tokens_ptr + at, mask=there, other=0).to(tl.int32)
+        at, _, valid, token = draft_of(child, image * (T - 1), tokens_ptr, valid_ptr, HAS_VALID)
         own = tl.sum(tl.where(lane == token, p, 0.0), 0)
         if HAS_Q:
-            own = tl.math.div_rn(own, tl.load(q_ptr + at * V + token, mask=there, other=1.0))
+            own = tl.math.div_rn(own, tl.load(q_ptr + at * V + token, mask=valid, other=1.0))
         position = tl.load(position_ptr + image * T + node) + rank * BRANCH
-        stands = there & (unit(noise_key(seed, position, ACCEPT, step)) < own)
+        stands = valid & (unit(noise_key(seed, position, ACCEPT, step)) < own)
         if stands:
             node = child
             path = tl.where(place == count, child, path)
@@ -92,7 +102,7 @@ def _walk(
             p = tl.load((probs_ptr + node * V) + lane, mask=inside, other=0.0)
         else:
             rank += 1
-            if there:
+            if valid:
                 p = refused(p, q_ptr + at * V, token, lane, inside, HAS_Q)
     tl.store(path_ptr + image * A + place, path, mask=place < A)
     tl.store(count_ptr + image, tl.zeros([], dtype=tl.int64) + count)

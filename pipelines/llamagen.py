@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
@@ -21,16 +20,16 @@ from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
 from vargen.models.upsampler import TokenUpsampler
-from vargen.models.vq import NonFinitePixelsError, VQModel
+from vargen.models.vq import VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.best_of import BestOf
 from vargen.pipelines.description import Description
 from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
 from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.grid_pictures import GridPictures
 from vargen.pipelines.llamagen_low_res import LlamaGenLowRes, opened
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
-from vargen.pipelines.pixels import decoded_pixels, pixels_of
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
 from vargen.scoring.protocol import Scorer
@@ -52,7 +51,7 @@ class LlamaGenPipelineOutput(BaseOutput):
     stats: DecodeStats
 
 
-class LlamaGenPipeline(VisualPipeline):
+class LlamaGenPipeline(GridPictures, VisualPipeline):
     """Text or class to image with LlamaGen (Sun et al. 2024).
 
     Example:
@@ -310,54 +309,3 @@ class LlamaGenPipeline(VisualPipeline):
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
         networks, device = opened(low_res, upsampler, self.transformer, self.vqvae), self._device_of(self.transformer)
         self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
-
-    @torch.no_grad()
-    @outside_autocast
-    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Pictures of tokens int64 `[B, N]` or `[B, rows, columns]`; what lies past `length [B]` is left white.
-
-        Also a preview of a picture that is still being drawn.
-
-        Raises:
-            ValueError, TypeError: for tokens that are none of this model's, or an unknown output type.
-            NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
-        """
-        checks.check_output_type(output_type)
-        side = self.transformer.config.grid_size
-        checks.check_tokens(tokens, self.vqvae.config.codebook_size)
-        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
-            raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")
-        if length is not None and tuple(length.shape) != (len(tokens),):
-            raise ValueError(f"length must be [{len(tokens)}], one per picture, got {list(length.shape)}")
-        tokens = tokens.reshape(-1, side, side)
-        if output_type == "latent":
-            return tokens
-        pixels = decoded_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
-        NonFinitePixelsError.check(pixels)
-        if length is not None:
-            drawn = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
-            mask = drawn.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
-            pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
-        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
-
-    def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
-        side = self.transformer.config.grid_size
-        mask = Image.new("L", (side, side))
-        mask.putdata([255 if position < drawn else 0 for position in range(side * side)])
-        images = self.decode_tokens(tokens)
-        for image in images:
-            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
-        return images
-
-    @torch.no_grad()
-    @outside_autocast
-    def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size.
-
-        Raises:
-            ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
-            NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
-        """
-        side = self.transformer.config.grid_size * self.vqvae.downsampling
-        pixels = pixels_of(images, self.image_processor, side)
-        return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))

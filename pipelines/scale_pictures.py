@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.models.multi_scale_vq import MultiScaleQuantizer
+from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.vq import NonFinitePixelsError
 from vargen.pipelines import checks
 from vargen.pipelines.pixels import decoded_pixels, pixels_of

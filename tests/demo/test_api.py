@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from vargen.demo.engine import Engine, Run
+from vargen.demo.drawing import Run
+from vargen.demo.engine import Engine
 
 gradio_client = pytest.importorskip("gradio_client")
 

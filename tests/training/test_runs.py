@@ -21,7 +21,9 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.training import generator, generator_data, generator_losses, tokenizer, variants
 from vargen.training.blanks import BlankAware
+from vargen.training.codebook import Codebook, quantise_together
 from vargen.training.emoji import EmojiDataset
+from vargen.training.pixels import plain_colours, to_pixels
 from vargen.training.recipe import Schedule, TokenizerRecipe
 from vargen.training.run import TrainingRun
 
@@ -142,7 +144,7 @@ def test_the_last_steps_train_the_decoder_alone(tmp_path):
     old, new = first.state_dict(), second.state_dict()
     changed = {name.split(".")[0] for name in old if not torch.equal(old[name], new[name])}
     assert changed == {"decoder", "post_quant_conv"}
-    pictures = tokenizer.to_pixels(data().images, CPU)
+    pictures = to_pixels(data().images, CPU)
     assert torch.equal(first.encode(pictures), second.encode(pictures))
     assert after["psnr"] > before["psnr"] and after["codebook_use"] == before["codebook_use"]
 
@@ -338,7 +340,7 @@ def test_shifted_moves_and_fills_with_white():
 
 def test_codebook_revives_what_nothing_chooses():
     vq = tiny_vq()
-    codebook = tokenizer.Codebook(vq, decay=0.5)
+    codebook = Codebook(vq, decay=0.5)
     z = torch.nn.functional.normalize(torch.randn(500, 8, generator=torch.Generator().manual_seed(0)), dim=-1)
     codebook.fit(z, torch.Generator().manual_seed(0))
     used = vq.quantize.nearest(z.T[None, :, :, None]).flatten().unique()
@@ -380,7 +382,7 @@ def test_plain_patches_are_told_with_their_colours():
     levels[0, :8, 8:] = (200, 0, 0)
     levels[0, 8:, :8] = 253  # nearly white is white
     levels[0, 12, 12] = 0
-    colours = tokenizer.plain_colours(tokenizer.to_pixels(levels, CPU), 8)[0]
+    colours = plain_colours(to_pixels(levels, CPU), 8)[0]
     white, red = colours[0]
     assert colours[1, 0] == white and red not in (white, -1) and colours[1, 1] == -1
 
@@ -389,13 +391,13 @@ def test_plain_patches_of_a_colour_share_the_code_nearest_to_their_mean():
     model = tiny_vq()
     z = torch.nn.functional.normalize(torch.randn(2, 8, 4, 4, generator=torch.Generator().manual_seed(0)), dim=1)
     colours = torch.tensor([-1, 7, 7, 9]).expand(2, 4, 4)
-    own, together = model.quantize.nearest(z), tokenizer.quantise_together(model, z, colours)
+    own, together = model.quantize.nearest(z), quantise_together(model, z, colours)
     assert torch.equal(own[..., 0], together[..., 0])  # not plain: as ever
     for column in (slice(1, 3), slice(3, 4)):
         mean = torch.nn.functional.normalize(z[..., column].mean((0, 2, 3)), dim=0)
         assert (together[..., column] == model.quantize.nearest(mean[None, :, None, None]).item()).all()
     assert len(own[..., 1:].unique()) > 2
-    assert torch.equal(own, tokenizer.quantise_together(model, z, torch.full((2, 4, 4), -1)))
+    assert torch.equal(own, quantise_together(model, z, torch.full((2, 4, 4), -1)))
 
 
 def test_training_brings_plain_patches_to_one_code(tmp_path):
@@ -418,7 +420,7 @@ def test_tokens_are_kept_until_the_tokenizer_changes(tmp_path):
         return generator_data.TokenStore(tmp_path, images, model, recipe, CPU)
 
     tokens = store()(range(4), [0] * 4)
-    expected = BlankAware(model)(tokenizer.to_pixels(images[:4], CPU))
+    expected = BlankAware(model)(to_pixels(images[:4], CPU))
     assert torch.equal(tokens, expected)
     with torch.no_grad():
         next(model.decoder.parameters()).add_(1)

@@ -11,13 +11,13 @@ import typer
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, check_range, pick_device
 from vargen.cli.train_options import (
-    CONFIG,
-    DATA,
-    DEVICE,
-    RUN,
-    STEPS,
-    TEXT_ENCODER,
-    THREADS,
+    Data,
+    Recipe,
+    Run,
+    Steps,
+    TextEncoder,
+    Threads,
+    TrainingDevice,
     app,
     open_data,
     recipe_of,
@@ -46,12 +46,12 @@ def data(
 
 @app.command()
 def tokenizer(
-    config: Annotated[str, CONFIG] = "emoji-tokenizer",
-    data: Annotated[Path | None, DATA] = None,
-    output: Annotated[Path, RUN] = Path("runs/tokenizer"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    config: Recipe = "emoji-tokenizer",
+    data: Data = None,
+    output: Run = Path("runs/tokenizer"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the image tokenizer; print its held-out figures."""
     quiet_libraries()
@@ -67,12 +67,12 @@ def tokenizer(
 
 @app.command("var-tokenizer")
 def var_tokenizer(
-    config: Annotated[str, CONFIG] = "emoji-var-tokenizer",
-    data: Annotated[Path | None, DATA] = None,
-    output: Annotated[Path, RUN] = Path("runs/var-tokenizer"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    config: Recipe = "emoji-var-tokenizer",
+    data: Data = None,
+    output: Run = Path("runs/var-tokenizer"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the multi-scale image tokenizer of a next-scale model; print its held-out figures."""
     quiet_libraries()
@@ -89,16 +89,16 @@ def var_tokenizer(
 @app.command()
 def generator(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
-    config: Annotated[str, CONFIG] = "emoji-generator",
-    data: Annotated[Path | None, DATA] = None,
+    config: Recipe = "emoji-generator",
+    data: Data = None,
     init: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Start from these weights: a generator's run, or a saved transformer.")
     ] = None,
-    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
-    output: Annotated[Path, RUN] = Path("runs/generator"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    text_encoder: TextEncoder = None,
+    output: Run = Path("runs/generator"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
     quiet_libraries()
@@ -119,16 +119,16 @@ def generator(
 @app.command()
 def var(
     tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A multi-scale tokenizer's run, or a saved one.")],
-    config: Annotated[str, CONFIG] = "emoji-var",
-    data: Annotated[Path | None, DATA] = None,
+    config: Recipe = "emoji-var",
+    data: Data = None,
     teacher: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, that a small one imitates.")
     ] = None,
-    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
-    output: Annotated[Path, RUN] = Path("runs/var"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    text_encoder: TextEncoder = None,
+    output: Run = Path("runs/var"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the next-scale transformer on a multi-scale tokenizer's codes; print its held-out figures."""
     quiet_libraries()
@@ -148,13 +148,13 @@ def var(
 
 @app.command()
 def scorer(
-    config: Annotated[str, CONFIG] = "emoji-scorer",
-    data: Annotated[Path | None, DATA] = None,
+    config: Recipe = "emoji-scorer",
+    data: Data = None,
     model: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/, tokenizer/ and vqvae/.")] = None,
-    output: Annotated[Path, RUN] = Path("runs/scorer"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    output: Run = Path("runs/scorer"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the scorer that tells how well a picture fits a caption; print its held-out figures."""
     quiet_libraries()
@@ -190,15 +190,15 @@ def drafter(
     features: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P].")
     ] = None,
-    data: Annotated[Path | None, DATA] = None,
+    data: Data = None,
     drawn: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Drawn pictures, which kinds may share. Default: in the run's folder.")
     ] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run, as above. Default: runs/KIND.")] = None,
     pictures: Annotated[int | None, typer.Option(metavar="N", help="Drawn pictures, instead of the recipe's.")] = None,
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train a drafter on a LlamaGen's features and on pictures that it draws; print its held-out figures."""
     quiet_libraries()

@@ -9,7 +9,7 @@ import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import check_range
-from vargen.cli.train_options import DATA, THREADS, app, open_data, saved
+from vargen.cli.train_options import Data, Threads, app, open_data, saved
 from vargen.device import fix_threads
 from vargen.files import expanded
 
@@ -27,8 +27,8 @@ def recall(
     guidance: Annotated[float | None, _GUIDANCE] = None,
     temperature: Annotated[float | None, _TEMPERATURE] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture.")] = 0,
-    data: Annotated[Path | None, DATA] = None,
-    threads: Annotated[int | None, THREADS] = None,
+    data: Data = None,
+    threads: Threads = None,
 ) -> None:
     """Draw captions of the data and let the packaged scorer look for each among 1,000; print how often it finds them."""
     quiet_libraries()
@@ -56,7 +56,7 @@ def sheet(
     guidance: Annotated[float | None, _GUIDANCE] = None,
     temperature: Annotated[float | None, _TEMPERATURE] = None,
     seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture.")] = 0,
-    threads: Annotated[int | None, THREADS] = None,
+    threads: Threads = None,
 ) -> None:
     """Draw prompts for a viewer who has to name them: numbers in the place of prompts, in another order."""
     quiet_libraries()

@@ -10,13 +10,13 @@ import typer
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, pick_device
 from vargen.cli.train_options import (
-    CONFIG,
-    DATA,
-    DEVICE,
-    RUN,
-    STEPS,
-    TEXT_ENCODER,
-    THREADS,
+    Data,
+    Recipe,
+    Run,
+    Steps,
+    TextEncoder,
+    Threads,
+    TrainingDevice,
     app,
     open_data,
     recipe_of,
@@ -39,13 +39,13 @@ def _tokenizer(folder: Path | None) -> Path:
 @app.command("low-res")
 def low_res(
     tokenizer: Annotated[Path | None, TOKENIZER] = None,
-    config: Annotated[str, CONFIG] = "emoji-low-res",
-    data: Annotated[Path | None, DATA] = None,
-    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
-    output: Annotated[Path, RUN] = Path("runs/low-res"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    config: Recipe = "emoji-low-res",
+    data: Data = None,
+    text_encoder: TextEncoder = None,
+    output: Run = Path("runs/low-res"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train a small transformer on pictures at a low resolution; print its held-out figures."""
     quiet_libraries()
@@ -66,12 +66,12 @@ def low_res(
 @app.command()
 def upsampler(
     tokenizer: Annotated[Path | None, TOKENIZER] = None,
-    config: Annotated[str, CONFIG] = "emoji-upsampler",
-    data: Annotated[Path | None, DATA] = None,
-    output: Annotated[Path, RUN] = Path("runs/upsampler"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    config: Recipe = "emoji-upsampler",
+    data: Data = None,
+    output: Run = Path("runs/upsampler"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train what makes tokens of a picture likely that is known at a low resolution; print its held-out figures."""
     quiet_libraries()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
-from vargen.cli.options import check_range
+from vargen.cli.options import Device, check_range
 from vargen.files import expanded
 
 if TYPE_CHECKING:
@@ -16,13 +16,17 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Train the small models that vargen ships.", no_args_is_help=True)
 
 R = TypeVar("R")
-CONFIG = typer.Option(metavar="FILE|NAME", help="A recipe in TOML, or a packaged one by name.")
-DATA = typer.Option(metavar="DIR", help="Data set. Default: where `vargen train data` puts it.")
-RUN = typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
-DEVICE = typer.Option(help="auto takes a GPU where there is one.")
-THREADS = typer.Option(metavar="N", help="CPU threads. Default: torch's.")
-TEXT_ENCODER = typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
-STEPS = typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")
+Recipe = Annotated[str, typer.Option(metavar="FILE|NAME", help="A recipe in TOML, or a packaged one by name.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Data set. Default: where `vargen train data` puts it.")]
+Run = Annotated[
+    Path, typer.Option(metavar="DIR", help="The run: log, curves, checkpoint, model. A run found there is resumed.")
+]
+TrainingDevice = Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
+TextEncoder = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/ and tokenizer/. Default: the packaged one.")
+]
+Steps = Annotated[int | None, typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")]
 
 
 def text_encoder_folder(folder: Path | None) -> Path:

@@ -9,7 +9,7 @@ import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, Guidance, Temperature, TopK, TopP, check_range, given_options, pick_device
-from vargen.cli.train_options import DATA, DEVICE, app, open_data
+from vargen.cli.train_options import Data, TrainingDevice, app, open_data
 from vargen.files import expanded, whole_files
 
 
@@ -43,7 +43,7 @@ def package_low_res(
 @app.command("package-scorer")
 def package_scorer(
     run: Annotated[Path, typer.Option(metavar="DIR", help="A finished scorer run.")] = Path("runs/scorer"),
-    data: Annotated[Path | None, DATA] = None,
+    data: Data = None,
     model: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/, tokenizer/ and vqvae/.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged scorer, which is replaced.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
@@ -128,12 +128,12 @@ def package(
 @app.command()
 def examples(
     model: Annotated[Path, typer.Option(metavar="DIR", help="The model folder that gets examples.safetensors.")],
-    data: Annotated[Path | None, DATA] = None,
+    data: Data = None,
     generator: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A generator's run: what it has tokenized is not done again.")
     ] = None,
     count: Annotated[int, typer.Option(metavar="N", help="Training pictures, at random.")] = 2000,
-    device: Annotated[Device, DEVICE] = Device.auto,
+    device: TrainingDevice = Device.auto,
 ) -> None:
     """Put tokens of training pictures beside a model, for the preset lookup. Two bytes a token."""
     quiet_libraries()

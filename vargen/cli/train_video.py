@@ -10,12 +10,12 @@ import typer
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, pick_device
 from vargen.cli.train_options import (
-    CONFIG,
-    DEVICE,
-    RUN,
-    STEPS,
-    TEXT_ENCODER,
-    THREADS,
+    Recipe,
+    Run,
+    Steps,
+    TextEncoder,
+    Threads,
+    TrainingDevice,
     app,
     recipe_of,
     saved,
@@ -27,7 +27,9 @@ from vargen.files import expanded
 if TYPE_CHECKING:
     from vargen.training.video_data import VideoDataset
 
-_CLIPS = typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")
+_Clips = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")
+]
 
 
 def open_clips(folder: Path | None) -> VideoDataset:
@@ -55,12 +57,12 @@ def video_data(
 
 @app.command("video-vae")
 def video_vae(
-    config: Annotated[str, CONFIG] = "emoji-video-vae",
-    data: Annotated[Path | None, _CLIPS] = None,
-    output: Annotated[Path, RUN] = Path("runs/video-vae"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    config: Recipe = "emoji-video-vae",
+    data: _Clips = None,
+    output: Run = Path("runs/video-vae"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train the causal autoencoder of a video model; print its held-out figures."""
     quiet_libraries()
@@ -74,20 +76,18 @@ def video_vae(
     print_json({"model": str(output / "vae"), **train_video_vae(recipe, clips, output, place)})
 
 
-_VAE = typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")
-_TEACHER = typer.Option(metavar="DIR", help="A run, or a saved model, whose flow a few-step model follows.")
-_INIT = typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved model. Default: the teacher's.")
+_Autoencoder = Annotated[Path, typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")]
 
 
 @app.command("video-preview")
 def video_preview(
-    vae: Annotated[Path, _VAE],
-    config: Annotated[str, CONFIG] = "emoji-video-preview",
-    data: Annotated[Path | None, _CLIPS] = None,
-    output: Annotated[Path, RUN] = Path("runs/video-preview"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
+    vae: _Autoencoder,
+    config: Recipe = "emoji-video-preview",
+    data: _Clips = None,
+    output: Run = Path("runs/video-preview"),
+    steps: Steps = None,
+    device: TrainingDevice = Device.auto,
+    threads: Threads = None,
 ) -> None:
     """Train a small decoder that shows latents to a scorer; print its held-out figures."""
     quiet_libraries()
@@ -102,65 +102,47 @@ def video_preview(
     print_json({"model": str(output / "preview"), **train_video_preview(recipe, clips, codes, output, place)})
 
 
-@app.command("video-target")
-def video_target(
-    vae: Annotated[Path, _VAE],
-    config: Annotated[str, CONFIG] = "emoji-video-target",
-    data: Annotated[Path | None, _CLIPS] = None,
-    teacher: Annotated[Path | None, _TEACHER] = None,
-    init: Annotated[Path | None, _INIT] = None,
-    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
-    output: Annotated[Path, RUN] = Path("runs/video-target"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
-) -> None:
-    """Train the large block-wise video model on latents, or, with a teacher, to draw in few steps; print its figures."""
-    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
+def _network_command(name: str, summary: str) -> None:
+    """Add a command that trains a block-wise video model; the two that draw together differ by their recipe."""
+
+    @app.command(name, help=summary)
+    def train(
+        vae: _Autoencoder,
+        config: Recipe = f"emoji-{name}",
+        data: _Clips = None,
+        teacher: Annotated[
+            Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, whose flow a few-step model follows.")
+        ] = None,
+        init: Annotated[
+            Path | None,
+            typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved model. Default: the teacher's."),
+        ] = None,
+        text_encoder: TextEncoder = None,
+        output: Run = Path("runs") / name,
+        steps: Steps = None,
+        device: TrainingDevice = Device.auto,
+        threads: Threads = None,
+    ) -> None:
+        quiet_libraries()
+        from vargen.training.video_recipe import VideoRecipe
+        from vargen.training.video_target import train_video
+
+        output = expanded(output, "output")
+        recipe = recipe_of(config, VideoRecipe, steps)
+        encoder, codes = text_encoder_folder(text_encoder), saved(expanded(vae, "vae"), "vae", "vae")
+        guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
+        start = saved(expanded(init, "init"), "transformer", "init") if init else None
+        clips, place = open_clips(data), pick_device(device)
+        fix_threads(threads)
+        figures = train_video(recipe, clips, codes, encoder, output, place, guide, start)
+        print_json({"model": str(output / "transformer"), **figures})
 
 
-@app.command("video-drafter")
-def video_drafter(
-    vae: Annotated[Path, _VAE],
-    config: Annotated[str, CONFIG] = "emoji-video-drafter",
-    data: Annotated[Path | None, _CLIPS] = None,
-    teacher: Annotated[Path | None, _TEACHER] = None,
-    init: Annotated[Path | None, _INIT] = None,
-    text_encoder: Annotated[Path | None, TEXT_ENCODER] = None,
-    output: Annotated[Path, RUN] = Path("runs/video-drafter"),
-    steps: Annotated[int | None, STEPS] = None,
-    device: Annotated[Device, DEVICE] = Device.auto,
-    threads: Annotated[int | None, THREADS] = None,
-) -> None:
-    """Train the small one, which drafts blocks for the large one; print its figures."""
-    _train(vae, config, data, teacher, init, text_encoder, output, steps, device, threads)
-
-
-def _train(
-    vae: Path,
-    config: str,
-    data: Path | None,
-    teacher: Path | None,
-    init: Path | None,
-    text_encoder: Path | None,
-    output: Path,
-    steps: int | None,
-    device: Device,
-    threads: int | None,
-) -> None:
-    quiet_libraries()
-    from vargen.training.video_recipe import VideoRecipe
-    from vargen.training.video_target import train_video
-
-    output = expanded(output, "output")
-    recipe = recipe_of(config, VideoRecipe, steps)
-    encoder, codes = text_encoder_folder(text_encoder), saved(expanded(vae, "vae"), "vae", "vae")
-    guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
-    start = saved(expanded(init, "init"), "transformer", "init") if init else None
-    clips, place = open_clips(data), pick_device(device)
-    fix_threads(threads)
-    figures = train_video(recipe, clips, codes, encoder, output, place, guide, start)
-    print_json({"model": str(output / "transformer"), **figures})
+_network_command(
+    "video-target",
+    "Train the large block-wise video model on latents, or, with a teacher, to draw in few steps; print its figures.",
+)
+_network_command("video-drafter", "Train the small one, which drafts blocks for the large one; print its figures.")
 
 
 @app.command("package-video")

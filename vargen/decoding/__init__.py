@@ -17,6 +17,7 @@ from vargen.decoding.acceptance import (
 )
 from vargen.decoding.aggregators import LowerQuantile, last, lowest, mean
 from vargen.decoding.block_pixels import BlockDecoder
+from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.block_score import View
 from vargen.decoding.block_stats import BlockRow, BlockStats
 from vargen.decoding.block_stream import Block, BlockStream, NonFiniteLatentsError
@@ -41,11 +42,12 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.placements import Chance, Replay, Stride, Unscored
 from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
 from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, BlockModel, Drafter, ScaleModel, TokenModel
+from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.routing import Routing
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import LEFT_OUT
+from vargen.decoding.scale_protocols import ScaleModel
 from vargen.decoding.scales import decode_scales
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding.block_pixels import BlockDecoder, BlockPixels
+from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.block_score import Score, Scored, View, scored
 from vargen.decoding.block_stats import BlockRow, BlockStats
 from vargen.decoding.commits import Lazy
 from vargen.decoding.follower import Follower, block_noise
 from vargen.decoding.placements import Unscored
-from vargen.decoding.protocols import BlockModel
 from vargen.decoding.router import Router, check_threshold
 from vargen.decoding.routing import Routing
 from vargen.decoding.run import Clock

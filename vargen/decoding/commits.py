@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from vargen.decoding.protocols import BlockModel
+from vargen.decoding.block_protocols import BlockModel
 from vargen.values import shown, whole
 
 

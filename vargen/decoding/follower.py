@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.commits import Commit
 from vargen.decoding.flow import noised
 from vargen.decoding.noise import gaussian
-from vargen.decoding.protocols import BlockModel
 
 OnPass = Callable[[], None]  # after every pass; what it raises ends the run
 

@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Literal
 
 from vargen.decoding.accelerator import spec_of
 from vargen.decoding.aggregators import Aggregator, lowest
+from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.commits import Commit, Lazy
 from vargen.decoding.placements import Unscored
-from vargen.decoding.protocols import BlockModel
 from vargen.decoding.router import Policy, check_threshold
 from vargen.values import shown, whole
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.protocols import ScaleModel
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.decoding.scale_protocols import ScaleModel
 from vargen.decoding.schedule import Stage
 from vargen.decoding.stats import DecodeStats
 

@@ -21,10 +21,10 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding.presets import resolve_accelerator
-from vargen.decoding.protocols import ScaleModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import Images, Keep
+from vargen.decoding.scale_protocols import ScaleModel
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.values import shown
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal
 
 from vargen.decoding.accelerator import spec_of
 from vargen.decoding.acceptance.scales import ScaleRule, joint
-from vargen.decoding.protocols import ScaleModel
 from vargen.decoding.sampling import Sampling
+from vargen.decoding.scale_protocols import ScaleModel
 from vargen.values import real, shown, whole
 
 MODELS = ("target", "draft", "none")

@@ -11,7 +11,8 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo.engine import Drawn, Engine, Run
+from vargen.demo.drawing import Drawn, Run
+from vargen.demo.engine import Engine
 from vargen.demo.inputs import new_seed
 from vargen.demo.race_tab import identical
 from vargen.demo.runs import told_plainly

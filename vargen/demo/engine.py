@@ -7,14 +7,15 @@ import logging
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.decoding import Accelerator, DecodeStats
+from vargen.decoding import Accelerator
+from vargen.demo.drawing import Drawn, Run
 from vargen.demo.png import PictureFolder
 from vargen.demo.settings import MOST_LANES, Settings
 from vargen.pipelines.base import VisualPipeline
@@ -28,79 +29,6 @@ logger = logging.getLogger("vargen")
 _PREVIEW_SECONDS = 0.25
 _LIVE_PASSES = 16  # of a picture by the baseline, at most
 _PREVIEW_SHARE = 4  # a preview may take a fifth of the time: it waits four times what the last one took
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A finished or stopped drawing.
-
-    Attributes:
-        settings: what was asked for.
-        images: the pictures; white where nothing was drawn.
-        tokens: int64, a row or a grid per picture.
-        stats: of the decoding loop.
-        seconds: of the loop, less what previews took.
-        stopped: whether it was stopped before the end.
-        told: for each picture, its seed and how it was scored; see `DecodeStats.picture`.
-    """
-
-    settings: Settings
-    images: list[Image.Image]
-    tokens: torch.Tensor
-    stats: DecodeStats
-    seconds: float
-    stopped: bool
-    told: list[dict[str, Any]]
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.stats.tokens / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def relaxation_per_token(self) -> float:
-        """Acceptance granted beyond the exact rule's, per token."""
-        return self.stats.relaxation_per_token
-
-
-@dataclass
-class Run:
-    """A drawing under way: a thread writes, the page reads.
-
-    Attributes:
-        settings: what was asked for.
-        total: tokens of a picture.
-        stop: set to end it within one pass.
-        done: set when `drawn` or `error` is there.
-        counts: tokens that each pass committed to the slowest picture of the batch.
-        preview: the newest partial pictures, WebP files; transparent where nothing is drawn.
-    """
-
-    settings: Settings
-    total: int
-    stop: threading.Event = field(default_factory=threading.Event)
-    done: threading.Event = field(default_factory=threading.Event)
-    counts: list[int] = field(default_factory=list)
-    preview: list[bytes] = field(default_factory=list)
-    drawn: Drawn | None = None
-    error: BaseException | None = None
-    started: float = 0.0
-    aside: float = 0.0
-    tokens: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Spent drawing so far, previews left out."""
-        if self.drawn is not None:
-            return self.drawn.seconds
-        return time.perf_counter() - self.started - self.aside if self.started else 0.0
-
-    def result(self) -> Drawn:
-        """Wait for the end. Raises what the drawing raised."""
-        self.done.wait()
-        if self.error is not None:
-            raise self.error
-        assert self.drawn is not None
-        return self.drawn
 
 
 class Engine:

@@ -10,7 +10,8 @@ import gradio as gr
 
 from vargen.decoding import Accelerator, Grouped, Jacobi, exact
 from vargen.demo import figures, inputs
-from vargen.demo.engine import Engine, Run
+from vargen.demo.drawing import Run
+from vargen.demo.engine import Engine
 from vargen.demo.figures import Lane
 from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import MOST_STEPS

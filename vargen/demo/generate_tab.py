@@ -9,7 +9,8 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import figures, inputs
-from vargen.demo.engine import Engine, Run
+from vargen.demo.drawing import Run
+from vargen.demo.engine import Engine
 from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import MOST_CANDIDATES, MOST_PICTURES, Settings
 from vargen.scoring.registry import PACKAGED

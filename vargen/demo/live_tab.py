@@ -8,7 +8,8 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import figures, inputs
-from vargen.demo.engine import Engine, Run
+from vargen.demo.drawing import Run
+from vargen.demo.engine import Engine
 from vargen.demo.runs import Runs, told_plainly
 
 _PAUSE = 0.15  # seconds without another letter before drawing begins

@@ -9,7 +9,8 @@ import gradio as gr
 import torch
 
 from vargen.demo import figures, inputs
-from vargen.demo.engine import Drawn, Engine, Run
+from vargen.demo.drawing import Drawn, Run
+from vargen.demo.engine import Engine
 from vargen.demo.figures import Lane
 from vargen.demo.runs import Runs, told_plainly
 from vargen.demo.settings import MOST_LANES, Settings

@@ -13,7 +13,7 @@ from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware
 from vargen.training.emoji import EmojiDataset
 from vargen.training.generator_data import check_tokens
-from vargen.training.tokenizer import to_pixels
+from vargen.training.pixels import to_pixels
 
 _BATCH = 32
 

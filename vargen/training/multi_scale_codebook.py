@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.training.tokenizer import Codebook
+from vargen.training.codebook import Codebook
 
 _KMEANS_SAMPLES = 16384  # of each scale
 

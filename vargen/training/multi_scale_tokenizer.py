@@ -28,8 +28,8 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.training.emoji import EmojiDataset
 from vargen.training.multi_scale_codebook import Perturbation, ScaleCodebook, quantise
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
+from vargen.training.pixels import reconstruction_loss, to_pixels
 from vargen.training.run import TrainingRun
-from vargen.training.tokenizer import reconstruction_loss, to_pixels
 
 logger = logging.getLogger("vargen")
 

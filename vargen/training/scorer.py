@@ -26,6 +26,7 @@ from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
 from vargen.training.emoji_captions import STYLES
+from vargen.training.pixels import to_pixels
 from vargen.training.recipe import ScorerRecipe
 from vargen.training.run import TrainingRun
 from vargen.training.scorer_captions import (
@@ -37,7 +38,6 @@ from vargen.training.scorer_captions import (
     recoloured_caption,
     without_style,
 )
-from vargen.training.tokenizer import to_pixels
 from vargen.training.variants import mirrors
 
 logger = logging.getLogger("vargen")

@@ -1,8 +1,4 @@
-"""Train a `VQModel`: reconstruction plus a gradient term, and a codebook kept in use by construction.
-
-The codebook follows the encoder by exponential moving averages (van den Oord et al. 2017, appendix A.1), here on the unit
-sphere: it starts from spherical k-means on real latents and codes that nothing chooses are moved to badly served latents.
-"""
+"""Train a `VQModel`: reconstruction plus a gradient term, and a codebook kept in use by construction (see `Codebook`)."""
 
 from __future__ import annotations
 
@@ -10,32 +6,22 @@ import logging
 import math
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.device import fast_dtype
 from vargen.files import whole_files
-from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.vq import VQModel
+from vargen.training.codebook import Codebook, quantise_together
 from vargen.training.emoji import EmojiDataset
+from vargen.training.pixels import plain_colours, reconstruction_loss, to_pixels
 from vargen.training.recipe import TokenizerRecipe
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")
-
-
-def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
-    """uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
-    # contiguous: channels-last group norm and small convolutions are six times slower on a CPU
-    return (
-        torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2).contiguous().float()
-        / 127.5
-        - 1
-    )
 
 
 class Batches:
@@ -69,143 +55,6 @@ class Batches:
             busiest = max(crops, key=lambda part: np.count_nonzero(part != 255))
             batch.append(busiest[:, ::-1] if random.random() < 0.5 else busiest)
         return np.stack(batch)
-
-
-class Codebook:
-    """Moving averages behind the codes: `sums [V, E]`, `counts [V]`. Codes and latents are of unit norm."""
-
-    def __init__(self, model: VQModel | MultiScaleVQModel, decay: float):
-        self.weight = model.quantize.embedding.weight
-        self.decay = decay
-        self.sums = self.weight.detach().clone()
-        self.counts = torch.ones(len(self.weight), device=self.weight.device)
-
-    def likeness(self, z_NE: Tensor, codes_VE: Tensor) -> Tensor:
-        """`[N, V]`, greatest for the code that serves a latent best."""
-        return z_NE @ codes_VE.T
-
-    def miss(self, z_NE: Tensor, codes_VE: Tensor) -> Tensor:
-        """`[N]`: how badly each latent is served by the best code."""
-        return 1 - self.likeness(z_NE, codes_VE).amax(-1)
-
-    def settle(self, sums: Tensor, counts: Tensor) -> Tensor:
-        """The codes of cells with these sums and counts of latents."""
-        return F.normalize(sums, dim=-1)
-
-    @torch.no_grad()
-    def centres(self, z_NE: Tensor, V: int, generator: torch.Generator, rounds: int = 8) -> Tensor:
-        """k-means: `[V, E]`."""
-        # Flat background gives thousands of equal latents: jitter lets their codes part instead of tying.
-        picks = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
-        jitter = 1e-3 * torch.randn(V, z_NE.shape[1], generator=generator).to(z_NE.device)
-        centres = self.settle(z_NE[picks] + jitter, torch.ones(V, device=z_NE.device))
-        for _ in range(rounds):
-            nearest = torch.cat([self.likeness(part, centres).max(-1).indices for part in z_NE.split(8192)])
-            counts = torch.bincount(nearest, minlength=V)
-            sums = torch.zeros_like(centres).index_add_(0, nearest, z_NE)
-            spare = torch.randint(len(z_NE), (V,), generator=generator).to(z_NE.device)
-            centres = self.settle(torch.where(counts[:, None] > 0, sums, z_NE[spare]), counts.clamp_min(1))
-        return centres
-
-    @torch.no_grad()
-    def fit(self, z_NE: Tensor, generator: torch.Generator) -> None:
-        """Start from the centres of these latents."""
-        self.weight.copy_(self.centres(z_NE, len(self.weight), generator))
-        self.sums.copy_(self.weight)
-        self.counts.fill_(1.0)
-
-    @torch.no_grad()
-    def update(self, z_NE: Tensor, indices_N: Tensor) -> None:
-        V = len(self.weight)
-        counts = torch.bincount(indices_N, minlength=V).float()
-        sums = torch.zeros_like(self.sums).index_add_(0, indices_N, z_NE)
-        self.counts.lerp_(counts, 1 - self.decay)
-        self.sums.lerp_(sums, 1 - self.decay)
-        self.weight.copy_(self.settle(self.sums, self.counts))
-
-    @torch.no_grad()
-    def revive(
-        self, z_NE: Tensor, generator: torch.Generator, threshold: float = 0.03, first: int = 0, last: int | None = None
-    ) -> int:
-        """Move those of the codes `first` to `last` that nearly nothing chooses to latents that the codes up to `last` serve
-        badly; returns how many."""
-        dead = first + (self.counts[first:last] < threshold).nonzero()[:, 0]
-        if len(dead):
-            miss = self.miss(z_NE, self.weight[:last]).clamp_min(1e-6)
-            picks = torch.multinomial(miss.cpu(), min(len(dead), len(z_NE)), generator=generator).to(
-                z_NE.device
-            )
-            dead = dead[: len(picks)]
-            self.weight[dead] = z_NE[picks]
-            self.sums[dead] = z_NE[picks] * 0.1
-            self.counts[dead] = 0.1
-        return len(dead)
-
-
-def plain_colours(pixels: Tensor, patch: int, step: int = 4, tolerance: int = 2) -> Tensor:
-    """Which patches are of one colour, and of which.
-
-    Args:
-        pixels: float `[B, 3, Y, X]` in [-1, 1]. patch: side of a patch in pixels.
-        step: levels of 256 that count as one colour. tolerance: levels that may lie between a patch's extremes.
-
-    Returns:
-        int64 `[B, Y/patch, X/patch]`: a number for the colour, -1 where the patch is not plain.
-    """
-    levels = (pixels.float() + 1) * 127.5
-    high, low = F.max_pool2d(levels, patch), -F.max_pool2d(-levels, patch)
-    red, green, blue = ((high + low) / 2).round().long().div(step, rounding_mode="floor").unbind(1)
-    colour = (red * 256 + green) * 256 + blue
-    return torch.where(((high - low) <= tolerance + 0.5).all(1), colour, -1)
-
-
-def quantise_together(model: VQModel, z_BERG: Tensor, colours_BRG: Tensor) -> Tensor:
-    """Indices of the nearest codes, where all plain patches of one colour take the code nearest to the mean of their latents.
-
-    A latent sees more of the picture than its patch, so by itself plain white gets a hundred codes, which say nothing to an eye
-    and which a generator has to guess token by token. Trained towards one code for each colour, the encoder finds it alone.
-    """
-    indices = model.quantize.nearest(z_BERG)
-    plain = colours_BRG >= 0
-    if not plain.any():
-        return indices
-    _, group = colours_BRG[plain].unique(return_inverse=True)
-    z_NE = z_BERG.detach().movedim(1, -1)[plain]
-    sums = z_NE.new_zeros(int(group.max()) + 1, z_NE.shape[1]).index_add_(0, group, z_NE)
-    shared = model.quantize.nearest(F.normalize(sums, dim=-1).T[None, :, :, None]).flatten()
-    indices = indices.clone()
-    indices[plain] = shared[group]
-    return indices
-
-
-class ReconstructionWeights(Protocol):
-    """What a recipe says about the parts of `reconstruction_loss`."""
-
-    @property
-    def l1_weight(self) -> float: ...
-    @property
-    def mse_weight(self) -> float: ...
-    @property
-    def gradient_weight(self) -> float: ...
-    @property
-    def colour_weight(self) -> float: ...
-
-
-def reconstruction_loss(predicted: Tensor, target: Tensor, recipe: ReconstructionWeights, patch: int) -> Tensor:
-    """L1 and MSE on pixels, L1 on their differences (edges), and L1 and MSE on the mean colour of each patch.
-
-    The pixel terms hold the last one too, but it is what a token can always carry, and early reconstructions without its weight
-    were pale.
-    """
-    error = predicted - target
-    gradient = error.diff(dim=-1).abs().mean() + error.diff(dim=-2).abs().mean()
-    colour = F.avg_pool2d(error, patch)
-    return (
-        recipe.l1_weight * error.abs().mean()
-        + recipe.mse_weight * error.square().mean()
-        + recipe.gradient_weight * gradient
-        + recipe.colour_weight * (colour.abs().mean() + colour.square().mean())
-    )
 
 
 @torch.no_grad()

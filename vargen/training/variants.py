@@ -17,8 +17,8 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.training.emoji import EmojiDataset, is_held_out_cell, sample_caption
 from vargen.training.focus import Focus
+from vargen.training.pixels import to_pixels
 from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
-from vargen.training.tokenizer import to_pixels
 
 _SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
 _PART = 64  # pictures that are encoded at once

@@ -15,8 +15,8 @@ from vargen.files import whole_files
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.pipelines.loading import check_component
+from vargen.training.pixels import reconstruction_loss
 from vargen.training.run import TrainingRun
-from vargen.training.tokenizer import reconstruction_loss
 from vargen.training.video_batches import clip_latents, encoder_digest
 from vargen.training.video_data import VideoDataset
 from vargen.training.video_recipe import PreviewRecipe

@@ -21,8 +21,8 @@ from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.training.multi_scale_tokenizer import place, wavelet_loss
+from vargen.training.pixels import reconstruction_loss
 from vargen.training.run import TrainingRun
-from vargen.training.tokenizer import reconstruction_loss
 from vargen.training.video_data import VideoDataset, motion_weights
 from vargen.training.video_recipe import VideoVAERecipe
 
