@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
-from tests.support.tiny_video_folder import video_folder
 from vargen.cli.main import app
 
 

@@ -8,8 +8,8 @@ from itertools import product
 
 import pytest
 import torch
+from tiny_video import LEVELS, condition, models, preview, stream, transformer, vae, video
 
-from tests.support.tiny_video import LEVELS, condition, models, preview, stream, transformer, vae, video
 from vargen.decoding import (
     PRESETS,
     BlockModel,

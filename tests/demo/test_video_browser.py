@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from tiny_video_folder import video_folder
 
-from tests.support.tiny_video_folder import video_folder
 from vargen.demo import page, video_page
 from vargen.demo.address import Address
 from vargen.demo.video_page import VideoEngine

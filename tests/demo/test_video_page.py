@@ -12,7 +12,8 @@ from PIL import Image
 
 pytest.importorskip("gradio")
 
-from tests.support.tiny_video_folder import video_folder
+from tiny_video_folder import video_folder
+
 from vargen.decoding import BlockRow
 from vargen.demo import video_page
 from vargen.demo.video_page import VideoEngine, animation, badges

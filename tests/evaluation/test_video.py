@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
-from tests.support.tiny_video_folder import video_folder
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRow, BlockStats, Replay, Routing, Threshold, Unscored, decode_blocks
 from vargen.decoding.block_cost import BlockCosts, measured_costs

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from tiny_video_folder import HOW, LENDER, OWN, video_folder
 
-from tests.support.tiny_video_folder import HOW, LENDER, OWN, video_folder
 from vargen.decoding import PRESETS, Eager, Routing
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import video_files

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tiny_video import SHAPE, randomised
+
 import vargen.assets
-from tests.support.tiny_video import SHAPE, randomised
 from vargen.decoding.flow import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
