@@ -23,12 +23,16 @@ def codes_digest(vqvae: VQModel) -> str:
     return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
 
 
+def tokens_digest(vqvae: VQModel) -> str:
+    """Names the tokens that `BlankAware` makes, also in the names of files that keep them."""
+    return f"{codes_digest(vqvae)}-blank"
+
+
 class BlankAware:
     """Encodes pictures of an even white ground.
 
     Attributes:
         code: of blank patches: the commonest of an empty picture. (Of the packaged tokenizer's, alone, it decodes to white.)
-        digest: names the tokens, also in the names of files that keep them.
     """
 
     @torch.no_grad()
@@ -37,7 +41,6 @@ class BlankAware:
         side = _SIDE * vqvae.downsampling  # whatever that of the pictures: all sizes share the code
         empty = vqvae.encode(torch.ones(1, 3, side, side, device=vqvae.device))
         self.code = int(empty.flatten().mode().values)
-        self.digest = f"{codes_digest(vqvae)}-blank"
 
     @torch.no_grad()
     def __call__(self, pixels_BCYX: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vargen.models.vq import VQModel
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import BlankAware, tokens_digest
 from vargen.training.emoji import EmojiDataset
 from vargen.training.generator_data import check_tokens
 from vargen.training.pixels import to_pixels
@@ -25,7 +25,7 @@ def kept_tokens(run: Path, vqvae: VQModel, pictures: int) -> np.ndarray:
         ValueError: if the run keeps none, or those of another tokenizer or of other pictures.
     """
     check_tokens(run, vqvae, run)
-    files = sorted(run.glob(f"tokens-{BlankAware(vqvae).digest}-*.npy"))
+    files = sorted(run.glob(f"tokens-{tokens_digest(vqvae)}-*.npy"))
     if not files:
         raise ValueError(f"{run} keeps no tokens: give the folder of a generator's run, which holds tokens-*.npy")
     try:

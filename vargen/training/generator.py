@@ -23,7 +23,7 @@ from vargen.models.weights import weights_digest
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import check_component
 from vargen.scoring.packaged import PackagedScorer
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import tokens_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.caption_choice import spread
 from vargen.training.emoji import EmojiDataset
@@ -149,8 +149,7 @@ class _Trainer:
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)
         check_fit(self.model, vqvae, data.images.shape[1])
         config = self.model.config
-        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed}
-        identity["tokenizer"] = BlankAware(vqvae).digest
+        identity = {"kind": "generator", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": tokens_digest(vqvae)}
         self.run = TrainingRun(folder, identity | ({"init": start} if start else {}), recipe.schedule.steps)
         self.state = self.run.resume(device, ("model", "prior", "optimizers"))
         self.store = TokenStore(folder, data.images, vqvae, recipe, device)

@@ -13,7 +13,7 @@ from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.pipelines.captions import align_left_padded
-from vargen.training.blanks import BlankAware, codes_digest
+from vargen.training.blanks import BlankAware, codes_digest, tokens_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe
@@ -52,7 +52,7 @@ class TokenStore(VariantStore):
         self.tokens_of = BlankAware(vqvae)
         count = (images.shape[1] // vqvae.downsampling) ** 2
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
-        super().__init__(folder, "tokens", self.tokens_of.digest, images, recipe, device, (count,), dtype)
+        super().__init__(folder, "tokens", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
         return self.tokens_of(pixels_BCYX).cpu().numpy() + 1

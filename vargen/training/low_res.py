@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.models.vq import VQModel
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import BlankAware, tokens_digest
 from vargen.training.emoji import EmojiDataset
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import LookRecipe, VariantStore
@@ -57,7 +57,7 @@ class TokenPairs(VariantStore):
         self.low = side // factor
         dtype = np.uint16 if vqvae.config.codebook_size < 2**16 - 1 else np.uint32
         count = self.low**2 + side**2
-        super().__init__(folder, f"pairs-{factor}", self.tokens_of.digest, images, recipe, device, (count,), dtype)
+        super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
         levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored

@@ -13,7 +13,7 @@ from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder
 from vargen.pipelines.parts import check_parts
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import tokens_digest
 from vargen.training.package import add_part, check_finished, figures_of
 
 _LARGEST = 12 * 2**20  # bytes of both
@@ -36,7 +36,7 @@ def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") 
     """
     check_finished({"low_res": low_res, "upsampler": upsampler})
     folder = checked_folder(model, "LlamaGenPipeline", {})
-    codes = BlankAware(VQModel.from_pretrained(folder / "vqvae").float().eval()).digest
+    codes = tokens_digest(VQModel.from_pretrained(folder / "vqvae").float())
     for run in (low_res, upsampler):
         state = unpickle(run / "state.pt", if_damaged="repeat the command that trained it, which resumes the run")
         if state["fingerprint"].get("tokenizer") != codes:

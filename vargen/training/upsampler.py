@@ -22,7 +22,7 @@ from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
-from vargen.training.blanks import BlankAware
+from vargen.training.blanks import tokens_digest
 from vargen.training.emoji import EmojiDataset
 from vargen.training.focus import Focus
 from vargen.training.low_res import TokenPairs
@@ -110,7 +110,7 @@ class _Trainer:
         grid, vocab = data.images.shape[1] // vqvae.downsampling, vqvae.config.codebook_size
         self.model = TokenUpsampler(vocab, recipe.low_grid, grid, **recipe.model, codes=vqvae.quantize.digest()).to(device)
         identity = {"kind": "upsampler", "model": recipe.model, "low_grid": recipe.low_grid, "seed": recipe.seed}
-        self.run = TrainingRun(folder, identity | {"tokenizer": BlankAware(vqvae).digest}, recipe.schedule.steps)
+        self.run = TrainingRun(folder, identity | {"tokenizer": tokens_digest(vqvae)}, recipe.schedule.steps)
         self.state = self.run.resume(device, ("model", "optimizer"))
         self.store = TokenPairs(folder, data.images, vqvae, recipe, device, self.model.factor)
         self.looks = Looks(data, self.store, recipe)
