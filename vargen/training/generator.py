@@ -32,7 +32,6 @@ from vargen.training.generator_evaluation import Evaluation
 from vargen.training.generator_losses import CodePrior, drop_captions, noisy
 from vargen.training.head_loss import head_loss
 from vargen.training.muon import Muon
-from vargen.training.own_drawings import OwnDrawings
 from vargen.training.package import DEFAULTS
 from vargen.training.recall import Recall, pipeline_draw
 from vargen.training.recipe import GeneratorRecipe
@@ -156,7 +155,6 @@ class _Trainer:
         self.store = TokenStore(folder, data.images, vqvae, recipe, device)
         self.bank = CaptionBank(text_encoder_folder, min(recipe.caption_rows, config.cls_token_num), device)
         self.batches = Batches(data, self.store, self.bank, recipe)
-        self.own = self._own_drawings(init_folder, start)
         codes = vqvae.quantize.codebook().detach().float()
         self.prior = CodePrior(codes, config.dim, given=init_folder is not None).to(device)
         self.evaluated = LlamaGenTransformer.from_config(config).to(device).eval()  # the ordinary model that would be saved
@@ -178,21 +176,6 @@ class _Trainer:
             )  # fmt: skip
             pipe.set_progress_bar_config(disable=True)
             self.draw = pipeline_draw(pipe)
-
-    def _own_drawings(self, init_folder: Path | None, start: str | None) -> OwnDrawings | None:
-        """What the starting weights draw, where the recipe asks for it."""
-        recipe, config = self.recipe.own_starts, self.model.config
-        if not recipe.pictures:
-            return None
-        if init_folder is None:
-            raise ValueError("own_starts needs weights that draw already: give init")
-        drawer = LlamaGenTransformer.from_pretrained(init_folder, torch_dtype=fast_dtype(self.device)).to(self.device)
-        if drawer.config.grid_size != config.grid_size:
-            raise ValueError(f"own_starts needs an init of grid_size {config.grid_size}, got {drawer.config.grid_size}")
-        made_of = f"{start}, {tokens_digest(self.store.vqvae)}"
-        own = OwnDrawings(self.folder, made_of, self.batches.looks, self.bank, recipe, self.recipe.seed, self.model.tokens)
-        own.draw(drawer)
-        return own
 
     @property
     def _average_from(self) -> int:
@@ -233,11 +216,9 @@ class _Trainer:
                 group["lr"] = stepper.defaults["lr"] * recipe.schedule.factor(step)
             stepper.zero_grad(set_to_none=True)
         torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout and noise, too, are functions of the step
-        tokens, condition, dropped, pictures, variants = self.batches(step)
+        tokens, condition, dropped = self.batches(step)
         condition = drop_captions(condition, model, dropped)
         given = noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped)
-        if self.own is not None:
-            given = self.own.started(given, pictures, variants, ~dropped)
         weights = self.prior.weights(model)
         head = weights.pop("output.weight")
         summed = {f"model.{name}": weight for name, weight in weights.items()}

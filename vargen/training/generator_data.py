@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -70,22 +69,12 @@ def left_padded(condition: Condition) -> Condition:
     return Condition(caption_embeds=embeds, caption_mask=valid)
 
 
-class Batch(NamedTuple):
-    """Tokens `[B, N]`, the condition of captions, which of these are dropped `[B]`; of which pictures and variants they are."""
-
-    tokens: Tensor
-    condition: Condition
-    dropped: Tensor
-    pictures: list[int]
-    variants: list[int]
-
-
 class Batches:
-    """By (seed, step) alone."""
+    """Of a step: tokens `[B, N]`, the condition of captions, and which of these are dropped `[B]`; by (seed, step) alone."""
 
     def __init__(self, data: EmojiDataset, store: TokenStore, bank: CaptionBank, recipe: GeneratorRecipe):
         self.looks, self.store, self.bank, self.count = Looks(data, store, recipe), store, bank, recipe.batch_size
 
-    def __call__(self, step: int) -> Batch:
+    def __call__(self, step: int) -> tuple[Tensor, Condition, Tensor]:
         chosen, variants, texts, dropped = self.looks(step, self.count)
-        return Batch(self.store(chosen, variants), left_padded(self.bank(texts)), dropped, chosen, variants)
+        return self.store(chosen, variants), left_padded(self.bank(texts)), dropped

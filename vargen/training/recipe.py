@@ -73,21 +73,6 @@ class TokenizerRecipe:
 
 
 @dataclass(frozen=True)
-class OwnStarts:
-    """What the starting weights draw before training, as histories of training: see `own_drawings`."""
-
-    pictures: int = 0  # that are drawn; 0 for none
-    share: float = 0.5  # of the looks at one of these whose input begins with what was drawn
-    guidance_scale: float = 1.5
-    temperature: float = 0.6
-
-    def __post_init__(self) -> None:
-        at_least(self, 0, "pictures", "guidance_scale", "temperature")
-        if not 0 <= self.share <= 1:
-            raise ValueError(f"share must be from 0 to 1, got {self.share!r}")
-
-
-@dataclass(frozen=True)
 class GeneratorRecipe:
     """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor."""
 
@@ -105,7 +90,6 @@ class GeneratorRecipe:
     dropout: float = 0.0
     token_noise: float = 0.1  # share of input tokens that are other pictures', per picture from 0 to this
     wrong_starts: float = 0.0  # share of pictures whose input begins with another picture's tokens
-    own_starts: OwnStarts = field(default_factory=OwnStarts)
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
     adamw_learning_rate: float = 3e-3
     adamw_beta2: float = 0.996
