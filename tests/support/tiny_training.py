@@ -31,7 +31,8 @@ def generator_recipe(**changes) -> GeneratorRecipe:
     }  # fmt: skip
     base = {
         "schedule": Schedule(steps=14, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift_variants": 1,
-        "dropout": 0.1, "token_noise": 0.1, "drawn": 0, "mirrored": 0.5, "recoloured": 0.3,
+        "dropout": 0.1, "token_noise": 0.1, "near_noise": 0.2, "start_weight": 5.0, "drawn": 0,
+        "mirrored": 0.5, "recoloured": 0.3,
         "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
     return GeneratorRecipe(model=model, **{**base, **changes})

@@ -330,6 +330,28 @@ def test_a_wrong_start_is_that_of_one_other_picture_and_needs_a_caption():
     assert 0.15 < some < 0.45
 
 
+def test_near_noise_takes_the_nearest_codes():
+    torch.manual_seed(0)
+    codes = torch.nn.functional.normalize(torch.randn(300, 8), dim=-1)
+    tokens = torch.randint(300, (64, 100))
+    given = generator_losses.NearNoise(codes, 0.5, neighbours=3)(tokens)
+    changed = given != tokens
+    assert changed.float().mean(1).max() > 0.35 and 0.2 < changed.float().mean() < 0.3
+    distances = torch.cdist(codes, codes)
+    ranks = distances.argsort(-1).argsort(-1)  # 0 is a code itself
+    assert set(ranks[tokens[changed], given[changed]].tolist()) == {1, 2, 3}
+    assert torch.equal(generator_losses.NearNoise(codes, 0.0)(tokens), tokens)
+
+
+def test_tokens_with_which_a_picture_begins_weigh_more():
+    row = torch.tensor([[7, 7, 1, 7] + [2] * 20])  # 7 is blank
+    weights = generator_losses.start_weights(row, blank=7, most=17.0)[0]
+    assert weights[:3].tolist() == [17.0] * 3  # blank ones before it, and the first that shows something
+    assert weights[11].item() == 9.0  # behind eight: half as much beyond one
+    assert (weights.diff() <= 0).all() and weights[-1] > 1
+    assert torch.equal(generator_losses.start_weights(row, 7, 1.0), torch.ones(row.shape))
+
+
 def test_shifted_moves_and_fills_with_white():
     picture = np.arange(48, dtype=np.uint8).reshape(1, 4, 4, 3)
     moved = variants.shifted(picture, 1, -2)

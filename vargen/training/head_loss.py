@@ -71,7 +71,7 @@ def head_loss(
     """Weighted sum of cross-entropies, and each `[B, T]`; see `HeadLoss`.
 
     Args:
-        weight, bias: of the head. features: `[B, T, D]`. targets: `[B, T]`. weights: `[T]`, of the positions.
+        weight, bias: of the head. features: `[B, T, D]`. targets: `[B, T]`. weights: `[T]`, of the positions, or `[B, T]`.
     """
     rows = weights.expand(targets.shape).flatten()
     loss, each = HeadLoss.apply(features.flatten(0, 1), weight, bias, targets.flatten(), rows, dtype)

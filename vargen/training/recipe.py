@@ -90,6 +90,8 @@ class GeneratorRecipe:
     dropout: float = 0.0
     token_noise: float = 0.1  # share of input tokens that are other pictures', per picture from 0 to this
     wrong_starts: float = 0.0  # share of pictures whose input begins with another picture's tokens
+    near_noise: float = 0.0  # share of input tokens that are codes like the right one, per picture from 0 to this
+    start_weight: float = 1.0  # of the tokens with which a picture begins in the loss; those in the midst of it count 1
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
     adamw_learning_rate: float = 3e-3
     adamw_beta2: float = 0.996
@@ -102,8 +104,10 @@ class GeneratorRecipe:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "batch_size", "caption_rows", "evaluate_every", "checkpoint_every")
+        at_least(self, 1, "start_weight")
         at_least(self, 0, "shift_pixels", "shift_variants", "dropout", "weight_decay", "drawn")
-        for name in ("caption_dropout", "mirrored", "recoloured", "token_noise", "wrong_starts", "averaged", "adamw_beta2"):
+        noise = ("token_noise", "wrong_starts", "near_noise")
+        for name in ("caption_dropout", "mirrored", "recoloured", *noise, "averaged", "adamw_beta2"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be a share from 0 to 1, got {getattr(self, name)!r}")
         if self.optimizer not in ("muon", "adamw"):
