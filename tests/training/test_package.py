@@ -32,7 +32,7 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     folder = package(*runs, ENCODER, tmp_path / "model", note="On a slow machine.")
     pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    assert pipe.default_sampling == {"guidance_scale": 3.0, "temperature": 0.8, "top_k": None, "top_p": 1.0}
+    assert pipe.default_sampling == {"guidance_scale": 1.25, "temperature": 0.3, "top_k": None, "top_p": 1.0}
     assert pipe.read_prompt("😺").text == "grinning cat", "the table goes along with the text encoder"
     assert len(pipe("a red apple").images) == 1  # the usual top_k of 500 would be refused: these are 64 tokens
     card = (folder / "README.md").read_text()

@@ -19,7 +19,7 @@ from vargen.training.generator_data import check_tokens
 from vargen.training.run import TrainingRun
 
 _PARTS = {"tokenizer": "vqvae", "upsampler": "upsampler"}
-DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_k": 500, "top_p": 1.0}
+DEFAULTS = {"guidance_scale": 1.25, "temperature": 0.3, "top_k": 500, "top_p": 1.0}
 
 
 def package(
