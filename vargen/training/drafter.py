@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
 from vargen.decoding.sampling import to_probs
+from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
@@ -112,6 +113,7 @@ class _Trainer:
         self.kind, self.recipe, self.pipe, self.folder = kind, recipe, pipe, folder
         self.target = pipe.transformer.eval().requires_grad_(False)
         self.device = self.target.device
+        self.fast = fast_dtype(self.device) == torch.bfloat16
         self.drafter = new_drafter(kind, self.target.config, recipe.model).to(self.device)
         self.drawn = Drawn(drawn_folder, pipe, subjects, recipe)
         identity = {"kind": kind, "model": recipe.model, "seed": recipe.seed, "target": weights_digest(self.target)}
@@ -158,7 +160,7 @@ class _Trainer:
         output = self.target(rows, condition, guidance=self._guidance)
         heat = self.drawn.temperature(numbers, self.device)
         plain = replace(self.drawn.sampling, temperature=1.0)
-        probs = to_probs(output.logits / heat[:, None, None].clamp(min=1e-5), plain)
+        probs = to_probs(output.logits.float() / heat[:, None, None].clamp(min=1e-5), plain)
         return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
 
     def drafts(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
@@ -183,17 +185,18 @@ class _Trainer:
         draw = np.random.default_rng((recipe.seed, step))
         numbers = draw.choice(self.drawn.training, min(recipe.batch_size, self.drawn.training), replace=False).tolist()
         self.drafter.train()
-        hidden, embeddings, probs = self.taught(numbers)
         heat = self.drawn.temperature(numbers, self.device)
         scale = self.drafter.feature_scale
         divergence = features = torch.zeros((), device=self.device)
         total = 0.0
-        for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
-            weight, first = recipe.weight(depth), depth + 1
-            total += weight
-            divergence = divergence + weight * self._divergence(drafted, probs[:, first:], heat)
-            if self.kind == "eagle" and recipe.feature_weight:
-                features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
+            hidden, embeddings, probs = self.taught(numbers)
+            for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
+                weight, first = recipe.weight(depth), depth + 1
+                total += weight
+                divergence = divergence + weight * self._divergence(drafted, probs[:, first:], heat)
+                if self.kind == "eagle" and recipe.feature_weight:
+                    features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
         loss = (divergence + recipe.feature_weight * features) / total
         self.stepper.zero_grad(set_to_none=True)
         loss.backward()
