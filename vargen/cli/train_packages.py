@@ -102,6 +102,9 @@ def package(
     top_k: TopK = None,
     top_p: TopP = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    recall: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `vargen train recall` printed, for the model card.")
+    ] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
     """Join finished runs to a model folder in int8 and float16, with a card that says how far training got."""
@@ -121,6 +124,7 @@ def package(
         defaults=given,
         note=note,
         drafter_run=drafter and expanded(drafter, "drafter"),
+        recall=recall and expanded(recall, "recall"),
     )
     print(folder)
 
