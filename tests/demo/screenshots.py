@@ -12,7 +12,7 @@ from typing import Any
 from selenium import webdriver
 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync"
-PROMPT, SEED = "a firefighter, twemoji style", "7"
+PROMPT, SEED = "a hamburger, flat style", "7"
 
 
 def wait(browser: Any, selector: str, words: str) -> None:

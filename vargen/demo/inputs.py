@@ -24,9 +24,8 @@ TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private
 # Of events that only change the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 _EXAMPLES = (
-    "a red apple", "angry face, flat style", "a cat face, 3d style", "a red heart, flat style",
-    "a firefighter, twemoji style", "a police officer, flat style", "a couple with heart, twemoji style",
-    "flag of ukraine, 3d style",
+    "a red apple", "a hamburger, flat style", "a cat face, 3d style", "a rocket", "a Christmas tree",
+    "a police officer, flat style", "a house, 3d style", "flag of ireland, flat style",
 )  # fmt: skip
 
 
