@@ -93,12 +93,13 @@ def package(
 
 
 def recall_figures(file: Path) -> dict[str, float]:
-    """`top1_seen`, `top5_styles` and so on of the JSON that `vargen train recall` printed; ValueError where they are missing."""
+    """`top1_seen`, `top5_styles` and so on of what `vargen train recall` printed; ValueError where they are missing."""
     found = json.loads(file.read_text("utf-8"))
-    figures = {key: found.get(key) if isinstance(found, dict) else None for key in _RECALL}
-    if not all(isinstance(value, int | float) and 0 <= value <= 1 for value in figures.values()):
+    given = found if isinstance(found, dict) else {}
+    figures = {key: float(given[key]) for key in _RECALL if isinstance(given.get(key), int | float) and 0 <= given[key] <= 1}
+    if len(figures) < len(_RECALL):
         raise ValueError(f"recall: {file} is not what `vargen train recall` prints: shares from 0 to 1 as {', '.join(_RECALL)}")
-    return {key: float(value) for key, value in figures.items()}
+    return figures
 
 
 def check_finished(runs: Mapping[str, Path]) -> None:
@@ -210,8 +211,8 @@ vargen train package --drafter runs/drafter
 vargen generate --prompt-file assets/sheet.txt --seed 0 -o pictures/ --sheet assets/emoji/contact_sheet.png     # look at it
 ```
 
-Limits: emoji subjects on white only; no lettering; text in any language but English is noise to it. Styles twemoji and noto were
-seen a fifth as often as 3d and flat, and come out worse. People and skin tones are drawn as the emoji sets draw them.
+Limits: emoji subjects on white only; no lettering; text in any language but English is noise to it. Styles twemoji and noto
+were seen a fifth as often as 3d and flat, and come out worse. People and skin tones are drawn as the emoji sets draw them.
 """
 
 
