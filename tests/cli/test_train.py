@@ -111,17 +111,18 @@ def test_package_joins_the_runs_named(run: Any, repo_root: Path, monkeypatch: py
 
     seen: list[Any] = []
 
-    def join(*folders: Path, defaults: dict[str, Any], note: str, drafter_run: Path | None) -> Path:
-        seen.extend([*folders, defaults, note, drafter_run])
+    def join(*folders: Path, defaults: dict[str, Any], note: str, **files: Path | None) -> Path:
+        seen.extend([*folders, defaults, note, files])
         return folders[-1]
 
     monkeypatch.setattr(package, "package", join)
-    words = ("--tokenizer", "a", "--generator", "b", "--output", "c", "--note", "two cores", "--drafter", "d")
+    words = ("--tokenizer", "a", "--generator", "b", "--output", "c", "--note", "two cores", "--drafter", "d", "--recall", "e")
     result = run("train", "package", *words, "--guidance-scale", "2.5")
     assert (result.exit_code, result.stdout) == (0, "c\n"), result.output
-    tokenizer, generator, encoder, output, defaults, note, drafter = seen
+    tokenizer, generator, encoder, output, defaults, note, files = seen
     assert defaults == {"guidance_scale": 2.5}
-    assert (tokenizer, generator, output, note, drafter) == (Path("a"), Path("b"), Path("c"), "two cores", Path("d"))
+    assert (tokenizer, generator, output, note) == (Path("a"), Path("b"), Path("c"), "two cores")
+    assert files == {"drafter_run": Path("d"), "recall": Path("e")}
     assert encoder.samefile(repo_root / "assets" / "emoji")
 
 

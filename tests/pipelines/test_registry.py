@@ -99,7 +99,7 @@ def test_networks_to_measure() -> None:
     with pytest.raises(ValueError, match="unknown model 'nothing'"):
         check_network("nothing")
     network = open_network("emoji", torch.float32, torch.device("cpu"))
-    assert network.tokens == 256 and network.guidance_scale == 2.0
+    assert network.tokens == 256 and network.guidance_scale == 1.25
 
 
 # Verbs that take or make files of one family are named after it.
