@@ -165,6 +165,15 @@ def test_an_automatic_window_is_for_chains_too() -> None:
     assert chosen("speculative", "8")["speculative"].drafter == Speculative(4)
 
 
+def test_methods_may_have_settings_as_in_eval() -> None:
+    found = chosen("scd:window=8,scd,gsd:budget=5,window=24", None)
+    assert list(found) == ["ar", "scd:window=8", "scd", "gsd:budget=5,window=24"]
+    assert [found[name].drafter.window for name in found if name != "ar"] == [8, 16, 24]
+    assert found["gsd:budget=5,window=24"].acceptance.budget == 5
+    with pytest.raises(ValueError, match="gsd has no setting 'budgets'; did you mean 'budget'"):
+        chosen("gsd:budgets=5", None)
+
+
 def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> None:
     Path("prompts.json").write_text("a cat\n")
     index = text_model / "model_index.json"

@@ -37,7 +37,11 @@ if TYPE_CHECKING:
 def compare(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line; each is one picture per method.")],
     methods: Annotated[
-        str | None, typer.Option(metavar="PRESET,...", help="The baseline joins them. Default: all that the model can run.")
+        str | None,
+        typer.Option(
+            metavar="PRESET,...",
+            help="Also with settings: gsd:budget=5,window=24. The baseline joins them. Default: all that the model can run.",
+        ),
     ] = None,
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
     window: Annotated[
@@ -130,20 +134,22 @@ def compare(
 
 def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
     """The methods by name, the baseline first, with another window if one is given; by default all of the model's family
-    but the one that chooses among others.
+    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `method_of`.
 
     Raises:
-        ValueError: for an unknown preset or window.
+        ValueError: for an unknown preset, setting or window.
     """
-    from vargen.decoding import DEFAULT, methods_of, resolve_accelerator
+    from vargen.decoding import DEFAULT, methods_of
+    from vargen.evaluation.items import method_of
     from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.scoring.registry import split_specs
 
     kind = pipeline_class(describe(model).pipeline)
-    names = [each.strip() for each in methods.split(",")] if methods is not None else []
+    names = split_specs(methods) if methods is not None else []
     names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
+    found = {name: method_of(name, kind.family) for name in (kind.baseline, *names)}
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 
