@@ -1,8 +1,8 @@
-"""What threshold, neighbours and radius do to `mulo`: tokens per pass, relaxation and quality, each varied by itself.
+"""What threshold, neighbours, radius and window do to `mulo`: tokens per pass, relaxation and quality, each varied by itself.
 
     python benchmarks/mulo.py [--num 320] [--model emoji] [--output runs/mulo] [--json FILE] [--markdown FILE] [--plot FILE]
 
-Beside them `mulo`, `mulo-exact` and `scd` as they are, the first two with a refreshed small picture, and `wavefront` at some
+Beside them `mulo-exact` and `scd` as they are, `mulo` and `mulo-exact` with a refreshed small picture, and `wavefront` at some
 reaches. `mulo` judges a draft anew in every pass, behind what was repaired since; `wavefront` from a low resolution does not
 judge one again that was drawn with its surroundings settled, whatever changes before it.
 
@@ -16,10 +16,10 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-START = {"threshold": 0.3, "size": 10, "radius": 0}  # those of the preset
-SWEEPS: dict[str, list[Any]] = {"threshold": [0.15, 0.3, 0.5, 0.8], "size": [0, 10, 100], "radius": [0, 1, 2, 3]}
+START = {"threshold": 0.3, "size": 100, "radius": 2, "window": 32}  # those of the preset
+SWEEPS: dict[str, list[Any]] = {"threshold": [0.15, 0.3, 0.5, 0.8], "size": [0, 10, 30, 100], "radius": [0, 1, 2, 3], "window": [16, 32, 64]}
 OTHERS = [
-    "scd", "mulo-exact", "mulo-exact:initial=low-res-refreshed", "mulo", "mulo:initial=low-res-refreshed",
+    "scd", "mulo-exact", "mulo-exact:initial=low-res-refreshed", "mulo:initial=low-res-refreshed",
     "wavefront:reach=2", "wavefront", "wavefront:reach=8", "wavefront:initial=low-res",
 ]  # fmt: skip
 

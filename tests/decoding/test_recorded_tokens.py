@@ -26,7 +26,7 @@ def recordable(pipe: LlamaGenPipeline) -> list[str]:
 
 
 def open_pipeline() -> LlamaGenPipeline:
-    double = dict.fromkeys(("transformer", "draft_transformer"), torch.float64)
+    double = dict.fromkeys(("transformer", "draft_transformer", "eagle", "medusa"), torch.float64)
     pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=double)
     pipe.set_progress_bar_config(disable=True)
     return pipe

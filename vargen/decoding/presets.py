@@ -88,7 +88,7 @@ PRESETS: dict[str, Method] = {
         Accelerator(
             name="mulo",
             drafter=Jacobi(window=32, coupling="judged", initial="low-res"),
-            acceptance=Pooled(),
+            acceptance=Pooled(size=100, radius=2),
             summary="drafts from a low-resolution picture, kept where they look like what is likely, repaired where not",
             source="MuLo-SD 2026, arXiv 2601.05149",
         ),
@@ -150,14 +150,14 @@ PRESETS: dict[str, Method] = {
         ),
         Accelerator(
             name="eagle",
-            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
             acceptance=traversal,
             summary="a trained layer grows a tree of drawn drafts; judged by whole paths",
             source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
         ),
         Accelerator(
             name="eagle-same",
-            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="coupled"),
+            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="coupled"),
             acceptance=shared_noise,
             summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
             source="as eagle, with shared-noise acceptance",
@@ -171,7 +171,7 @@ PRESETS: dict[str, Method] = {
         ),
         Accelerator(
             name="lantern",
-            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=3, frontier=4), drawing="sampled"),
+            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
             acceptance=Neighbourhood(),
             summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
             source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
