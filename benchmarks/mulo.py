@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 START = {"threshold": 0.3, "size": 100, "radius": 2, "window": 32}  # those of the preset
-SWEEPS: dict[str, list[Any]] = {"threshold": [0.15, 0.3, 0.5, 0.8], "size": [0, 10, 30, 100], "radius": [0, 1, 2, 3], "window": [16, 32, 64]}
+SWEEPS: dict[str, list[Any]] = {
+    "threshold": [0.15, 0.3, 0.5, 0.8], "size": [0, 10, 30, 100], "radius": [0, 1, 2, 3], "window": [16, 32, 64],
+}  # fmt: skip
 OTHERS = [
     "scd", "mulo-exact", "mulo-exact:initial=low-res-refreshed", "mulo:initial=low-res-refreshed",
     "wavefront:reach=2", "wavefront", "wavefront:reach=8", "wavefront:initial=low-res",

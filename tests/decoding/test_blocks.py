@@ -231,7 +231,8 @@ def test_a_trace_replays_the_video_without_a_scorer(name: str) -> None:
     made = stream(method, 8)
     latents, _ = video(made)
     replay = replace(method, policy=Replay(made.stats.makers), forced=(), longest_run=None, off_after=None, refine_margin=None)
-    assert torch.equal(video(stream(replay, 8, score=None))[0], latents)
+    again = video(stream(replay, 8, score=None))[0]
+    torch.testing.assert_close(again, latents, atol=1e-4, rtol=0)  # not to the bit: a replay commits other blocks at once
 
 
 def test_forced_blocks_and_long_runs_are_the_targets() -> None:

@@ -43,11 +43,16 @@ def streamed(decoder, z, cuts, state=None):
     return torch.cat(parts, 1), state
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Up to rounding, which on some processors follows the number of frames that go through a convolution at once."""
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+
+
 @pytest.mark.parametrize("cuts", [(1,) * 5, (3, 2), (5,), (1, 4)])
 def test_a_stream_is_the_video_decoded_at_once(decoder, cuts):
     z = latents()
     pixels, state = streamed(decoder, z, cuts)
-    assert torch.equal(pixels.clamp(-1, 1), at_once(decoder, z))
+    assert_same(pixels.clamp(-1, 1), at_once(decoder, z))
     assert pixels.shape == (2, 17, 3, 24, 16) and state.frames == 5 and isinstance(decoder, StreamDecoder)
 
 
@@ -58,8 +63,8 @@ def test_a_block_that_is_taken_back_leaves_no_trace(decoder, taken_back_at):
     start = 0 if before is None else streamed(decoder, z[:, :taken_back_at], (taken_back_at,))[0].shape[1]
     refused, _ = decoder.decode_block(draft, before)
     instead, _ = streamed(decoder, z[:, taken_back_at:], (5 - taken_back_at,), before)
-    assert torch.equal(instead.clamp(-1, 1), at_once(decoder, z)[:, start:])
-    assert not torch.equal(refused, instead[:, : refused.shape[1]])
+    assert_same(instead.clamp(-1, 1), at_once(decoder, z)[:, start:])
+    assert (refused - instead[:, : refused.shape[1]]).abs().max() > 0.01
 
 
 def test_a_state_is_counted_and_of_its_videos(decoder):

@@ -34,7 +34,7 @@ def test_the_best_candidate_is_returned_and_its_seed_draws_it_again(pipe: Any) -
         best = max(range(5), key=lambda k: stats.scores[row][k])
         assert stats.seeds[row] == stats.candidate_seeds[row][best]
         again = pipe(prompt, generator=seeds(stats.seeds[row])[0], output_type="pt").images
-        assert torch.equal(again[0], result.images[row])
+        torch.testing.assert_close(again[0], result.images[row], atol=1e-5, rtol=0)  # rounding follows the batch
         assert float(again.mean()) == pytest.approx(stats.scores[row][best], abs=1e-6)
 
 

@@ -160,7 +160,8 @@ def test_the_best_of_several_candidates(texts: VARPipeline) -> None:
             for seed in seeds
         ]
         darkest = min(range(3), key=lambda k: alone[k].mean())
-        assert np.array_equal(alone[darkest], result.images[row]) and result.stats.seeds[row] == seeds[darkest]
+        np.testing.assert_allclose(alone[darkest], result.images[row], atol=1e-5, rtol=0)  # rounding follows the batch
+        assert result.stats.seeds[row] == seeds[darkest]
         assert np.array_equal(alone[0], texts(prompt, image=a_picture(row), strength=0.8, generator=seeded(row)[0],
                                               output_type="np").images[0]), "the first candidate is the picture itself"
 
