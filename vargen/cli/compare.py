@@ -149,7 +149,7 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found = {name: method_of(name, kind.family) for name in (kind.baseline, *names)}
+    found: dict[str, Any] = {name: method_of(name, kind.family) for name in (kind.baseline, *names)}
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 
