@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vargen.decoding import PRESETS
-from vargen.decoding.drafters import Eagle, LayerSkip, Medusa, Speculative, SpeculativeTree
+from vargen.decoding.drafters import Eagle, Jacobi, LayerSkip, Medusa, Speculative, SpeculativeTree
 from vargen.pipelines.registry import open_pipeline
 
 DEFAULTS, PLAIN = "as packaged", "temperature 1, no filters"
@@ -71,13 +71,19 @@ class Shape:
 MODELS = (Shape("LlamaGen-B", 12, 768), Shape("LlamaGen-XL", 36, 1280), Shape("LlamaGen-3B", 24, 3200))
 
 
-def drafting(name: str, shape: Shape, gpu: GPU, overlap: bool) -> float:
-    """Seconds of a drafter's own passes behind one draft; a small model is taken for one with a quarter of the layers."""
+def drafting(name: str, tokens: float, shape: Shape, gpu: GPU, overlap: bool) -> float:
+    """Seconds of a drafter's own passes behind one draft, of which `tokens` were committed.
+
+    A small model is taken for one with a quarter of the layers; a low-resolution one, which draws a quarter of the tokens, for
+    one with 0.3 of them, as the packaged ones are to one another. Up-samplers are left out.
+    """
 
     def passes(widths: Iterable[int], layers: float) -> float:
         return sum(shape.seconds(gpu, fed, layers, overlap=overlap) for fed in widths)
 
     drafter = PRESETS[name].drafter
+    if isinstance(drafter, Jacobi) and str(drafter.initial).startswith("low-res"):
+        return passes([1], 0.3 * shape.layers) * tokens / 4
     if isinstance(drafter, Eagle):  # and its layer that joins feature and embedding
         return passes(drafter.tree.widths(), 1 + 2 * shape.dim**2 / shape.layer)
     if isinstance(drafter, Medusa):
@@ -99,7 +105,7 @@ def projected(method: dict[str, Any], shape: Shape, gpu: GPU, overlap: bool) -> 
     """
     steps = {int(width): passes for width, passes in method["fed"].items()}
     step = sum(shape.seconds(gpu, fed, overlap=overlap) * passes for fed, passes in steps.items()) / sum(steps.values())
-    step += drafting(method["name"], shape, gpu, overlap) if max(steps) > 1 else 0.0
+    step += drafting(method["name"], method["tokens_per_pass"], shape, gpu, overlap) if max(steps) > 1 else 0.0
     return method["tokens_per_pass"] * shape.seconds(gpu, 1, overlap=overlap) / step
 
 
