@@ -83,8 +83,7 @@ def test_it_plays_while_it_is_made_and_the_slider_acts_meanwhile(browser: Any, s
     assert set(found[1:first]) == {"accepted"} and set(found[first:]) == {"rejected"}
     badges = browser.text("#badges").split("\n")
     assert re.match(r"0 target · \d+ ms", badges[0]) and "1 draft" in " ".join(badges)
-    severe = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
-    assert not severe
+    assert not severe(browser)
 
 
 def test_stop_ends_it_with_what_is_finished(browser: Any, slow: Callable[[float], None]) -> None:
@@ -96,6 +95,29 @@ def test_stop_ends_it_with_what_is_finished(browser: Any, slow: Callable[[float]
     browser.click("#stop")
     browser.says("#note", "Stopped after")
     assert 2 <= len(verdicts(browser)) < 30
+
+
+def severe(browser: Any) -> list[str]:
+    return [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def empty(browser: Any, selector: str) -> None:
+    field = browser.shown(selector)
+    field.send_keys("\ue009", "a")  # Control
+    field.send_keys("\ue003")  # Backspace
+    browser.until(lambda: field.get_property("value") == "")
+
+
+def test_a_threshold_that_is_being_typed_is_no_error_of_the_server(browser: Any, slow: Callable[[float], None]) -> None:
+    slow(0.15)
+    set_number(browser, "#blocks input[type=number]", "8")
+    browser.click("#make")
+    browser.until(lambda: len(verdicts(browser)) >= 2)
+    empty(browser, TAU)
+    time.sleep(1.0)  # the slider's event
+    slow(0.0)
+    browser.says("#note", "Made 16 frames")
+    assert not severe(browser)
 
 
 @pytest.mark.parametrize("width", [1280, 390])

@@ -194,9 +194,13 @@ def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
 
         outputs = [note, stage, row]
 
-        def move(number: str, level: float) -> None:
-            engine.set_tau(number, float(level))
+        def move(number: str, level: float | None) -> None:
+            if level is not None:
+                engine.set_tau(number, float(level))
 
+        in_range = tau.preprocess
+        # While another number is typed, the old one gone, the slider reports none.
+        tau.preprocess = lambda level: None if level is None else in_range(level)  # type: ignore[method-assign]
         values = [ticket, prompt, method, tau, blocks, seed]
         for event in (go.click, prompt.submit):
             pressed = event(press, None, ticket, trigger_mode="once", **inputs.TALKING)
