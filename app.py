@@ -9,8 +9,11 @@ import sys
 import tempfile
 from pathlib import Path
 
+from vargen.assets import packaged_models
 from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
 from vargen.device import fix_threads, pick_device, wait_passively
+
+VIDEO = "emoji-video"  # has a tab beside the packaged models of pictures
 
 
 def main() -> None:
@@ -47,6 +50,7 @@ def main() -> None:
         try:
             from vargen.demo import page, video_page
             from vargen.demo.engine import Engine
+            from vargen.demo.video_tab import VideoEngine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
         from vargen.pipelines.loading import default_dtype
@@ -59,16 +63,22 @@ def main() -> None:
             name = options.scorer or default_scorer(options.model) or "none"
             scorer = None if name == "none" else open_scorer(name, device)
             pipe = open_pipeline(saved, torch_dtype=default_dtype(saved, device)).to(device)
+            makes_video = describe(saved).fps is not None
+            other = VIDEO if not makes_video and {options.model, VIDEO} <= set(packaged_models()) else None
+            place = describe(other).folder if other else saved
+            moving = open_pipeline(place, torch_dtype=default_dtype(place, device)).to(device) if other else None
         except (ValueError, OSError, RuntimeError, ImportError) as error:
             sys.exit(f"error: {error}")
         # A path tells visitors about this machine; its last part does not.
         shown = Path(options.model).resolve().name if Path(options.model).is_dir() else options.model
-        makes_video = describe(saved).fps is not None
-        engine = video_page.VideoEngine(pipe, shown, scorer) if makes_video else Engine(pipe, shown, scorer, name)
+        engine = VideoEngine(pipe, shown, scorer) if makes_video else Engine(pipe, shown, scorer, name)
+        video = VideoEngine(moving, VIDEO, scorer) if moving else None
         if not address.local:
             print("Everyone who reaches this machine can draw here; nothing asks for a password.", flush=True)
-        build = video_page.build if makes_video else page.build
-        served = build(engine, options.concurrency)
+        if makes_video:
+            served = video_page.build(engine, options.concurrency)
+        else:
+            served = page.build(engine, options.concurrency, video)
         try:
             print(f"vargen draws at {page.serve(served, address)}  (Ctrl-C ends it)", flush=True)
             served.block_thread()
@@ -77,6 +87,8 @@ def main() -> None:
         finally:
             served.close(verbose=False)
             engine.close()
+            if video:
+                video.close()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Policies for video at equal time, on the synthetic pair whose gap is known, or on a packaged pair.
 
     OMP_NUM_THREADS=1 python benchmarks/video.py --output benchmarks/video_NAME_DATE
-    OMP_NUM_THREADS=1 python benchmarks/video.py --model emoji-video --prompt-file FILE --output ...
+    OMP_NUM_THREADS=1 python benchmarks/video.py --model emoji-video --prompt-file FILE [--preview] --output ...
 
 Each policy is run over a range of its one setting. Runs take turns, so that other work slows all alike. Writes OUTPUT.json,
 OUTPUT.md and OUTPUT.png: quality against time, a table at equal times, and measured seconds beside those that the cost model
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,7 +67,10 @@ def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
     return found
 
 
-def synthetic(work: Work, preview: bool, blocks: int) -> Callable[[Routing, int], tuple[BlockStats, float]]:
+Runner = Callable[[Routing, int], tuple[BlockStats, float]]
+
+
+def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
     """Runs a method on the synthetic pair; quality is known exactly."""
     model, full = synthetic_pair(work), SyntheticDecoder(work.decode)
     cheap = SyntheticDecoder(work.preview) if preview else None
@@ -80,23 +84,39 @@ def synthetic(work: Work, preview: bool, blocks: int) -> Callable[[Routing, int]
     return run
 
 
-def packaged(name: str, prompts: list[str], blocks: int) -> Callable[[Routing, int], tuple[BlockStats, float]]:
-    """Runs a method on a model's own pair; quality is the mean score of all frames."""
-    from vargen.pipelines.registry import open_pipeline
+class Packaged:
+    """Runs a method on a model's own pair; quality is the mean score of all frames.
 
-    pipe = open_pipeline(name)
-    scorer = pipe.frame_scorer().scorer
+    Attributes:
+        strangers: by seed, the mean score of the target's video under the next prompt, which it does not show: the zero of
+            `of_target`, for a score has no zero of its own.
+    """
 
-    def run(method: Routing, seed: int) -> tuple[BlockStats, float]:
-        prompt = prompts[seed % len(prompts)]
-        stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed))
+    def __init__(self, name: str, prompts: list[str], blocks: int, preview: bool):
+        from vargen.pipelines.registry import open_pipeline
+
+        self.pipe: Any = open_pipeline(name)
+        if not preview:
+            self.pipe.preview_decoder = None
+        elif self.pipe.preview_decoder is None:
+            raise SystemExit(f"error: {name} has no decoder of previews")
+        self.scorer, self.prompts, self.blocks = self.pipe.frame_scorer().scorer, prompts, blocks
+        self.strangers: dict[int, float] = {}
+
+    def __call__(self, method: Routing, seed: int) -> tuple[BlockStats, float]:
+        prompt, other = (self.prompts[(seed + k) % len(self.prompts)] for k in range(2))
+        source = torch.Generator().manual_seed(seed)
+        stream = self.pipe.stream(prompt, accelerator=method, num_blocks=self.blocks, generator=source)
         frames = torch.cat([block.frames for block in stream])
-        return stream.stats, float(checked_scores(scorer, frames, [pipe.read_prompt(prompt).text] * len(frames)).mean())
+        if method.name == "target":
+            self.strangers[seed] = self._score(frames, other)
+        return stream.stats, self._score(frames, prompt)
 
-    return run
+    def _score(self, frames: torch.Tensor, prompt: str) -> float:
+        return float(checked_scores(self.scorer, frames, [self.pipe.read_prompt(prompt).text] * len(frames)).mean())
 
 
-def measured(found: list[Point], run: Callable[[Routing, int], tuple[BlockStats, float]], videos: int) -> list[BlockCosts]:
+def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:
     """Run all, taking turns; what the parts of a block cost, by video: a machine that others use changes its speed."""
     costs = []
     for seed in range(videos):
@@ -117,9 +137,9 @@ def median_costs(costs: list[BlockCosts]) -> BlockCosts:
     return BlockCosts(**{name: None if None in values else statistics.median(values) for name, values in found.items()})
 
 
-def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts]) -> list[dict[str, object]]:
+def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zero: float) -> list[dict[str, object]]:
     """A row of numbers for each point. `modelled` seconds are those of the cost model: equal work is equal time; what is
-    predicted of a video is by the costs `each` of its own turn."""
+    predicted of a video is by the costs `each` of its own turn. `zero`: the quality that counts as none of the target's."""
     base = statistics.mean(costs.predicted(run, False) for run in found[0].runs)
     low, high = (statistics.mean(point.quality) for point in (found[1], found[0]))
     table = []
@@ -134,6 +154,7 @@ def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts]) -> list[
             "acceptance": mean_acceptance(point.runs),
             "quality": statistics.mean(point.quality),
             "retained": (statistics.mean(point.quality) - low) / (high - low),
+            "of_target": (statistics.mean(point.quality) - zero) / (high - zero),
             "predicted_over_measured": statistics.median(
                 own.predicted(run, point.method.policy.scored) / run.seconds for own, run in zip(each, point.runs, strict=True)
             ),
@@ -141,9 +162,9 @@ def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts]) -> list[
     return table
 
 
-def at_equal_time(table: list[dict], policy: str, speedup: float) -> float | None:
+def at_equal_time(table: list[dict], policy: str, speedup: float, kind: str = "retained") -> float | None:
     """Retained quality of a policy at a speedup, between its settings; None outside of their range."""
-    line = sorted((row["speedup"], row["retained"]) for row in table if row["policy"] in (policy, "target", "draft"))
+    line = sorted((row["speedup"], row[kind]) for row in table if row["policy"] in (policy, "target", "draft"))
     own = [row["speedup"] for row in table if row["policy"] == policy]
     if not own or not min(own) <= speedup <= max(own):
         return None
@@ -165,6 +186,14 @@ def report(table: list[dict], costs: BlockCosts, about: dict) -> str:
         shares = (
             f"\nThe same as a share of the target's score, where the drafter's is {PUBLISHED_DRAFTER:.1%}, as published "
             f"(98.1 % at 1.59x, about 95.7 % at 2.09x):\n\n{head}\n" + "\n".join(said) + "\n"
+        )
+    elif about["zero"] is not None:
+        told = [[at_equal_time(table, name, speedup, "of_target") for speedup in SPEEDUPS] for name in policies]
+        said = [f"| {name} | " + " | ".join("" if v is None else f"{100 * v:.1f} %" for v in values) + " |"
+                for name, values in zip(policies, told, strict=True)]  # fmt: skip
+        shares = (
+            f"\nThe same as a share of the target's score (0 %: {about['zero']:.2f}, its videos under another caption; the "
+            f"drafter's is {table[1]['of_target']:.1%}):\n\n{head}\n" + "\n".join(said) + "\n"
         )
     full = [
         f"| {row['policy']} {row['setting']} | {row['seconds']:.3f} | {row['modelled']:.3f} "
@@ -219,25 +248,30 @@ def main() -> None:
     parser.add_argument("--videos", type=int, default=12)
     parser.add_argument("--blocks", type=int, default=24)
     parser.add_argument("--published", action="store_true", help="a synthetic pair of the published one's costs and quality")
-    parser.add_argument("--preview", action="store_true", help="score on cheap previews (synthetic pair)")
+    parser.add_argument("--preview", action="store_true", help="score on cheap previews")
+    parser.add_argument("--thresholds", type=float, nargs="+", default=[-4, -2, -1, 0, 1, 2], help="of a packaged pair")
     given = parser.parse_args()
     torch.set_num_threads(1)
     Clock.timer = staticmethod(time.process_time)  # what other programs take does not count
     if given.model:
         prompts = [line for line in given.prompt_file.read_text("utf-8").splitlines() if line.strip()]
-        run, found = packaged(given.model, prompts, given.blocks), points([-4, -2, -1, 0, 1, 2], [0.25, 0.5, 1, 2])
+        own = Packaged(given.model, prompts, given.blocks, given.preview)
+        run: Runner = own
+        found = points(given.thresholds, [0.25, 0.5, 1, 2])
     else:
         thresholds, deltas = [-0.6, -0.45, -0.3, -0.2, -0.14, -0.1], [0.1, 0.15, 0.25, 0.4, 0.6]
         work = PUBLISHED if given.published else Work()
         run, found = synthetic(work, given.preview, given.blocks), points(thresholds, deltas)
     each = measured(found, run, given.videos)
     costs = median_costs(each)
-    table = rows(found, costs, each)
+    zero = statistics.mean(own.strangers.values()) if given.model else 0.0
+    table = rows(found, costs, each, zero)
     words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model))]
     words += ["--published"] * given.published + ["--preview"] * given.preview
-    pair = "synthetic pair" + ", published costs" * given.published + ", cheap previews" * given.preview
+    words += [f"--thresholds {' '.join(f'{each:g}' for each in given.thresholds)}"] * bool(given.model)
+    pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
     about = {
-        "pair": given.model or pair, "published": given.published,
+        "pair": pair, "published": given.published, "zero": zero if given.model else None,
         "machine": describe_machine(), "videos": given.videos, "blocks": given.blocks,
         "command": " ".join([*words, f"--videos {given.videos} --blocks {given.blocks} --output ..."]),
     }  # fmt: skip

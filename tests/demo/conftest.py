@@ -16,10 +16,13 @@ import pytest
 gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip install -e .[demo]")
 
 from tiny_models import text_pipeline  # noqa: E402
+from tiny_video_folder import video_folder  # noqa: E402
 
 from vargen.demo import page  # noqa: E402
 from vargen.demo.address import Address  # noqa: E402
 from vargen.demo.engine import Engine  # noqa: E402
+from vargen.demo.video_tab import VideoEngine  # noqa: E402
+from vargen.pipelines.registry import open_pipeline  # noqa: E402
 
 _FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -45,9 +48,21 @@ def full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("engine").pause = 0.0
 
 
+def brightness(images: Any, prompts: Any) -> Any:
+    return images.mean((1, 2, 3))
+
+
 @pytest.fixture(scope="module")
-def address(engine: Engine) -> Iterator[str]:
-    served = page.build(engine)
+def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoEngine]:
+    """A random model of video, for a tab beside those of pictures."""
+    made = VideoEngine(open_pipeline(video_folder(tmp_path_factory.mktemp("runs"))), "tiny-video", brightness)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def address(engine: Engine, video: VideoEngine) -> Iterator[str]:
+    served = page.build(engine, video=video)
     with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -169,6 +169,25 @@ def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, sl
         assert each.count("#gallery img") == 1, "a session sees its own pictures only"
 
 
+def test_a_tab_makes_videos_by_a_model_of_its_own(browser: Any) -> None:
+    browser.press_tab("Video")
+    browser.click("#video-examples button")
+    browser.until(lambda: browser.shown(FIELD).get_property("value") == "winking face")
+    browser.click("#lock input")
+    before = browser.shown("#seed input").get_property("value")
+    browser.click("#video-make")
+    browser.says("#video-note", "Made ")
+    browser.until(lambda: browser.attribute("#video-stage img", "src").startswith("data:image/webp"))
+    assert browser.attribute("#video-stage img", "alt").startswith("winking face, ")
+    assert browser.count("#video-badges .vg-block") >= 2
+    assert browser.shown("#seed input").get_property("value") == before
+    browser.click("#lock input")
+    browser.driver.execute_script("arguments[0].focus()", browser.shown(FIELD))
+    browser.driver.switch_to.active_element.send_keys("\n")  # Enter starts what the open tab starts
+    browser.until(lambda: browser.shown("#seed input").get_property("value") != before)
+    browser.says("#video-note", "Made ")
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
@@ -176,6 +195,6 @@ def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     browser.click("#generate")
     browser.says("#note", "Drawn in")
     browser.until(lambda: browser.count("#gallery img"))
-    for tab in ("Generate", "Race", "Explore"):
+    for tab in ("Generate", "Race", "Explore", "Video"):
         browser.press_tab(tab)
         browser.until(lambda: browser.script("return document.documentElement.scrollWidth") <= width)

@@ -17,7 +17,7 @@ from tiny_video_folder import video_folder
 
 from vargen.demo import page, video_page
 from vargen.demo.address import Address
-from vargen.demo.video_page import VideoEngine
+from vargen.demo.video_tab import VideoEngine
 from vargen.pipelines.registry import open_pipeline
 
 TAU = "#tau input[type=number]"

@@ -16,7 +16,7 @@ from tiny_video_folder import video_folder
 
 from vargen.decoding import BlockRow
 from vargen.demo import video_page
-from vargen.demo.video_page import VideoEngine, animation, badges
+from vargen.demo.video_tab import VideoEngine, animation, badges
 from vargen.pipelines.registry import open_pipeline
 
 
@@ -67,7 +67,7 @@ def test_the_page_makes_a_video(engine: VideoEngine) -> None:
     class Request:
         session_hash = "someone"
 
-    ticket = functions["press"](Request())
+    ticket, _ = functions["press"](Request(), True)
     said = list(functions["draw"](ticket, "a <b>cat</b>", "sdvg", 0.0, 2, 5))
     assert "&lt;b&gt;" in said[0][0] and "data:image/webp" in said[1][1] and "Made 4 frames" in said[-1][0]
     assert list(functions["draw"](ticket, "again", "sdvg", 0.0, 2, 5)) == [], "a ticket is good for one video"

@@ -8,22 +8,24 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import api, explore_tab, generate_tab, inputs, live_tab, race_tab, theme
+from vargen.demo import api, explore_tab, generate_tab, inputs, live_tab, race_tab, theme, video_tab
 from vargen.demo.address import Address
 from vargen.demo.engine import Engine
 from vargen.demo.figures import text
 from vargen.demo.runs import Runs
+from vargen.demo.video_tab import VideoEngine
 
 _LONGEST_QUEUE = 32
 # Enter in the prompt does what the open tab's button does: those of the other tabs are not laid out.
 _PRESS_OPEN = f"() => {{ [...document.querySelectorAll('.{inputs.START}')].find(each => each.offsetParent)?.click(); }}"
 
 
-def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
+def build(engine: Engine, concurrency: int = 1, video: VideoEngine | None = None) -> gr.Blocks:
     """The page of a loaded model.
 
     Args:
         concurrency: drawings at the same time, over all visitors; the others wait in one queue.
+        video: a model of video, which gets a tab.
     """
     runs = Runs()
     draw_options: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency}
@@ -49,6 +51,10 @@ def build(engine: Engine, concurrency: int = 1) -> gr.Blocks:
                     with gr.Tab("Explore") as explore:
                         explore_tab.build(engine, runs, shared, private)
                     tabs.append(explore)
+                if video is not None:
+                    with gr.Tab("Video") as moving:
+                        video_tab.build(video, runs, shared, private)
+                    tabs.append(moving)
                 if engine.live:
                     with gr.Tab("Live") as live:
                         live_tab.build(engine, runs, shared, tabs, live, private)

@@ -1,126 +1,14 @@
-"""The page of a model of video: it plays while it is made, with a badge for each block and a threshold that can be moved."""
+"""The page of a model of video."""
 
 from __future__ import annotations
 
-import io
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import gradio as gr
-import numpy as np
-import torch
-from PIL import Image
 
-from vargen.decoding import Block, BlockStats, Routing, resolve_accelerator
-from vargen.demo import figures, inputs, theme
-from vargen.demo.runs import Runs, told_plainly
-
-_IDLE = "Press Make. While the video is made, the slider moves the threshold for the blocks that follow."
-_MOST_BLOCKS = 64
-_TAU = (-10.0, 10.0)
-
-
-class VideoEngine:
-    """A loaded pipeline of video and the videos that are being made, by ticket.
-
-    Args:
-        pipe: a pipeline of video, on its device. name: what people call the model. scorer: routes drafts; None: the packaged
-            one.
-    """
-
-    def __init__(self, pipe: Any, name: str, scorer: Any = None):
-        self.pipe, self.name, self.scorer = pipe, name, scorer
-        self.methods = [each for each in pipe.methods() if each.reason is None]
-        self._streams: dict[str, Any] = {}
-        self._lock = threading.Lock()
-
-    @property
-    def default_method(self) -> str:
-        return str(self.pipe.chosen(None).name)
-
-    @property
-    def default_tau(self) -> float:
-        """Where the slider begins."""
-        tau = self.pipe.chosen(None).threshold
-        return 0.0 if tau is None else min(_TAU[1], max(_TAU[0], tau))
-
-    def make(self, ticket: str, prompt: str, seed: int, blocks: int, method: str, tau: float) -> Iterator[tuple[Block, Any]]:
-        """Blocks as they are finished, each with the video's frames so far, as uint8 `[F, Y, X, 3]`.
-
-        Raises:
-            ValueError: as a call of the pipeline.
-        """
-        threshold = tau if resolve_accelerator(method, Routing.family).threshold is not None else None
-        stream = self.pipe.stream(
-            prompt, num_blocks=blocks, accelerator=method, tau=threshold, scorer=self.scorer,
-            generator=torch.Generator().manual_seed(seed),
-        )  # fmt: skip
-        with self._lock:
-            self._streams[ticket] = stream
-        frames = []
-        try:
-            for block in stream:
-                frames.append(block.frames.mul(255).round().byte().permute(0, 2, 3, 1).cpu().numpy())
-                yield block, np.concatenate(frames)
-        finally:
-            with self._lock:
-                self._streams.pop(ticket, None)
-            stream.close()
-
-    def set_tau(self, ticket: str, tau: float) -> bool:
-        """Move the threshold of a video that is being made; False where there is none to move."""
-        with self._lock:
-            stream = self._streams.get(ticket)
-        if stream is None or stream.tau is None:
-            return False
-        stream.tau = tau
-        return True
-
-    def stop(self, ticket: str) -> None:
-        """End a video within a pass."""
-        with self._lock:
-            stream = self._streams.get(ticket)
-        if stream is not None:
-            stream.cancel()
-
-    def close(self) -> None:
-        """End all."""
-        with self._lock:
-            streams = list(self._streams.values())
-        for stream in streams:
-            stream.cancel()
-
-
-def animation(frames: Any, fps: float) -> bytes:
-    """A looping webp of uint8 `[F, Y, X, 3]`."""
-    pictures = [Image.fromarray(frame) for frame in frames]
-    file = io.BytesIO()
-    pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=round(1000 / fps), loop=0, quality=90)
-    return file.getvalue()
-
-
-def badges(rows: list[Any]) -> str:
-    """A badge for each block: whose it is, its score, and how long it took."""
-    cells = []
-    for row in rows:
-        score = "" if row.score is None else f" · {row.score:.1f}"
-        trouble = f" · {row.note}" if row.note else ""
-        title = f"block {row.number}: {row.verdict}{trouble}"
-        kind = "draft" if row.maker == "draft" else "target"
-        cells.append(
-            f'<span class="vg-block vg-{kind}" role="listitem" title="{figures.text(title)}">'
-            f"{row.number} {figures.text(row.maker)}{score} · {1e3 * row.seconds:.0f} ms</span>"
-        )
-    return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'
-
-
-def news(stats: BlockStats, frames: int, fps: float) -> str:
-    """A line on a video that is finished."""
-    share = "" if stats.acceptance is None else f", {100 * stats.acceptance:.0f} % of the drafts accepted"
-    failed = f" {len(stats.failures)} scores failed: {stats.failures[0]}." if stats.failures else ""
-    done = "Stopped after" if stats.stopped else "Made"
-    return f"{done} {frames} frames ({frames / fps:.1f} s) in {stats.seconds:.1f} s{share}.{failed}"
+from vargen.demo import figures, theme, video_tab
+from vargen.demo.runs import Runs
+from vargen.demo.video_tab import VideoEngine
 
 
 def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
@@ -139,74 +27,17 @@ def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
         gr.Button("Light / dark", size="sm", elem_id="theme").click(None, js=theme.TOGGLE, api_visibility="private")
         with gr.Row():
             with gr.Column(scale=4, min_width=300):
-                prompt = gr.Textbox("a waving cat", label="Prompt", elem_id="prompt", max_length=500)
-                names = [(f"{each.name} · {each.summary}", each.name) for each in engine.methods]
-                method = gr.Dropdown(
-                    names, value=engine.default_method, label="Method", elem_id="method", filterable=False
-                )  # fmt: skip
-                usual = min(_MOST_BLOCKS, int(engine.pipe.default("num_blocks")))
-                blocks = gr.Slider(1, _MOST_BLOCKS, value=usual, step=1, label="Blocks", elem_id="blocks")
+                prompt = gr.Textbox("waving hand", label="Prompt", elem_id="prompt", max_length=500)
                 seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**32 - 1, elem_id="seed")
-                with gr.Row(elem_classes="vg-pair"):
-                    go = gr.Button("Make", variant="primary", elem_id="make", elem_classes=inputs.START, min_width=80)
-                    stop = gr.Button("Stop", variant="stop", elem_id="stop", min_width=80)
-                # Last, so that on a narrow screen it is beside the video, for it is moved while the video plays.
-                tau = gr.Slider(
-                    *_TAU, value=engine.default_tau, step=0.1, label="Score that a draft needs (tau)", elem_id="tau"
-                )  # fmt: skip
+                own = video_tab.controls(engine)
             with gr.Column(scale=7, min_width=320):
-                note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
-                stage = gr.HTML(figures.stage([None], "an empty frame"), elem_id="stage")
-                row = gr.HTML(badges([]), elem_id="badges")
-        ticket = gr.Textbox(visible=False)
-
-        def press(request: gr.Request) -> str:
-            return runs.begin(request.session_hash or "")
-
-        def draw(number: str, *values: Any) -> Iterator[list[Any]]:
-            if (taken := runs.start(number)) is None:
-                return
-            words, name, level, count, start = values
-            stats, frames = None, np.zeros((0, 1, 1, 3), np.uint8)
-            try:
-                with told_plainly():
-                    yield [figures.note(f"Making “{words}” by {name} …"), gr.skip(), badges([])]
-                    rows: list[Any] = []
-                    for block, frames in engine.make(number, words, int(start or 0), int(count), name, float(level)):
-                        rows.append(block.row)
-                        if taken.stop.is_set():
-                            engine.stop(number)
-                        shown = figures.stage([animation(frames, engine.pipe.fps)], f"{words}, {len(frames)} frames")
-                        yield [gr.skip(), shown, badges(rows)]
-                    stats = BlockStats(name, int(start or 0), rows, sum(each.seconds for each in rows))
-                    stats.stopped = len(rows) < int(count)
-                    yield [figures.note(news(stats, len(frames), engine.pipe.fps)), gr.skip(), gr.skip()]
-            finally:
-                taken.stop.set()
-                runs.end(number)
-
-        def end(number: str) -> None:
-            runs.stop(number)
-            engine.stop(number)
+                outputs = video_tab.screen()
+        starts = video_tab.wire(engine, runs, prompt, seed, own, outputs, private)
+        starts(prompt.submit)
 
         def leave(request: gr.Request) -> None:
             runs.leave(request.session_hash or "")
 
-        outputs = [note, stage, row]
-
-        def move(number: str, level: float | None) -> None:
-            if level is not None:
-                engine.set_tau(number, float(level))
-
-        in_range = tau.preprocess
-        # While another number is typed, the old one gone, the slider reports none.
-        tau.preprocess = lambda level: None if level is None else in_range(level)  # type: ignore[method-assign]
-        values = [ticket, prompt, method, tau, blocks, seed]
-        for event in (go.click, prompt.submit):
-            pressed = event(press, None, ticket, trigger_mode="once", **inputs.TALKING)
-            pressed.success(draw, values, outputs, show_progress="hidden", **private)
-        tau.input(move, [ticket, tau], None, **inputs.QUICK)
-        stop.click(end, ticket, None, **inputs.QUICK)
         page.unload(leave)
     page.queue(max_size=32, default_concurrency_limit=concurrency)
     return page
