@@ -37,6 +37,7 @@ from vargen.evaluation.synthetic_video import (
     quality,
     synthetic_pair,
 )
+from vargen.scoring.frames import FrameScorer
 from vargen.scoring.protocol import checked_scores
 
 SPEEDUPS = (1.3, 1.6, 1.9, 2.1, 2.4)
@@ -92,7 +93,7 @@ class Packaged:
             `of_target`, for a score has no zero of its own.
     """
 
-    def __init__(self, name: str, prompts: list[str], blocks: int, preview: bool):
+    def __init__(self, name: str, prompts: list[str], blocks: int, preview: bool, frames: int | None):
         from vargen.pipelines.registry import open_pipeline
 
         self.pipe: Any = open_pipeline(name)
@@ -101,19 +102,21 @@ class Packaged:
         elif self.pipe.preview_decoder is None:
             raise SystemExit(f"error: {name} has no decoder of previews")
         self.scorer, self.prompts, self.blocks = self.pipe.frame_scorer().scorer, prompts, blocks
+        self.judge = FrameScorer(self.scorer, frames=frames)
         self.strangers: dict[int, float] = {}
 
     def __call__(self, method: Routing, seed: int) -> tuple[BlockStats, float]:
         prompt, other = (self.prompts[(seed + k) % len(self.prompts)] for k in range(2))
         source = torch.Generator().manual_seed(seed)
-        stream = self.pipe.stream(prompt, accelerator=method, num_blocks=self.blocks, generator=source)
+        judge = {"scorer": self.judge} if method.policy.scored or method.policy.reference else {}
+        stream = self.pipe.stream(prompt, accelerator=method, num_blocks=self.blocks, generator=source, **judge)
         frames = torch.cat([block.frames for block in stream])
         if method.name == "target":
             self.strangers[seed] = self._score(frames, other)
         return stream.stats, self._score(frames, prompt)
 
     def _score(self, frames: torch.Tensor, prompt: str) -> float:
-        return float(checked_scores(self.scorer, frames, [self.pipe.read_prompt(prompt).text] * len(frames)).mean())
+        return float(checked_scores(self.scorer, frames, [self.pipe.scored_prompt(prompt)] * len(frames)).mean())
 
 
 def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:
@@ -250,12 +253,13 @@ def main() -> None:
     parser.add_argument("--published", action="store_true", help="a synthetic pair of the published one's costs and quality")
     parser.add_argument("--preview", action="store_true", help="score on cheap previews")
     parser.add_argument("--thresholds", type=float, nargs="+", default=[-4, -2, -1, 0, 1, 2], help="of a packaged pair")
+    parser.add_argument("--frames", type=int, help="of a block of a packaged pair that the scorer sees; default: all")
     given = parser.parse_args()
     torch.set_num_threads(1)
     Clock.timer = staticmethod(time.process_time)  # what other programs take does not count
     if given.model:
         prompts = [line for line in given.prompt_file.read_text("utf-8").splitlines() if line.strip()]
-        own = Packaged(given.model, prompts, given.blocks, given.preview)
+        own = Packaged(given.model, prompts, given.blocks, given.preview, given.frames)
         run: Runner = own
         found = points(given.thresholds, [0.25, 0.5, 1, 2])
     else:
@@ -268,8 +272,10 @@ def main() -> None:
     table = rows(found, costs, each, zero)
     words = ["python benchmarks/video.py", *([f"--model {given.model}"] * bool(given.model))]
     words += ["--published"] * given.published + ["--preview"] * given.preview
+    words += [f"--frames {given.frames}"] * (given.frames is not None)
     words += [f"--thresholds {' '.join(f'{each:g}' for each in given.thresholds)}"] * bool(given.model)
     pair = (given.model or "synthetic pair" + ", published costs" * given.published) + ", cheap previews" * given.preview
+    pair += f", {given.frames} of a block's frames scored" * (given.frames is not None)
     about = {
         "pair": pair, "published": given.published, "zero": zero if given.model else None,
         "machine": describe_machine(), "videos": given.videos, "blocks": given.blocks,

@@ -147,7 +147,7 @@ class CausalVideoPipeline(VideoModel):
             blocks=blocks,
             decoder=self._decoder(),
             preview=self.preview_decoder,
-            score=None if judge is None else judge.bind(self.read_prompt(str(prompt)).text),
+            score=None if judge is None else judge.bind(self.scored_prompt(str(prompt))),
             given=self._given(image),
             callback=callback,
             profile=profile,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,6 +124,16 @@ class VideoModel(StoredPipeline):
         encoded = self.tokenizer([""], return_tensors="pt").to(self._execution_device)
         features = self.text_encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
         return Condition(caption_embeds=features if isinstance(features, Tensor) else features[0])
+
+    def scored_prompt(self, prompt: str) -> str:
+        """What scorers are asked about: the prompt as it is read, with the model's style where it draws but one style.
+
+        A scorer that knows several styles would else ask for something between them.
+        """
+        text = self.read_prompt(prompt).text
+        styles = self.config.prompt_styles or ()
+        named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
+        return text if named else f"{text}, {styles[0]} style"
 
     def frame_scorer(self, scorer: Any = None) -> Any:
         """What scores drafts.

@@ -76,7 +76,7 @@ class VideoStream(Iterator[Block]):
     def switch(self, prompt: str) -> None:
         """Go on with another prompt from the next block on; drafts are then scored with it."""
         condition = self._pipe.video_condition(prompt, None, self._clean)
-        score = None if self._scorer is None else self._scorer.bind(self._pipe.read_prompt(prompt).text)
+        score = None if self._scorer is None else self._scorer.bind(self._pipe.scored_prompt(prompt))
         self._blocks.switch(condition, score)
 
     def cancel(self) -> None:

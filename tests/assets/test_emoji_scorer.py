@@ -55,3 +55,17 @@ def test_scores_do_not_depend_on_the_batch(scorer: PackagedScorer) -> None:
     words = ["a cat", "a dog", "a red apple", "a house", "a tree"]
     alone = torch.cat([scorer.score(pictures[i : i + 1], words[i : i + 1]) for i in range(5)])
     assert torch.allclose(scorer.score(pictures, words), alone, atol=1e-4)
+
+
+def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: PackagedScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    embed = scorer.embed_captions
+    monkeypatch.setattr(scorer, "embed_captions", lambda texts: (asked.extend(texts), embed(texts))[1])
+    monkeypatch.setattr(scorer, "_latest", {})
+    pictures = [Image.new("RGB", (64, 64), "red")] * 2
+    first = scorer.score(pictures, ["a red square", "a cat"])
+    assert torch.equal(scorer.score(pictures, ["a red square", "a cat"]), first) and asked == ["a red square", "a cat"]
+    for start in range(0, 600, 60):
+        texts = [f"number {start + k}" for k in range(60)]
+        scorer.score(pictures[:1] * 60, texts)
+    assert len(scorer._latest) <= 256 and torch.allclose(scorer.score(pictures, ["a red square", "a cat"]), first, atol=1e-4)

@@ -34,6 +34,21 @@ def test_frames_are_scored_with_the_prompt_and_the_first_pays_for_the_jump() -> 
     assert torch.allclose(FrameScorer(lower, 0).bind("a")(view), -torch.tensor([0.5, 0.6, 0.7, 0.8]))
 
 
+@pytest.mark.parametrize(("frames", "found"), [(1, [0.8]), (2, [0.6, 0.8]), (3, [0.5, 0.6, 0.8]), (9, [0.5, 0.6, 0.7, 0.8])])
+def test_fewer_frames_are_spread_and_end_with_the_last(frames: int, found: list[float]) -> None:
+    view = SimpleNamespace(frames=moving(0.5, 0.1), previous=moving(0.1, 0)[0])
+    scores = FrameScorer(lambda images, prompts: images.mean((1, 2, 3)), 10, frames).bind("a cat")(view)
+    wanted = torch.tensor(found)
+    wanted[0] -= 3.0
+    assert torch.allclose(scores, wanted)
+
+
+@pytest.mark.parametrize("frames", [0, -1, 1.5, True])
+def test_frames_are_counted(frames: object) -> None:
+    with pytest.raises(ValueError, match="frames must be a whole number of at least 1"):
+        FrameScorer(lambda images, prompts: [], frames=frames)  # type: ignore[arg-type]
+
+
 def test_what_is_no_score_is_an_error() -> None:
     view = SimpleNamespace(frames=moving(0.5, 0.1), previous=None)
     with pytest.raises(NonFiniteScoreError):

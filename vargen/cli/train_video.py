@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -152,6 +153,7 @@ def package_video(
     drafter: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-drafter.")] = None,
     preview: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-preview.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    tau: Annotated[float | None, typer.Option(help="The score that a draft needs by default, on the scorer's scale.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
     """Join finished video runs to a model folder in int8, with a card that says how far training got."""
@@ -164,4 +166,7 @@ def package_video(
     given = {"vae": vae, "target": target, "drafter": drafter, "preview": preview}
     runs = {name: path and expanded(path, name) for name, path in given.items()}
     assert runs["vae"] and runs["target"]
-    print(join(runs["vae"], runs["target"], place, packaged / "emoji", runs["drafter"], runs["preview"], note=note))
+    if tau is not None and not math.isfinite(tau):
+        raise ValueError(f"--tau must be a finite number, got {tau}")
+    usual = None if tau is None else {"tau": tau}
+    print(join(runs["vae"], runs["target"], place, packaged / "emoji", runs["drafter"], runs["preview"], usual, note=note))

@@ -152,7 +152,7 @@ def compare_videos(
             stream = pipe.stream(
                 prompt, accelerator=methods[name], num_blocks=num_blocks, generator=generator, profile=True, **(options or {})
             )
-            seen[name].add(stream, pipe.read_prompt(prompt).text, scorer, extractor, number < kept)
+            seen[name].add(stream, pipe.scored_prompt(prompt), scorer, extractor, number < kept)
             done += 1
             if progress is not None:
                 progress(done, len(prompts) * len(names))

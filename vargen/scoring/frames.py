@@ -43,24 +43,31 @@ class FrameScorer:
     Args:
         scorer: a `Scorer`, or a function of pictures and prompts.
         step_weight: score that a jump by the whole range of brightness costs the first frame; 0 ignores jumps.
+        frames: of a block that the scorer sees, evenly spread, the last one among them; None: all. Jumps are looked for in all.
 
     Raises:
-        TypeError: for no scorer. ValueError: for a weight that is not finite, or below 0.
+        TypeError: for no scorer. ValueError: for a weight that is not finite, or below 0, or for less than one frame.
     """
 
-    def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0):
+    def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):
         self.scorer = as_scorer(scorer)
         weight = real(step_weight)
         if weight is None or weight < 0:
             raise ValueError(f"step_weight must be a number of at least 0, got {shown(step_weight)}")
         self.step_weight = weight
+        if frames is not None and (not isinstance(frames, int) or isinstance(frames, bool) or frames < 1):
+            raise ValueError(f"frames must be a whole number of at least 1, or None for all, got {shown(frames)}")
+        self.frames = frames
         self.name = self.scorer.name
 
     def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
-        """The scores float32 `[T]` of blocks of one prompt, higher is better; raises as `checked_scores`."""
+        """The scores float32 `[T]`, or of `frames`, of blocks of one prompt, higher is better; raises as `checked_scores`."""
 
         def scores(view: Frames) -> Tensor:
-            found = checked_scores(self.scorer, view.frames, [prompt] * len(view.frames))
+            count = len(view.frames)
+            looked = count if self.frames is None else min(self.frames, count)
+            chosen = view.frames[[(k + 1) * count // looked - 1 for k in range(looked)]]
+            found = checked_scores(self.scorer, chosen, [prompt] * looked)
             found = found if self.scorer.higher_is_better else -found
             cost = torch.zeros(len(found))
             cost[0] = self.step_weight * jump(view.frames, view.previous) if self.step_weight else 0.0

@@ -33,6 +33,7 @@ ensure_torchvision()
 from transformers import AutoTokenizer
 
 FILE = "scorer.json"
+_KEPT_CAPTIONS = 256
 _ENCODER = "emoji"  # whose text encoder, where a folder does not say
 
 
@@ -70,6 +71,7 @@ class PackagedScorer(BatchedScorer):
             )
         name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
         super().__init__(name, True, device, batch_size)
+        self._latest: dict[str, Tensor] = {}
         captions = settings.get("captions") or []
         self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
         with torch.inference_mode():
@@ -87,11 +89,19 @@ class PackagedScorer(BatchedScorer):
         image = self.embed_images(images)
         scale = self.model.pair_scale.exp().clamp(max=100)
         different = list(dict.fromkeys(prompts))  # the frames of a video have one prompt
-        captions = self.embed_captions(different)[[different.index(prompt) for prompt in prompts]]
+        captions = self._known(different)[[different.index(prompt) for prompt in prompts]]
         fits = scale * (image * captions).sum(-1)
         if self.fixed is not None:
             return fits - (scale * image @ self.fixed.T).mean(1)
         return fits + self.model.pair_bias
+
+    def _known(self, texts: Sequence[str]) -> Tensor:
+        """As `embed_captions`, but those of the latest captions are kept: the blocks of a video have one."""
+        if new := [text for text in texts if text not in self._latest]:
+            if len(self._latest) + len(new) > _KEPT_CAPTIONS:
+                self._latest, new = {}, list(texts)
+            self._latest = {**self._latest, **dict(zip(new, self.embed_captions(new), strict=True))}
+        return torch.stack([self._latest[text] for text in texts])
 
 
 def prepared(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:

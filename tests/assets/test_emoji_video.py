@@ -1,0 +1,94 @@
+"""The packaged model of video as users get it: its size, its card, that things move, and that routing has a use."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from vargen.assets import packaged_model_path
+from vargen.decoding import PRESETS, Threshold, methods_of
+from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.registry import open_pipeline
+from vargen.scoring.packaged import PackagedScorer
+
+FOLDER = packaged_model_path("emoji-video")
+THINGS = ["winking face", "beating heart", "man running", "butterfly", "face with rolling eyes", "woman juggling"]
+
+
+@pytest.fixture(scope="module")
+def pipe() -> VisualPipeline:
+    opened = open_pipeline("emoji-video", torch_dtype=torch.float32)
+    opened.set_progress_bar_config(disable=True)
+    return opened
+
+
+def frames_of(pipe: Any, prompt: str, method: Any, seed: int = 0, blocks: int = 4) -> torch.Tensor:
+    """float32 `[F, 3, Y, X]`."""
+    stream = pipe.stream(prompt, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed))
+    return torch.cat([block.frames for block in stream])
+
+
+def test_it_is_small_and_says_nothing_of_the_machine_that_made_it() -> None:
+    files = [file for file in FOLDER.rglob("*") if file.is_file()]
+    assert sum(file.stat().st_size for file in files) <= 32 * 2**20
+    assert not (FOLDER / "text_encoder").exists(), "it borrows that of emoji"
+    for file in files:
+        assert file.stat().st_mode & 0o044 == 0o044, f"{file.name} is for its owner alone"
+        if file.suffix == ".json":
+            assert "_name_or_path" not in file.read_text("utf-8"), file
+
+
+def test_parts_have_the_sizes_that_were_asked_for(pipe: Any) -> None:
+    millions = {
+        part: sum(p.numel() for p in getattr(pipe, part).parameters()) / 1e6 for part in ("transformer", "draft_transformer")
+    }
+    assert 5 <= millions["transformer"] <= 8 and 1 <= millions["draft_transformer"] <= 2
+
+
+def test_the_card_states_the_figures_of_the_runs() -> None:
+    figures, card = json.loads((FOLDER / "training.json").read_text()), (FOLDER / "README.md").read_text()
+    assert f"PSNR of {figures['vae']['psnr']:.2f} dB" in card
+    for name in ("target", "drafter"):
+        assert f"| {name} | {figures[name]['step']:.0f} | {figures[name]['seconds'] / 3600:.2f} |" in card
+
+
+def test_things_move_and_show_what_was_asked_for(pipe: Any) -> None:
+    videos = [frames_of(pipe, prompt, "target", seed) for seed, prompt in enumerate(THINGS)]
+    for prompt, frames in zip(THINGS, videos, strict=True):
+        assert frames.diff(dim=0).abs().mean() > 0.005, f"{prompt} stands still"
+    scorer, texts = PackagedScorer(), [pipe.scored_prompt(prompt) for prompt in THINGS]
+    assert texts[0] == "winking face, 3d style"
+    scores = torch.stack([
+        torch.stack([scorer.score(frames, [text] * len(frames)).mean() for text in texts]) for frames in videos
+    ])  # fmt: skip
+    assert (scores.argmax(1) == torch.arange(len(THINGS))).float().mean() >= 5 / 6
+
+
+def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(pipe: Any) -> None:
+    scorer = PackagedScorer()
+
+    def score(method: str, prompt: str, seed: int) -> float:
+        frames = frames_of(pipe, prompt, method, seed)
+        return float(scorer.score(frames, [pipe.scored_prompt(prompt)] * len(frames)).mean())
+
+    pairs = [[score(method, prompt, seed) for method in ("target", "draft")] for seed, prompt in enumerate(THINGS)]
+    assert sum(target > draft for target, draft in pairs) >= 4
+
+
+@pytest.mark.parametrize("tau", [-math.inf, math.inf])
+def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau: float) -> None:
+    routed = replace(PRESETS["sdvg"], policy=Threshold(tau), forced=())
+    alone = "draft" if tau < 0 else "target"
+    assert torch.equal(frames_of(pipe, "winking face", routed, 3), frames_of(pipe, "winking face", alone, 3))
+
+
+@pytest.mark.parametrize("method", [preset.name for preset in methods_of("video-block")])
+def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
+    result = pipe("beating heart", accelerator=method, num_blocks=3, generator=torch.Generator().manual_seed(2))
+    assert len(result.frames[0]) == 12 and result.frames[0][0].size == (64, 64)
+    assert [row.number for row in result.stats.blocks] == [0, 1, 2]
