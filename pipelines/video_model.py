@@ -131,7 +131,7 @@ class VideoModel(StoredPipeline):
         A scorer that knows several styles would else ask for something between them.
         """
         text = self.read_prompt(prompt).text
-        styles = self.config.prompt_styles or ()
+        styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
         return text if named else f"{text}, {styles[0]} style"
 

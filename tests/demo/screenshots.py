@@ -75,6 +75,13 @@ def main(address: str, folder: Path) -> None:
         wait(browser, "#race-note", "was first")
         shoot(browser, folder / "race.png", 1280, dark=True)
         shoot(browser, Path(tempfile.gettempdir()) / "race-390.png", 390, dark=False)
+        press(browser, "button[role=tab]", "Video")
+        press(browser, "#video-examples button", "face with rolling eyes")
+        press(browser, "#video-make")
+        wait(browser, "#video-note", "Made ")
+        time.sleep(1)
+        shoot(browser, folder / "video.png", 1280, dark=False)
+        shoot(browser, Path(tempfile.gettempdir()) / "video-390.png", 390, dark=True)
         browser.quit()
 
 

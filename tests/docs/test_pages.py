@@ -14,6 +14,7 @@ import pytest
 import torch
 import typer
 from markdown import anchors, blocks, commands, links, pages, prose
+from tiny_video_folder import video_folder
 
 import vargen.decoding
 from vargen.cli.main import app
@@ -171,14 +172,17 @@ def test_usage_runs(
     tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tiny models instead of the packaged and the official ones."""
-    names = {'"emoji"': repr(str(tiny_model)), '"var-d16"': repr(str(tiny_scale_model))}
+    moving = tmp_path / "moving"
+    moving.mkdir()
+    names = {'"emoji"': tiny_model, '"var-d16"': tiny_scale_model, '"emoji-video"': video_folder(moving)}
     monkeypatch.chdir(tmp_path)
     scope: dict[str, Any] = {"torch": torch}
     for block in blocks(ROOT / "docs/usage.md", "python"):
         if block.runs:
             code = block.code
             for name, folder in names.items():
-                code = code.replace(name, folder)
+                code = code.replace(name, repr(str(folder)))
             exec(compile(code, block.page, "exec"), scope)
-    assert len(scope["result"].images) == 2 and scope["right_anew"].size == scope["picture"].size
+    assert scope["right_anew"].size == scope["picture"].size and (tmp_path / "wink.webp").stat().st_size
+    assert len(scope["result"].stats.blocks) == 8, "the last result is a video's"
 

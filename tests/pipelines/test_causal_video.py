@@ -116,6 +116,11 @@ def test_the_packaged_scorer_scores_where_none_is_given(pipe: CausalVideoPipelin
     assert math.isfinite(stats.blocks[1].score) and len(stats.blocks[1].scores) == 2 and not stats.failures
 
 
+def test_scorers_are_asked_about_the_style_of_a_model_of_one(pipe: CausalVideoPipeline) -> None:
+    assert pipe.config.prompt_styles == ["3d"] and pipe.scored_prompt("a cat") == "a cat, 3d style"
+    assert pipe.scored_prompt("a 3D cat") == "a 3D cat" and pipe.scored_prompt("a3d cat") == "a3d cat, 3d style"
+
+
 def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
     seen: list[str] = []
 
@@ -129,7 +134,7 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
 
     plain, changed = made(), made(then={2: "a dog"})
     assert torch.equal(plain[:4], changed[:4]) and not torch.allclose(plain[4:], changed[4:])
-    assert seen[3:] == ["a cat", "a dog", "a dog"]
+    assert seen[3:] == ["a cat, 3d style", "a dog, 3d style", "a dog, 3d style"], "this model draws one style"
     stream = pipe.stream("a cat", scorer=score, tau=-math.inf, num_blocks=4, generator=seeded())
     live = [next(stream).latents, next(stream).latents]
     stream.switch("a dog")

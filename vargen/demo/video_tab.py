@@ -155,7 +155,7 @@ def controls(engine: VideoEngine, prefix: str = "") -> Controls:
     )  # fmt: skip
     in_range = tau.preprocess
     # While another number is typed, the old one gone, the slider reports none.
-    tau.preprocess = lambda level: None if level is None else in_range(level)  # type: ignore[method-assign]
+    tau.preprocess = lambda level: None if level is None else in_range(level)
     return Controls(method, blocks, go, stop, tau)
 
 
