@@ -1,124 +1,108 @@
 """Units of work on many processes and machines, by Ray Data: a pool of actors, each of which opens its networks once.
 
+Ray runs in a child process (`vargen.evaluation.ray_driver`), since it may end the process that called it: a Ray that was
+stopped leaves threads behind, and one of them that still asks for something is answered with an exit. Here that is an error.
+
 Actors write pictures; what they measured comes back to this process, which alone writes the manifest. An actor that dies is
 replaced and its unit done again, so a picture may be drawn twice and is then the same; a line of the manifest is written once.
-If this process dies, the manifest has all that came back, and the next call goes on from it.
+If this process or the child dies, the manifest has all that came back, and the next call goes on from it.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import pickle
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 from vargen.compat import installed_version
 from vargen.device import cores
 
-_ADDRESS = "RAY_ADDRESS"  # of a cluster, by Ray's own convention
-_MOST_BLOCKS = 20_000
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # sends nothing to anyone, and logs into its files
+_PATIENCE = 60  # seconds in which a child that is told to end may end its actors
 
 
 def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable[..., Iterator[Any]]:
     """An engine; see `vargen.evaluation.drawing.locally`.
+
+    The cluster is the one that this process has joined by `ray.init`, else the one of RAY_ADDRESS, else one begun for the call.
 
     Args:
         actors: in the pool; by default one for each GPU of the cluster, or for each so many cores as an actor has threads.
         device: `"cuda"` gives each actor a GPU of its own. threads: CPU threads of an actor, 1 by default.
 
     Raises:
-        ImportError: without Ray.
+        ImportError: without Ray. While it runs: RuntimeError if Ray's process ends early.
     """
     if installed_version("ray") is None:
         raise ImportError('engine ray needs Ray: pip install "ray[data]", or the extra ray')
 
     def run(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
         if units:
-            yield from _run(worker, argument, units, actors, device, threads or 1)
+            job = {
+                "work": pickle.dumps((worker, argument)),  # which the actors alone read
+                "units": [pickle.dumps(unit) for unit in units],
+                "actors": actors,
+                "gpus": 1 if device == "cuda" else 0,
+                "threads": threads or 1,
+                "cores": cores(),
+                "address": _joined(),
+            }
+            yield from _run(job)
 
     return run
 
 
-def _run(
-    worker: Callable[[Any], Any], argument: Any, units: list[Any], actors: int | None, device: str, threads: int
-) -> Iterator[Any]:
-    for name, value in _QUIET.items():
-        os.environ.setdefault(name, value)
-    import ray
-    import ray.data
-
-    for name in ("ray", "ray.data"):  # our own bar tells the progress, and errors come back as values
-        logging.getLogger(name).setLevel(logging.ERROR)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    started = not ray.is_initialized()
-    if started:
-        _start(ray, actors, threads)
+def _run(job: dict[str, Any]) -> Iterator[Any]:
+    # The child finds modules where this process does, and nowhere else.
+    code = f"import sys; sys.path[:] = {sys.path!r}; from vargen.evaluation.ray_driver import main; main()"
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**_QUIET, **os.environ},
+        start_new_session=True,  # Ctrl-C is for this process, which then tells the child
+    )
+    assert child.stdin is not None and child.stdout is not None
     try:
-        pool = actors or _pool(ray.cluster_resources(), device, threads)
-        rows = [{"unit": pickle.dumps(unit)} for unit in units]
-        blocks = min(len(rows), _MOST_BLOCKS)  # a block a unit: what a lost actor costs
-        done = ray.data.from_items(rows, override_num_blocks=blocks).map_batches(
-            _Actor,
-            fn_constructor_args=(worker, argument),
-            batch_size=1,
-            compute=ray.data.ActorPoolStrategy(size=min(pool, len(units))),
-            num_cpus=threads,
-            num_gpus=1 if device == "cuda" else 0,
-        )
-        for row in done.iter_rows():
-            failed, result = pickle.loads(row["result"])
-            if failed:
-                raise result
-            yield result
+        try:
+            pickle.dump(job, child.stdin)
+            child.stdin.flush()
+            for _ in job["units"]:
+                failed, result = pickle.loads(pickle.load(child.stdout))
+                if failed:
+                    raise result
+                yield result
+        except (EOFError, BrokenPipeError) as error:
+            raise RuntimeError(
+                f"Ray's process ended early, with exit status {child.wait()}; what came back is kept: run the same again. "
+                f"Ray's logs are under {os.environ.get('RAY_TMPDIR', 'its folder of temporary files')}"
+            ) from error
     finally:
-        if started:
-            ray.shutdown()
+        _end(child)
 
 
-def _start(ray: Any, actors: int | None, threads: int) -> None:
-    """Join the cluster that RAY_ADDRESS names, or begin one here, open to this machine alone."""
-    common = {"log_to_driver": False, "configure_logging": False}
-    if os.environ.get(_ADDRESS):
-        ray.init(**common)
-        return
-    # One more than the actors need: with none left over, reading the list of units would wait for an actor to end.
-    wanted = max(cores(), (actors or 1) * threads) + 1
-    ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
-
-
-def _pool(resources: dict[str, float], device: str, threads: int) -> int:
-    if device == "cuda":
-        return max(1, int(resources.get("GPU", 0)))
-    return max(1, int((resources.get("CPU", 2) - 1) // threads))
-
-
-class _Actor:
-    """A worker in a process of its own. What it raises travels as a value: Ray would wrap it, and retry what cannot succeed."""
-
-    def __init__(self, worker: Callable[[Any], Any], argument: Any):
-        self.worker, self.argument = worker, argument
-        self.made: Any = None
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        results = []
-        for packed in batch["unit"]:
-            try:
-                if self.made is None:
-                    self.made = self.worker(self.argument)
-                answer = (False, self.made(pickle.loads(packed)))
-            except Exception as error:
-                answer = (True, _plain(error))
-            results.append(pickle.dumps(answer))
-        return {"result": results}
-
-
-def _plain(error: Exception) -> Exception:
-    """The error itself where it can travel, else one of its words."""
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """Tell the child to end its cluster, by closing what it reads, and wait for it."""
+    for pipe in (child.stdin, child.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):  # it ended before it had read its job
+                pipe.close()
     try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return RuntimeError(f"{type(error).__name__}: {error}")
-    error.__traceback__ = None
-    return error
+        child.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    if child.returncode and os.name == "posix":  # it could not end its cluster itself
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+
+
+def _joined() -> str | None:
+    """The address of the cluster that this process has joined."""
+    ray = sys.modules.get("ray")
+    return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None
