@@ -1,7 +1,7 @@
 """Units of work on many processes and machines, by Ray Data: a pool of actors, each of which opens its networks once.
 
-Ray runs in a child process (`vargen.evaluation.ray_driver`), since it may end the process that called it: a Ray that was
-stopped leaves threads behind, and one of them that still asks for something is answered with an exit. Here that is an error.
+Ray runs in a child process (`vargen.evaluation.ray_driver`): in the one that asks it leaves a thread behind for each run that
+ends by an error, and was seen to end that process later, without a word. Here such an end is an error.
 
 Actors write pictures; what they measured comes back to this process, which alone writes the manifest. An actor that dies is
 replaced and its unit done again, so a picture may be drawn twice and is then the same; a line of the manifest is written once.
