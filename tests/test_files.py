@@ -310,16 +310,109 @@ def test_what_another_machine_writes_stays_for_a_day(tmp_path: Path) -> None:
     process.stdin.close()
     process.stdout.close()
     (space,) = tmp_path.glob(".vargen-*")
-    (space / "lock").write_text("another machine")
-    _touch("file", tmp_path / "out")
-    assert space.exists()
-    (space / "lock").write_text("")  # killed before it could say which
-    _touch("file", tmp_path / "out")
-    assert space.exists()
+    space = space.rename(tmp_path / ".vargen-00000000-12345678.writing")
+    for found in (True, False):  # or killed before it had a lock
+        if not found:
+            (space / "lock").unlink()
+        _touch("file", tmp_path / "out")
+        assert space.exists()
     for path in [*space.rglob("*"), space]:
         os.utime(path, (time.time() - 86500,) * 2)
     _touch("file", tmp_path / "out")
     assert not space.exists()
+
+
+_KILLED_ANYWHERE = """
+import os, signal, sys
+from pathlib import Path
+from vargen import files
+place = Path(sys.argv[1])
+def write(killed_at):
+    count = 0
+    def kill(event, _):
+        nonlocal count
+        if event.split(".")[0] in ("open", "os", "fcntl", "shutil", "tempfile"):
+            count += 1
+            if count == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
+    sys.addaudithook(kill)
+    with files.whole_file(place) as temporary:
+        temporary.write_text("new")
+    os._exit(0)
+def once(killed_at):
+    child = os.fork() or write(killed_at)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+files.whole_file(place.parent / "x" / "y").__enter__()  # what is imported at first use
+for moment in range(1, 1000):
+    ended = once(moment)
+    print(moment, ended, *sorted(entry.name for entry in place.parent.glob(".vargen-*")), flush=True)
+    with files.whole_file(place.with_name("other")) as temporary:
+        temporary.write_text("other")
+    left = [entry.name for entry in place.parent.glob(".vargen-*")]
+    if left or place.exists() and place.read_text() not in ("old", "new"):
+        sys.exit(f"killed at moment {moment}: {left}")
+    if ended == 0:
+        break
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
+def test_killed_at_any_moment_the_next_write_leaves_nothing_of_it(tmp_path: Path) -> None:
+    """At each call to the system that Python tells of, from the first to the last, on the way in and out."""
+    _write(tmp_path, {"out": "old"})
+    told = subprocess.run([sys.executable, "-c", _KILLED_ANYWHERE, str(tmp_path / "out")], capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    *killed, whole = [line.split() for line in told.stdout.splitlines()]
+    assert whole[1] == "0" and {line[1] for line in killed} == {str(-signal.SIGKILL)} and len(killed) >= 10
+    assert sum(len(line) > 2 for line in killed) >= 8, "too few moments at which something was left"
+    assert (tmp_path / "out").read_text() == "new"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks")
+@pytest.mark.parametrize("moment", ["made", "opened"])
+def test_a_folder_taken_for_a_killed_ones_before_it_is_locked_is_made_anew(
+    moment: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between making the folder and having its lock, another process may take it away."""
+    opened, lock, cleared = os.open, files._lock, []
+
+    def clear() -> None:
+        if not cleared:
+            cleared.append(True)
+            files._clear(tmp_path)
+
+    def open_after(*words: Any, **options: Any) -> int:
+        if moment == "made" and str(words[0]).endswith("lock"):
+            clear()
+        return opened(*words, **options)
+
+    def lock_after(file: int, wait: bool) -> bool | None:
+        if moment == "opened" and wait:
+            clear()
+        return lock(file, wait)
+
+    monkeypatch.setattr(os, "open", open_after)
+    monkeypatch.setattr(files, "_lock", lock_after)
+    with whole_file(tmp_path / "out") as temporary:
+        assert cleared and len(list(tmp_path.glob(".vargen-*"))) == 1
+        files._clear(tmp_path)
+        temporary.write_text(moment)
+    assert _tree(tmp_path) == {"out": moment}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no locks")
+def test_many_writers_of_one_folder_do_not_take_each_others_files(tmp_path: Path) -> None:
+    code = """
+import sys
+from pathlib import Path
+from vargen.files import whole_file
+for number in range(60):
+    with whole_file(Path(sys.argv[1]) / f"{sys.argv[2]}-{number}") as temporary:
+        temporary.write_text(sys.argv[2])
+"""
+    writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(name)]) for name in range(4)]
+    assert [writer.wait(timeout=120) for writer in writers] == [0] * 4
+    assert _tree(tmp_path) == {f"{name}-{number}": str(name) for name in range(4) for number in range(60)}
 
 
 def test_without_file_locks_age_alone_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ the next write in the same folder takes it away, or finishes it where the killed
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -54,6 +55,10 @@ def _machine() -> str:
         return platform.node()
 
 
+def _machine_digest() -> str:
+    return hashlib.sha256(_machine().encode()).hexdigest()[:8]
+
+
 def _lock(file: int, wait: bool) -> bool | None:
     """Whether this process has the lock now; None where the system or the file system has no locks."""
     if sys.platform == "win32":
@@ -73,29 +78,49 @@ def _scratch(folder: Path) -> Iterator[Path]:
 
     The system frees the lock of a killed process, and of no other. A process id in the name would be less: ids are used again,
     and mean nothing in another container. A lock may mean nothing on another machine of a shared file system, so the machine
-    is written into the lock file, once it is locked: whoever reads its name finds the lock taken.
+    is in the folder's name: there from the first moment to the last, wherever a process is killed.
     """
     _clear(folder)
-    space = Path(tempfile.mkdtemp(prefix=_PREFIX, suffix=_SUFFIX, dir=folder))
-    lock = None
+    space, lock = _new_scratch(folder)
     try:
-        lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
-        _lock(lock, wait=True)  # for one who looks whether it is abandoned
-        os.write(lock, _machine().encode())
         yield space
     finally:
         if not (space / _PLAN).exists():  # else it holds the only copies of files that could not be put back
             _remove(space, lock)
-        elif lock is not None:
+        else:
             os.close(lock)
 
 
-def _remove(space: Path, lock: int | None) -> None:
-    if lock is not None and sys.platform == "win32":  # which keeps files that are open
+def _new_scratch(folder: Path) -> tuple[Path, int]:
+    """A new hidden folder in `folder` with its lock, which this process has where there are locks."""
+    while True:
+        space = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_machine_digest()}-", suffix=_SUFFIX, dir=folder))
+        try:
+            lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        except FileNotFoundError:
+            continue  # another process took it for a killed one's, as it may until it is locked
+        except BaseException:
+            shutil.rmtree(space, ignore_errors=True)
+            raise
+        _lock(lock, wait=True)  # for one who looks whether it is abandoned
+        if _is_file(space / _LOCK, lock):
+            return space, lock
         os.close(lock)
-        lock = None
+
+
+def _is_file(path: Path, file: int) -> bool:
+    """Whether `path` is the file that was opened, not another that has taken its place, nor gone."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
+
+
+def _remove(space: Path, lock: int) -> None:
+    if sys.platform == "win32":  # which keeps files that are open
+        os.close(lock)
     shutil.rmtree(space, ignore_errors=True)
-    if lock is not None:
+    if sys.platform != "win32":
         os.close(lock)
 
 
@@ -107,9 +132,10 @@ def _clear(folder: Path) -> None:
         return  # whatever is wrong with it, the write will say
     for space in left:
         with contextlib.suppress(OSError, ValueError, KeyError):  # another process clears it, or it is another user's
+            touched = max(path.lstat().st_mtime for path in (space, *space.rglob("*")))
             lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
             try:
-                dead = _is_dead(space, lock)
+                dead = _is_dead(space, lock, touched)
                 if dead and (space / _PLAN).exists():
                     _move(space)
             except BaseException:
@@ -125,11 +151,16 @@ def _is_scratch(entry: os.DirEntry[str]) -> bool:
     return entry.name.startswith(_PREFIX) and entry.name.endswith(_SUFFIX) and entry.is_dir(follow_symlinks=False)
 
 
-def _is_dead(space: Path, lock: int) -> bool:
-    """Whether the process that made a scratch folder is gone; then this process has its lock, where there are locks."""
+def _is_dead(space: Path, lock: int, touched: float) -> bool:
+    """Whether the process that made a scratch folder is gone; then this process has its lock, where there are locks.
+
+    Args:
+        touched: seconds since the epoch; when something in it was last changed.
+    """
     free = _lock(lock, wait=False)
-    here = os.read(lock, 1000).decode(errors="replace") == _machine()
-    touched = max(path.lstat().st_mtime for path in (space, *space.rglob("*")))
+    here = space.name.startswith(f"{_PREFIX}{_machine_digest()}-")
+    if free and not _is_file(space / _LOCK, lock):
+        return False  # a lock that is gone tells nothing of the one that has taken its place
     return free is not False and ((free and here) or time.time() - touched > _ABANDONED_SECONDS)
 
 
