@@ -28,6 +28,7 @@ from vargen.decoding import Routing, Threshold, View, lowest
 from vargen.evaluation.machine import describe_machine
 from vargen.files import whole_file
 from vargen.pipelines.registry import open_pipeline
+from vargen.scoring.frames import FrameScorer
 
 CELL, LABEL, GAP = 64, 150, 2
 KNOWN = 12  # the first captions are in the words of training
@@ -96,11 +97,13 @@ def blind(pipe: Any, given: argparse.Namespace) -> None:
 def ranked(pipe: Any, text: str, seed: int, blocks: int | None) -> dict[str, Any]:
     """Scores of each block, as routing scores them: the target's (`target`), the draft of the same past and noise (`draft`),
     and the same block of a video by the drafter alone (`alone`); all decoded in full."""
-    judge = pipe.frame_scorer().bind(pipe.scored_prompt(text))
+    scorer = FrameScorer(pipe.frame_scorer().scorer)  # of all frames
+    judge = scorer.bind(pipe.scored_prompt(text))
 
     def scored(method: Any) -> tuple[list[float], list[Any]]:
         found, rows, previous = [], [], None
-        for block in pipe.stream(text, accelerator=method, num_blocks=blocks, generator=torch.Generator().manual_seed(seed)):
+        generator = torch.Generator().manual_seed(seed)
+        for block in pipe.stream(text, accelerator=method, num_blocks=blocks, generator=generator, scorer=scorer):
             view = View(block.number, block.latents, block.frames, previous)
             found.append(float(lowest(torch.as_tensor(judge(view)).float().cpu())))
             rows.append(block.row)

@@ -42,7 +42,8 @@ class CausalVideoPipeline(VideoModel):
             same latents.
         preview_decoder: a cheap decoder, of the frames that drafts are scored on.
         text_encoder, tokenizer: what turns a prompt into caption features.
-        defaults: `levels` of the steps, `euler`, `guidance`, `num_blocks`, `tau`, `window`, `sinks`, `caption_rows`.
+        defaults: `levels` of the steps, `euler`, `guidance`, `num_blocks`, `tau`, `window`, `sinks`, `caption_rows`,
+            `scored_frames`.
         prompt_styles, prompt_names: as of `LlamaGenPipeline`.
 
     Raises:

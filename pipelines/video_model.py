@@ -140,14 +140,17 @@ class VideoModel(StoredPipeline):
 
         Args:
             scorer: a name as `vargen score` takes it, a `Scorer`, a function of images and prompts, or an object whose
-                `bind(prompt)` gives a function of a `View`. None: the packaged scorer.
+                `bind(prompt)` gives a function of a `View`, such as a `FrameScorer`. None: the packaged scorer. Scorers of
+                pictures see the checkpoint's `scored_frames` of each block.
         """
+        frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):
             key = (scorer or PACKAGED, self._execution_device)
             if key not in self._scorers:  # kept: each video of a call asks for it
-                self._scorers[key] = FrameScorer(open_scorer(*key))
+                self._scorers[key] = FrameScorer(open_scorer(*key), frames=frames)
             return self._scorers[key]
-        return scorer if hasattr(scorer, "bind") and not isinstance(scorer, type) else FrameScorer(scorer)
+        bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
+        return scorer if bound else FrameScorer(scorer, frames=frames)
 
     def _decoder(self) -> StreamDecoder:
         if isinstance(self.vae, StreamDecoder):

@@ -20,6 +20,7 @@ USUAL: dict[str, Any] = {
     "window": None,
     "sinks": 0,
     "caption_rows": 64,
+    "scored_frames": None,  # of a drafted block; None: all
 }
 
 
@@ -87,7 +88,7 @@ def check_defaults(defaults: Any) -> None:
     guidance = real(given.get("guidance", 1.0))
     if guidance is None or guidance < 0:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {shown(given['guidance'])}")
-    for name, least in (("num_blocks", 1), ("window", 1), ("sinks", 0), ("caption_rows", 1)):
+    for name, least in (("num_blocks", 1), ("window", 1), ("sinks", 0), ("caption_rows", 1), ("scored_frames", 1)):
         if name in given and whole(given[name], least) is None:
             raise ValueError(f"defaults: {name} must be a whole number of at least {least}, got {shown(given[name])}")
     try:

@@ -14,6 +14,7 @@ from vargen.assets import packaged_model_path
 from vargen.decoding import PRESETS, Threshold, methods_of
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
+from vargen.scoring.frames import FrameScorer
 from vargen.scoring.packaged import PackagedScorer
 
 FOLDER = packaged_model_path("emoji-video")
@@ -92,3 +93,9 @@ def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
     result = pipe("beating heart", accelerator=method, num_blocks=3, generator=torch.Generator().manual_seed(2))
     assert len(result.frames[0]) == 12 and result.frames[0][0].size == (64, 64)
     assert [row.number for row in result.stats.blocks] == [0, 1, 2]
+
+
+def test_a_draft_is_judged_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
+    assert pipe.frame_scorer().frames == 1 and pipe.frame_scorer(PackagedScorer()).frames == 1
+    whole = FrameScorer(PackagedScorer())
+    assert pipe.frame_scorer(whole) is whole and whole.frames is None

@@ -19,6 +19,7 @@ from vargen.pipelines import video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import describe, family_of, open_pipeline
 from vargen.pipelines.video_files import save_video
+from vargen.scoring.frames import FrameScorer
 from vargen.training.caption_bank import CaptionBank
 
 
@@ -216,11 +217,32 @@ def test_parts_that_do_not_belong_together_are_refused(pipe, part: str, changes:
 
 @pytest.mark.parametrize(
     "defaults",
-    [{"levels": [0.5, 0.7]}, {"levels": []}, {"guidance": -1}, {"num_blocks": 0}, {"tau": math.nan}, {"euler": 1}, {"k": 3}],
+    [{"levels": [0.5, 0.7]}, {"levels": []}, {"guidance": -1}, {"num_blocks": 0}, {"tau": math.nan}, {"euler": 1}, {"k": 3}]
+    + [{"scored_frames": wrong} for wrong in (0, 1.5, "all")],
 )
 def test_defaults_that_a_call_could_not_use_are_refused(pipe, defaults: dict[str, Any], folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"defaults|tau"):
         CausalVideoPipeline(pipe.vae, pipe.transformer, defaults=defaults)
+
+
+def test_scorers_of_pictures_see_as_many_frames_of_a_block_as_the_checkpoint_says(pipe) -> None:
+    seen = []
+
+    def counting(images: torch.Tensor, prompts: list[str]) -> list[float]:
+        seen.append(len(images))
+        return [0.0] * len(images)
+
+    frames = pipe.transformer.geometry.block_frames
+    assert frames >= 2
+    for said, expected in ((None, frames), (1, 1), (2, 2)):
+        given = CausalVideoPipeline(
+            pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer, pipe.draft_transformer,
+            defaults={**HOW, "scored_frames": said},
+        )  # fmt: skip
+        for scorer, count in ((counting, expected), (FrameScorer(counting), frames)):
+            seen.clear()
+            result = given("a cat", num_blocks=3, tau=-1.0, scorer=scorer, output_type="pt")
+            assert seen and set(seen) == {count} and result.frames[0].shape[0] == 3 * frames
 
 
 def test_without_a_drafter_the_target_draws(pipe) -> None:

@@ -154,6 +154,7 @@ def package_video(
     preview: Annotated[Path | None, typer.Option(metavar="DIR", help="Of video-preview.")] = None,
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
     tau: Annotated[float | None, typer.Option(help="The score that a draft needs by default, on the scorer's scale.")] = None,
+    scored_frames: Annotated[int | None, typer.Option(min=1, help="Of a drafted block, by default; all if not given.")] = None,
     note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
 ) -> None:
     """Join finished video runs to a model folder in int8, with a card that says how far training got."""
@@ -168,5 +169,5 @@ def package_video(
     assert runs["vae"] and runs["target"]
     if tau is not None and not math.isfinite(tau):
         raise ValueError(f"--tau must be a finite number, got {tau}")
-    usual = None if tau is None else {"tau": tau}
+    usual = {name: value for name, value in (("tau", tau), ("scored_frames", scored_frames)) if value is not None}
     print(join(runs["vae"], runs["target"], place, packaged / "emoji", runs["drafter"], runs["preview"], usual, note=note))
