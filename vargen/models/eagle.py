@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import transpose_weights
+from vargen.kernels.few_rows import TransposableWeights, transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import MAX_GRID
 from vargen.models.llamagen_blocks import Linear, TransformerBlock, rotary_table, rotation
@@ -30,7 +30,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 
 
-class EagleDrafter(ModelMixin, ConfigMixin):
+class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
     """Slot j takes the feature that predicted token j and the embedding of token j, and gives the feature that predicts token
     j + 1: it takes the target's features where the target has seen token j - 1, and its own beyond.
 
@@ -82,8 +82,6 @@ class EagleDrafter(ModelMixin, ConfigMixin):
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
-        if self.device.type != "cpu":
-            transpose_weights(self, False)
         if self.rotary.dtype != table.dtype:  # rounded angles would stay so on the way back
             self.rotary = table.to(self.rotary.device)
         return self

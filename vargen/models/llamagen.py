@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import transpose_weights
+from vargen.kernels.few_rows import TransposableWeights, transpose_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
 from vargen.models.llamagen_blocks import (
@@ -71,7 +71,7 @@ def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
 
 
-class LlamaGenTransformer(CompactModel, ConfigMixin):
+class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -146,8 +146,6 @@ class LlamaGenTransformer(CompactModel, ConfigMixin):
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
-        if self.device.type != "cpu":
-            transpose_weights(self, False)  # which is for CPUs
         if self.rotary.dtype != table.dtype:  # a change of dtype is for weights: rounded angles would stay so on the way back
             self.rotary = table.to(self.rotary.device)
         return self

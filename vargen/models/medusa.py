@@ -9,15 +9,13 @@ Shape suffixes: R rows (images, times two under guidance), T slots, D width, h h
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import transpose_weights
+from vargen.kernels.few_rows import TransposableWeights, transpose_weights
 from vargen.models.llamagen_blocks import Linear
 
 ensure_torchvision()
@@ -57,7 +55,7 @@ class MedusaHead(nn.Module):
         return x
 
 
-class MedusaDrafter(ModelMixin, ConfigMixin):
+class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
     """From the target's feature that predicted token j, and token j: features that predict tokens j + 1 to j + h.
 
     Args:
@@ -79,12 +77,6 @@ class MedusaDrafter(ModelMixin, ConfigMixin):
         self.ahead = nn.ModuleList(MedusaHead(dim, blocks) for _ in range(heads))
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
-
-    def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
-        super()._apply(fn, *args, **options)
-        if self.device.type != "cpu":
-            transpose_weights(self, False)
-        return self
 
     def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """Features `[R, T, h, D]` of features and embeddings `[R, T, D]`."""

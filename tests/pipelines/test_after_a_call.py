@@ -1,0 +1,116 @@
+"""A pipeline that has generated can be saved, copied, pickled and cast like a new one, and generates the same afterwards."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save
+from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_var_pipeline, tiny_transformer
+from tiny_video_folder import video_folder
+
+from vargen import Accelerator, CausalVideoPipeline, open_pipeline
+from vargen.decoding.acceptance import Pooled
+from vargen.decoding.drafters import Jacobi
+from vargen.models.eagle import EagleDrafter
+from vargen.models.medusa import MedusaDrafter
+
+
+def drafting() -> Any:
+    """A next-token pipeline with every component that drafts."""
+    pipe = text_pipeline()
+    pipe.register_modules(
+        draft_transformer=tiny_transformer("text", n_layer=1),
+        low_res=tiny_transformer("text", grid_size=2, n_layer=1),
+        eagle=EagleDrafter(dim=32, n_head=2, vocab_size=64, grid_size=4, multiple_of=32).eval(),
+        medusa=MedusaDrafter(dim=32, vocab_size=64, grid_size=4, blocks=1).eval(),
+    )
+    return pipe
+
+
+MULO = Accelerator("mulo", Jacobi(8, "judged", "low-res"), Pooled(4, 0.2, 1))  # of a grid as small as this
+
+FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
+    "next-token class": (lambda _: class_pipeline(), ("ar", "auto")),
+    "next-token": (lambda _: drafting(), ("ar", "auto", "sjd", "speculative", "eagle", "medusa", MULO)),
+    "next-scale class": (lambda _: class_var_pipeline(), ("plain", "code")),
+    "next-scale": (lambda _: text_var_pipeline(), ("plain", "code")),
+    "video": (lambda folder: open_pipeline(video_folder(folder)), ("target", "sdvg")),
+}
+
+
+def generated(pipe: Any, method: Any) -> torch.Tensor:
+    pipe.set_progress_bar_config(disable=True)
+    asked: dict[str, Any] = {"generator": torch.Generator().manual_seed(3), "accelerator": method, "output_type": "pt"}
+    if isinstance(pipe, CausalVideoPipeline):
+        return pipe("a red apple", num_blocks=2, scorer=None if method == "target" else brightness, **asked).frames
+    by_class = pipe.transformer.config.condition == "class"
+    return pipe(**({"class_labels": 3} if by_class else {"prompt": "a red apple"}), **asked).images
+
+
+def brightness(images: Any, prompts: Any) -> torch.Tensor:
+    return images.mean((1, 2, 3))
+
+
+def networks(pipe: Any) -> dict[str, torch.nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, torch.nn.Module)}
+
+
+def check(pipe: Any, method: Any, folder: Path) -> None:
+    """Of the weights, of what is written, and of copies; `pipe` has generated nothing yet."""
+    before = generated(pipe, method)
+    states = {name: network.state_dict() for name, network in networks(pipe).items()}
+    for name, state in states.items():
+        assert all(value.is_contiguous() for value in state.values()), name
+        save(state)
+        torch.save(state, io.BytesIO())
+    pipe.save_pretrained(folder)
+    for other in (open_pipeline(folder), copy.deepcopy(pipe), pickle.loads(pickle.dumps(pipe)), pipe):
+        assert torch.equal(generated(other, method), before)
+    for network in networks(pipe).values():
+        network.load_state_dict(copy.deepcopy(network.state_dict()))
+    assert torch.equal(generated(pipe, method), before)
+
+
+@pytest.mark.parametrize(
+    ("family", "method"), [(family, method) for family, (_, methods) in FAMILIES.items() for method in methods]
+)
+def test_tiny_models_of_every_family(family: str, method: Any, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    check(FAMILIES[family][0](tmp_path / "runs"), method, tmp_path / "saved")
+
+
+@pytest.mark.parametrize(("name", "method"), [("emoji", "sjd"), ("emoji-var", "plain"), ("emoji-video", "target")])
+def test_packaged_models_are_saved_after_a_call(name: str, method: str, tmp_path: Path) -> None:
+    pipe = open_pipeline(name)
+    before = generated(pipe, method)
+    pipe.save_pretrained(tmp_path / "saved")
+    assert torch.equal(generated(open_pipeline(tmp_path / "saved"), method), before)
+
+
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_a_cast_back_and_forth_changes_no_more_than_a_cast(family: str, tmp_path: Path) -> None:
+    opened, methods = FAMILIES[family]
+    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    used, fresh = opened(tmp_path / "one"), opened(tmp_path / "two")
+    for method in methods:
+        generated(used, method)
+    for pipe in (used, fresh):
+        pipe.to(torch.bfloat16).to(torch.float32)
+    assert torch.equal(generated(used, methods[0]), generated(fresh, methods[0]))
+
+
+def test_weights_are_contiguous_again_in_training() -> None:
+    pipe = drafting()
+    generated(pipe, "medusa")
+    for name in ("transformer", "medusa"):
+        network = getattr(pipe, name)
+        assert not all(weight.is_contiguous() for weight in network.parameters())
+        network.train()
+        assert all(weight.is_contiguous() for weight in network.parameters())
+        state = network.state_dict()
+        assert all(state[key].data_ptr() == weight.data_ptr() for key, weight in network.named_parameters())
