@@ -18,6 +18,7 @@ from vargen.decoding import DEFAULT
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
+from vargen.pipelines.calls import Calls
 from vargen.pipelines.description import Decoder
 from vargen.pipelines.drafter_files import checked_drafter
 from vargen.pipelines.families import FAMILIES
@@ -63,7 +64,7 @@ class VisualPipeline(StoredPipeline):
         # Opened with transformer=None and vqvae=None, a pipeline still encodes prompts.
         factor = 8 if self.vqvae is None else self.vqvae.downsampling
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
-        self._guidance_scale, self._num_timesteps, self._interrupt = 1.0, 0, False
+        self._calls = Calls()
         self._compiled: Any = None
 
     def load_drafter(self, drafter: Any) -> str:
@@ -145,22 +146,31 @@ class VisualPipeline(StoredPipeline):
 
     @property
     def guidance_scale(self) -> float:
-        """Of the call that runs, or ran last; as the next three are."""
-        return self._guidance_scale
+        """Of this thread's call, or the one that began or ended last; as the next three are."""
+        return self._calls.current.guidance_scale
 
     @property
     def do_classifier_free_guidance(self) -> bool:
-        return self._guidance_scale != 1.0
+        return self.guidance_scale != 1.0
 
     @property
     def num_timesteps(self) -> int:
         """Steps that a call takes at most."""
-        return self._num_timesteps
+        return self._calls.current.num_timesteps
 
     @property
     def interrupt(self) -> bool:
-        """Whether someone set `_interrupt`, which ends the calls that run with what is drawn."""
-        return self._interrupt
+        """Whether someone set `_interrupt`, which ends a call with what is drawn."""
+        return self._calls.current.interrupt
+
+    @property
+    def _interrupt(self) -> bool:
+        """Set in a callback, as diffusers has it, it ends the callback's own call; set in another thread, all that run."""
+        return self.interrupt
+
+    @_interrupt.setter
+    def _interrupt(self, value: bool) -> None:
+        self._calls.interrupt(value)
 
     # -- the call -------------------------------------------------------------------------------------------------------
 

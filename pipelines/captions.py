@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.compat import tokenized, tokenizer_lock
+
 logger = logging.getLogger("vargen")
 
 
@@ -31,9 +33,10 @@ def align_left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 def warn_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
     """Warn for every prompt longer than `rows` tokens, with how many are lost and the first words of what is."""
     for text in prompts:
-        ids = tokenizer(text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
+        ids = tokenized(tokenizer, text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
         if len(ids) > rows:
-            kept = tokenizer.decode(ids[:rows], skip_special_tokens=True)
+            with tokenizer_lock:
+                kept = tokenizer.decode(ids[:rows], skip_special_tokens=True)
             logger.warning(
                 "the prompt has %d tokens and the model reads %d: the last %d are ignored. It was cut after %r",
                 len(ids), rows, len(ids) - rows, kept[-60:],
@@ -53,8 +56,9 @@ def unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
     for word in dict.fromkeys(prompt.split()):
         if word.isascii() or (len(word) == 1 and _GREEK[0] <= word <= _GREEK[1]):
             continue
-        ids = tokenizer(word, add_special_tokens=False, verbose=False)["input_ids"]
-        pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
+        ids = tokenized(tokenizer, word, add_special_tokens=False, verbose=False)["input_ids"]
+        with tokenizer_lock:
+            pieces = [piece.removeprefix("##").strip("\u2581") for piece in tokenizer.convert_ids_to_tokens(ids)]
         unknown = [number == tokenizer.unk_token_id for number in ids]
         single = [len(piece) == 1 and piece >= _LATIN_ENDS and piece.isalpha() for piece in pieces]
         lost = sum(map(max, unknown, single))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import outside_autocast, tokenized
 from vargen.models.condition import Condition
 from vargen.pipelines import checks
 from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
@@ -81,7 +81,8 @@ class Conditioning:
             prompts = [clean_caption(text) for text in prompts]
         rows = self.caption_rows if max_sequence_length is None else checks.check_rows(max_sequence_length)
         warn_truncated(self.tokenizer, prompts, rows)
-        encoded = self.tokenizer(prompts, padding="max_length", truncation=True, max_length=rows, return_tensors="pt")
+        options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
+        encoded = tokenized(self.tokenizer, prompts, **options)
         mask = encoded.attention_mask.to(self._execution_device)
         features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
         features = features if isinstance(features, Tensor) else features[0]

@@ -11,6 +11,7 @@ from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import checks
 from vargen.pipelines.best_of import BestOf
+from vargen.pipelines.calls import Call
 from vargen.pipelines.checks import ImageSeeds
 from vargen.pipelines.conditioning import repeated
 from vargen.pipelines.memory import within_memory
@@ -112,9 +113,8 @@ def drawn(
     Returns:
         The pipeline's `output`, or `(images,)`.
     """
-    pipe._guidance_scale, pipe._num_timesteps, pipe._interrupt = guidance_scale, pipe.steps, False
-    with pipe.progress_bar(total=pipe.tokens) as bar:
-        callback = _callback(pipe, bar, on_step_end)
+    with pipe._calls.started(guidance_scale, pipe.steps) as call, pipe.progress_bar(total=pipe.tokens) as bar:
+        callback = _callback(pipe, call, bar, on_step_end)
         result = within_memory(lambda chosen: run(chosen, callback), request.drawn)
     result.stats.seeds = request.seeds.asked
     if request.best.scorer is not None:
@@ -128,7 +128,9 @@ def _pictures(pipe: VisualPipeline, result: Decoded, output_type: str) -> Any:
     return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
 
-def _callback(pipe: VisualPipeline, bar: Any, on_step_end: OnStepEnd | None) -> Callable[[Progress], bool | None]:
+def _callback(
+    pipe: VisualPipeline, call: Call, bar: Any, on_step_end: OnStepEnd | None
+) -> Callable[[Progress], bool | None]:
     """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
 
     def callback(progress: Progress) -> bool | None:
@@ -137,13 +139,13 @@ def _callback(pipe: VisualPipeline, bar: Any, on_step_end: OnStepEnd | None) -> 
             drawn = int(progress.length.amin())
             bar.update(drawn - bar.n)
         if on_step_end is None:
-            return not pipe._interrupt
+            return not call.interrupt
         left_out = progress.tokens < 0  # whole scales, by some schedules
         answer = on_step_end(pipe, progress.step - 1, drawn, {"latents": progress.tokens})
         answer = checks.check_answer(answer, progress.tokens, pipe.vocab, left_out)
         latents = answer.get("latents")
         if latents is not None and latents is not progress.tokens:
             progress.tokens.copy_(latents)
-        return not (answer.get("stop", False) or pipe._interrupt)
+        return not (answer.get("stop", False) or call.interrupt)
 
     return callback

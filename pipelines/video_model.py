@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from vargen.compat import tokenized
 from vargen.decoding import Routing
 from vargen.decoding.flow import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
@@ -121,7 +122,7 @@ class VideoModel(StoredPipeline):
         """What guidance leads away from: the features of an empty caption, as captions are dropped in training."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
-        encoded = self.tokenizer([""], return_tensors="pt").to(self._execution_device)
+        encoded = tokenized(self.tokenizer, [""], return_tensors="pt").to(self._execution_device)
         features = self.text_encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
         return Condition(caption_embeds=features if isinstance(features, Tensor) else features[0])
 

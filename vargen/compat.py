@@ -17,6 +17,7 @@ logger = logging.getLogger("vargen")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _guard_lock = Lock()
+tokenizer_lock = Lock()  # of all tokenizers, for their every use; see `tokenized`
 # A torch.library.Library takes its operators with it when it is collected: keep it as long as the process.
 _declared: list[Any] = []
 
@@ -136,6 +137,16 @@ def _find_beside(name: str, folder: str) -> ModuleSpec | None:
         if spec is not None and spec.loader is not None:
             return spec
     return None
+
+
+def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
+    """What a tokenizer of transformers makes of texts; from several threads, one after the other.
+
+    A fast tokenizer keeps truncation and padding in itself, sets them at each call, and raises "Already borrowed" if another
+    thread reads them.
+    """
+    with tokenizer_lock:
+        return tokenizer(texts, **options)
 
 
 def outside_autocast(function: _F) -> _F:

@@ -95,7 +95,8 @@ def test_packaged_models_are_saved_after_a_call(name: str, method: str, tmp_path
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_a_cast_back_and_forth_changes_no_more_than_a_cast(family: str, tmp_path: Path) -> None:
     opened, methods = FAMILIES[family]
-    (tmp_path / "one").mkdir(), (tmp_path / "two").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
     used, fresh = opened(tmp_path / "one"), opened(tmp_path / "two")
     for method in methods:
         generated(used, method)

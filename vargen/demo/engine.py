@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from PIL import Image
 
-from vargen.compat import installed_version
+from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
 from vargen.demo.drawing import Drawn, Run
 from vargen.demo.png import PictureFolder
@@ -118,9 +118,10 @@ class Engine:
         hint = unreadable_hint(self.pipe.tokenizer, prompt)
         told = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
         rows = self.pipe.caption_rows
-        ids = self.pipe.tokenizer(prompt, truncation=False, verbose=False)["input_ids"]
+        ids = tokenized(self.pipe.tokenizer, prompt, truncation=False, verbose=False)["input_ids"]
         if len(ids) > rows:
-            read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
+            with tokenizer_lock:
+                read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
             told.append(f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”.")
         return " ".join(told) or None
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.compat import ensure_torchvision
+from vargen.compat import ensure_torchvision, tokenized
 
 ensure_torchvision()
 
@@ -107,7 +107,8 @@ def pooled_features(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], ba
     for start in range(0, len(order), batch_size):
         rows = order[start : start + batch_size]
         part = [texts[i] for i in rows]
-        encoded = tokenizer(part, padding=True, truncation=True, max_length=_LONGEST, return_tensors="pt").to(device)
+        options = {"padding": True, "truncation": True, "max_length": _LONGEST, "return_tensors": "pt"}
+        encoded = tokenized(tokenizer, part, **options).to(device)
         states = encoder(input_ids=encoded.input_ids, attention_mask=encoded.attention_mask)
         mask = encoded.attention_mask[..., None].float()
         mean = F.normalize((states * mask).sum(1) / mask.sum(1), dim=-1).cpu()

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
-from vargen.compat import ensure_torchvision, installed_version
+from vargen.compat import ensure_torchvision, installed_version, tokenized
 from vargen.models.weights import compare_shapes, unpickle, weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
 
@@ -181,9 +181,8 @@ class ImageRewardScorer(BatchedScorer):
         if self.official is not None:
             return torch.tensor([self.official.score(text, image) for text, image in zip(prompts, pictures, strict=True)])
         pixels = torch.stack([preprocessed(image) for image in pictures]).to(self.device)
-        encoded = self.tokenizer(
-            list(prompts), padding="max_length", truncation=True, max_length=CONTEXT, return_tensors="pt"
-        ).to(self.device)  # fmt: skip
+        options = {"padding": "max_length", "truncation": True, "max_length": CONTEXT, "return_tensors": "pt"}
+        encoded = tokenized(self.tokenizer, list(prompts), **options).to(self.device)
         return self.network(pixels, encoded.input_ids, encoded.attention_mask)
 
 

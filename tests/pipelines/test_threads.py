@@ -1,0 +1,115 @@
+"""Calls of one pipeline from several threads at once: each generates what it generates alone, and ends for itself."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
+from tiny_video_folder import video_folder
+
+from vargen import CausalVideoPipeline, open_pipeline
+
+PROMPTS = ("a red apple", "a cat", "a very long sentence about a blue car that drives past a house", "é")
+MAKERS: dict[str, Callable[[Path], Any]] = {
+    "next-token": lambda _: text_pipeline(),
+    "next-scale": lambda _: text_var_pipeline(),
+    "video": lambda folder: open_pipeline(video_folder(folder)),
+}
+
+
+@pytest.mark.parametrize("family", list(MAKERS))
+def test_each_call_generates_what_it_generates_alone(family: str, tmp_path: Path) -> None:
+    pipe = MAKERS[family](tmp_path)
+    pipe.set_progress_bar_config(disable=True)
+    options = {"num_blocks": 1, "accelerator": "target"} if isinstance(pipe, CausalVideoPipeline) else {}
+
+    def generated(number: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(number)
+        result = pipe(PROMPTS[number % len(PROMPTS)], generator=generator, output_type="latent", return_dict=False, **options)
+        return result[0]
+
+    with ThreadPoolExecutor(6) as pool:
+        together = list(pool.map(generated, range(12)))
+    for number, each in enumerate(together):
+        assert torch.equal(each, generated(number)), number
+
+
+def test_prompts_are_encoded_at_once() -> None:
+    pipe = text_pipeline()
+    alone = {prompt: pipe.encode_prompt(prompt)[0] for prompt in PROMPTS}
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: pipe.encode_prompt(prompt)[0], PROMPTS * 10))
+    assert all(torch.equal(each, alone[prompt]) for each, prompt in zip(found, PROMPTS * 10, strict=True))
+
+
+def run_beside(pipe: Any, first: Callable[..., None], second: Callable[..., None]) -> list[Any]:
+    """Statistics of two calls, whose callbacks wait for each other at their first step."""
+    meet = threading.Barrier(2, timeout=30)
+    pipe.set_progress_bar_config(disable=True)
+
+    def call(each: Callable[..., None], scale: float) -> Any:
+        def callback(pipe: Any, step: int, timestep: int, kwargs: dict[str, Any]) -> None:
+            if step == 0:
+                meet.wait()
+            each(pipe, step, scale)
+
+        asked = {"class_labels": 3, "accelerator": "ar", "guidance_scale": scale}
+        return pipe(**asked, callback_on_step_end=callback).stats
+
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(call, each, scale) for each, scale in ((first, 2.0), (second, 1.0))]
+        return [future.result(timeout=60) for future in futures]
+
+
+def test_an_interrupt_in_a_callback_ends_its_own_call() -> None:
+    def stop(pipe: Any, step: int, scale: float) -> None:
+        if step == 2:
+            pipe._interrupt = True
+
+    stopped, whole = run_beside(class_pipeline(), stop, lambda *_: None)
+    assert stopped.stopped and stopped.passes == 3
+    assert not whole.stopped and whole.passes == 16
+
+
+def test_an_interrupt_survives_a_call_that_begins_later() -> None:
+    pipe = class_pipeline()
+    pipe.set_progress_bar_config(disable=True)
+
+    def callback(pipe: Any, step: int, timestep: int, kwargs: dict[str, Any]) -> None:
+        if step == 2:
+            pipe._interrupt = True
+            other = threading.Thread(target=lambda: pipe(class_labels=4, accelerator="ar"))
+            other.start()
+            other.join(60)
+
+    assert pipe(class_labels=3, accelerator="ar", callback_on_step_end=callback).stats.passes == 3
+
+
+def test_properties_are_those_of_the_own_call() -> None:
+    seen: set[tuple[float, float, bool]] = set()
+
+    def look(pipe: Any, step: int, scale: float) -> None:
+        seen.add((scale, pipe.guidance_scale, pipe.do_classifier_free_guidance))
+
+    run_beside(class_pipeline(), look, look)
+    assert seen == {(2.0, 2.0, True), (1.0, 1.0, False)}
+
+
+def test_an_interrupt_from_another_thread_ends_all_calls() -> None:
+    pipe = class_pipeline()
+
+    def stop(pipe: Any, step: int, scale: float) -> None:
+        if step == 3 and scale == 2.0:
+            other = threading.Thread(target=setattr, args=(pipe, "_interrupt", True))
+            other.start()
+            other.join()
+            done.set()
+        elif step == 3:
+            done.wait(30)
+
+    done = threading.Event()
+    assert all(stats.stopped for stats in run_beside(pipe, stop, stop))
