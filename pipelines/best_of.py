@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,19 +23,24 @@ class BestOf:
     scorer: Scorer | None = None
 
     @classmethod
-    def checked(cls, num_candidates: Any, scorer: Any) -> BestOf:
+    def checked(cls, num_candidates: Any, scorer: Any, named: Callable[[str], Scorer]) -> BestOf:
         """Of a call's arguments.
 
+        Args:
+            named: opens a scorer by name.
+
         Raises:
-            ValueError: for a count that is none, or several candidates without a scorer.
-            TypeError: for a scorer that is neither a `Scorer` nor a function.
+            ValueError: for a count that is none, several candidates without a scorer, or an unknown scorer.
+            TypeError: for a scorer that is neither a name, a `Scorer` nor a function.
         """
         count = whole(num_candidates, 1)
         if count is None:
             raise ValueError(f"num_candidates must be a whole number of at least 1, got {shown(num_candidates)}")
         if scorer is None and count > 1:
-            raise ValueError(f"scorer must be given to choose among {count} candidates: a Scorer, or f(images, prompts) -> [N]")
-        return cls(count, None if scorer is None else as_scorer(scorer))
+            raise ValueError(f"scorer must be given to choose among {count} candidates: a name, a Scorer or f(images, prompts)")
+        if scorer is None:
+            return cls(count)
+        return cls(count, named(scorer) if isinstance(scorer, str) else as_scorer(scorer))
 
     def check_images(self, images: int) -> None:
         """Raise ValueError if a call of so many pictures would draw too many candidates."""

@@ -20,7 +20,6 @@ from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window
 from vargen.pipelines.video_model import VideoModel
 from vargen.pipelines.video_stream import CausalVideoPipelineOutput, VideoStream, videos_of
-from vargen.scoring.frames import FrameScorer
 from vargen.values import shown, whole
 
 from diffusers.image_processor import VaeImageProcessor  # isort: skip  # behind stored, which guards torchvision
@@ -74,7 +73,6 @@ class CausalVideoPipeline(VideoModel):
         }  # fmt: skip
         self._register(parts, {"defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
         self.image_processor = VaeImageProcessor(vae_scale_factor=8)
-        self._scorers: dict[Any, FrameScorer] = {}
 
     @torch.no_grad()
     @outside_autocast
@@ -101,8 +99,8 @@ class CausalVideoPipeline(VideoModel):
 
         Args:
             prompt: what to show; one, and a call takes several.
-            image: the picture to start from: a PIL image, or float `[1, 3, Y, X]` in [0, 1]; it is resized. Its frame is not
-                part of the result.
+            image: the picture to start from: a PIL image, or `[1, 3, Y, X]`, float in [0, 1] or uint8; it is resized. Its frame
+                is not part of the result.
             num_blocks: length in blocks. None: the checkpoint's own.
             accelerator: name of a preset (`vargen info presets` lists them), or a `Routing`. None: `"sdvg"`, or `"target"`
                 for a model that has no drafter.

@@ -67,10 +67,10 @@ class GridPictures:
     @torch.no_grad()
     @outside_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, rows, columns]` of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to the model's size.
+        """Tokens int64 `[B, rows, columns]` of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8, resized to the model's.
 
         Raises:
-            ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
+            ValueError, TypeError: for what is no picture, or numbers of another type or outside of [0, 1].
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling

@@ -190,7 +190,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         negative_prompt_embeds: Tensor | None = None,
         negative_prompt_mask: Tensor | None = None,
         num_candidates: int = 1,
-        scorer: Scorer | Callable[[Any, list[str]], Any] | None = None,
+        scorer: str | Scorer | Callable[[Any, list[str]], Any] | None = None,
         output_type: str = "pil",
         return_dict: bool = True,
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
@@ -220,8 +220,9 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
                 nested lists), instead of a prompt.
             negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
             num_candidates: drawn of each picture; the `scorer` keeps the best. `stats.scores` has the scores of all.
-            scorer: of `vargen.scoring`, or a function of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that
-                returns N numbers, the higher the better. With one candidate it scores what is drawn.
+            scorer: a name as `vargen score` takes it, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
+                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, the higher the better.
+                With one candidate it scores what is drawn.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
@@ -244,7 +245,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         scale, sampling = chosen_sampling(self, given)
         guidance_interval = checks.check_guidance_interval(guidance_interval)
-        best = BestOf.checked(num_candidates, scorer)
+        best = BestOf.checked(num_candidates, scorer, self.named_scorer)
         asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)
         unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
         request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)

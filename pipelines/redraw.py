@@ -68,7 +68,7 @@ def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any
             raise ValueError(
                 f"image must be {side}x{side} pixels, the size that this model draws, got {width}x{height}; crop or resize it"
             )
-    pixels = pixels_of(image, processor, side)
+    pixels = pixels_of(image, processor, side, "image")
     return Source(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
 
 

@@ -108,11 +108,11 @@ class ScalePictures:
     @torch.no_grad()
     @outside_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, L]`, all scales from coarse to fine, of PIL images or float `[B, 3, Y, X]` in [0, 1], resized to
-        the model's size.
+        """Tokens int64 `[B, L]`, all scales from coarse to fine, of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8,
+        resized to the model's size.
 
         Raises:
-            ValueError, TypeError: for what is no picture, or one with NaN or infinite values.
+            ValueError, TypeError: for what is no picture, or numbers of another type or outside of [0, 1].
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
         latent = self._latent(pixels_of(images, self.image_processor, self.vqvae.image_size))

@@ -27,6 +27,8 @@ from vargen.pipelines.loading import checked_folder, component_dtypes
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames
+from vargen.scoring.protocol import Scorer
+from vargen.scoring.registry import open_scorer
 
 ensure_torchvision()
 
@@ -69,6 +71,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         self.register_to_config(**config)
         self.prompt_names = PromptNames(prompt_names) if isinstance(prompt_names, dict) else prompt_names
         self.examples = None
+        self._scorers: dict[tuple[str, torch.device], Scorer] = {}
 
     # -- opening and saving ---------------------------------------------------------------------------------------------
 
@@ -92,6 +95,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
             ValueError: for two dtypes or one that is not of floating point, an unknown name, a folder without
                 `model_index.json`, one that holds or asks for foreign code, or parts that are missing, damaged or do not
                 belong together; before any weight is loaded. For `trust_remote_code` or `custom_pipeline`.
+            TypeError: for an argument of another name.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
@@ -177,6 +181,13 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
             ValueError, TypeError: for anything else.
         """
         return resolve_accelerator(accelerator, self.family)
+
+    def named_scorer(self, name: str) -> Scorer:
+        """The scorer of that name, opened at its first use; see `vargen.scoring.open_scorer`."""
+        key = (name, self._execution_device)
+        if key not in self._scorers:
+            self._scorers[key] = open_scorer(*key)
+        return self._scorers[key]
 
     def _device_of(self, component: Any) -> torch.device:
         """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""

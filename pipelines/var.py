@@ -176,8 +176,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
         Args:
             prompt: one prompt or several (`condition="text"`).
-            image: draw a picture like this one, or, with `mask`, draw a part of it anew: a PIL image, or float `[N, 3, Y, X]`
-                in [0, 1], of the model's size; one for all prompts, or one for each.
+            image: draw a picture like this one, or, with `mask`, draw a part of it anew: a PIL image, or `[N, 3, Y, X]`, float
+                in [0, 1] or uint8, of the model's size; one for all prompts, or one for each.
             mask: white where the image is drawn anew, as large as it is; a PIL image, or numbers in [0, 1].
             strength: share of the scales, the fine ones, that are drawn anew, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
@@ -206,7 +206,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
         schedule = self.resolved(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         scale, sampling = chosen_sampling(self, given)
-        best = BestOf.checked(num_candidates, scorer)
+        best = BestOf.checked(num_candidates, scorer, self.named_scorer)
         source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
         self.check_runs(schedule)
         asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)

@@ -23,7 +23,7 @@ from vargen.pipelines.stored import StoredPipeline
 from vargen.pipelines.video_blocks import VideoBlocks
 from vargen.pipelines.video_parts import USUAL
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.registry import PACKAGED, open_scorer
+from vargen.scoring.registry import PACKAGED
 
 
 class VideoModel(StoredPipeline):
@@ -36,7 +36,6 @@ class VideoModel(StoredPipeline):
     vae: Any
     preview_decoder: Any
     image_processor: Any
-    _scorers: dict[Any, FrameScorer]
 
     @classmethod
     def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
@@ -146,10 +145,7 @@ class VideoModel(StoredPipeline):
         """
         frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):
-            key = (scorer or PACKAGED, self._execution_device)
-            if key not in self._scorers:  # kept: each video of a call asks for it
-                self._scorers[key] = FrameScorer(open_scorer(*key), frames=frames)
-            return self._scorers[key]
+            return FrameScorer(self.named_scorer(scorer or PACKAGED), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
@@ -165,7 +161,7 @@ class VideoModel(StoredPipeline):
         if image is None:
             return []
         rows, columns = self.transformer.geometry.pixel_size
-        pixels = pixels_of(image, self.image_processor, rows)
+        pixels = pixels_of(image, self.image_processor, rows, "image")
         if len(pixels) != 1 or pixels.shape[2:] != (rows, columns):
             raise ValueError(f"image must be one picture of {columns} x {rows} pixels, got {list(pixels.shape)}")
         decoder: Any = self._decoder()

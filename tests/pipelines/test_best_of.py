@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import class_pipeline, text_pipeline
+from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
 
 from vargen.pipelines import checks
+from vargen.scoring import open_scorer
 from vargen.scoring.protocol import NonFiniteScoreError
 
 
@@ -102,6 +103,18 @@ def test_classes_are_scored_by_name() -> None:
 def test_bad_requests_are_told(pipe: Any, options: dict[str, Any], error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         pipe("a", **options)
+
+
+@pytest.mark.parametrize("make", [text_pipeline, text_var_pipeline])
+def test_a_scorer_may_be_named(make: Any) -> None:
+    pipe, scorer = make(), open_scorer("emoji-scorer")
+    pipe.set_progress_bar_config(disable=True)
+    stats = pipe("a red apple", num_candidates=3, scorer="emoji-scorer", generator=seeds(2)[0]).stats
+    assert stats.scorer == scorer.name
+    given = pipe("a red apple", num_candidates=3, scorer=scorer, generator=seeds(2)[0]).stats
+    assert given.scores == stats.scores and given.seeds == stats.seeds
+    with pytest.raises(ValueError, match="no-such-scorer"):
+        pipe("a red apple", num_candidates=3, scorer="no-such-scorer")
 
 
 def test_a_scorer_needs_words(pipe: Any) -> None:

@@ -83,7 +83,7 @@ def test_pictures_are_not_encoded_by_weights_that_hold_nan(spoilt, part):
 def test_pictures_with_nan_are_refused(classes):
     pixels = torch.rand(1, 3, 8, 8)
     pixels[0, 1, 2, 3] = math.nan
-    with pytest.raises(ValueError, match="images must hold finite values"):
+    with pytest.raises(ValueError, match="images must hold numbers from 0 to 1"):
         classes.encode_image(pixels)
 
 

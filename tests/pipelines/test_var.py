@@ -375,7 +375,7 @@ def test_pictures_and_masks_as_tensors(classes: VARPipeline) -> None:
         ({"image": a_picture(), "strength": True}, ValueError, "strength must be from 0"),
         ({"image": a_picture(size=9)}, ValueError, "image must be 8x8 pixels, the size that this model draws, got 9x9"),
         ({"image": torch.zeros(1, 3, 8, 6)}, ValueError, "got 6x8"),
-        ({"image": "picture.png"}, TypeError, "images must be PIL images"),
+        ({"image": "picture.png"}, TypeError, "image must be PIL images"),
         ({"image": a_picture(), "mask": half(16)}, ValueError, "mask must be 8x8 pixels, as the image is, got 16x16"),
         ({"image": a_picture(), "mask": torch.zeros(4, 8)}, ValueError, "mask must be 8x8 pixels, as the image is, got 8x4"),
         ({"image": a_picture(), "mask": torch.full((8, 8), 2.0)}, ValueError, "mask must be .* got other numbers"),
