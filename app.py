@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vargen.assets import packaged_models
 from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
-from vargen.device import fix_threads, pick_device, wait_passively
+from vargen.device import fix_threads, pick_device
 
 VIDEO = "emoji-video"  # has a tab beside the packaged models of pictures
 
@@ -32,7 +32,6 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="drawings at the same time (default: 1)")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: as many as pay, measured)")
     options = parser.parse_args()
-    wait_passively()
     if not 1 <= options.concurrency <= 16:
         parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
     try:

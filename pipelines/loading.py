@@ -97,6 +97,7 @@ def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         raise ValueError(f"{index_file} describes a {kind!r}, this class opens {pipeline!r}")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
+    check_options(hub_options, FAMILIES[kind].classes())
     check_no_code_keys(index, index_file)
     check_classes(index, index_file)
     return folder, index

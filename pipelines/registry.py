@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Decoded
+from vargen.device import pick_device
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.description import Decoder, Description
 from vargen.pipelines.families import FAMILIES
-from vargen.pipelines.loading import checked_folder, indexed_folder
+from vargen.pipelines.loading import checked_folder, default_dtype, indexed_folder
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -31,18 +32,24 @@ def family_of(name: Any) -> str:
     return pipeline_class(indexed_folder(name, None, {})[1]["_class_name"]).family
 
 
-def open_pipeline(name: Any, **options: Any) -> VisualPipeline:
+def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
     """Open a packaged model by name, a folder, or a model of the hub, of any family.
 
     Args:
         name: `"emoji"`, say; a folder with a `model_index.json`; or `"owner/name"`.
+        device: where it runs, such as `"cuda"`; `"auto"` takes a GPU where there is one. Its fastest dtype is the default then.
+            None leaves the pipeline on the CPU.
         **options: of `VisualPipeline.from_pretrained`, such as `torch_dtype`.
 
     Raises:
-        ValueError: see `VisualPipeline.from_pretrained`.
+        ValueError, TypeError: see `VisualPipeline.from_pretrained`; for no device, or one that torch does not see.
     """
+    place = None if device is None else pick_device(device)
     folder, index = indexed_folder(name, None, options)
-    return pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # which checks the rest of the folder
+    if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
+        options["torch_dtype"] = default_dtype(folder, place)
+    pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # which checks the rest of the folder
+    return pipe if place is None else pipe.to(place)
 
 
 def describe(name: Any) -> Description:

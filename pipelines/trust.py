@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,31 @@ _CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
 _KERNEL_KEYS = ("implementation", "implementation_internal")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of `from_pretrained` that ask for code from elsewhere."""
+# What diffusers' `from_pretrained` takes beside components: any other name it ignores.
+_OPTIONS = frozenset(
+    "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
+    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax dduf_file "
+    "provider sess_options provider_options".split()
+)
+_VALUES = ("id2label", "defaults", "prompt_styles", "prompt_names")  # that pipelines keep beside their components
+
+
+def check_options(options: Mapping[str, Any], components: Collection[str] = CLASSES) -> None:
+    """Raise ValueError for options of `from_pretrained` that ask for code from elsewhere, TypeError for unknown ones.
+
+    Args:
+        components: of the pipeline; those of all families where it is not known yet.
+    """
+    for name in options:
+        if name not in _OPTIONS and name not in _VALUES and name not in components:
+            near = get_close_matches(name, [*_OPTIONS, *_VALUES, *components], n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            hint = "call .to(device) on the pipeline, or use open_pipeline(name, device=...); " if name == "device" else hint
+            raise TypeError(
+                f"{name} is no argument for opening a pipeline: {hint}it takes options of DiffusionPipeline.from_pretrained "
+                f"and the components {', '.join(components)}"
+            )
     for name in ("trust_remote_code", "custom_pipeline"):
         if options.get(name):
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")

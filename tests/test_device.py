@@ -80,9 +80,9 @@ def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
     assert device.chosen_threads() is None
 
 
-def test_programs_let_waiting_threads_sleep_unless_told_otherwise() -> None:
+def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
     code = (
-        "import os, vargen.device; vargen.device.wait_passively();"
+        "import os, vargen;"
         "print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
     )
 
@@ -95,3 +95,10 @@ def test_programs_let_waiting_threads_sleep_unless_told_otherwise() -> None:
     assert policy() == "passive None"
     assert policy(OMP_WAIT_POLICY="active") == "active None"
     assert policy(GOMP_SPINCOUNT="100") == "None 100"
+
+
+@pytest.mark.parametrize("wrong", ["gpu", "cuda:999", 3.5, "", torch.float32])
+def test_what_is_no_device_is_named(wrong: object) -> None:
+    with pytest.raises(ValueError, match=r"^device must be"):
+        device.pick_device(wrong)
+    assert device.pick_device(torch.device("cpu")) == device.pick_device("cpu") == torch.device("cpu")

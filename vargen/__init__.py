@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from vargen.pipelines.registry import open_pipeline
     from vargen.pipelines.var import VARPipeline
 
+from vargen.device import wait_passively
+
+wait_passively()  # before torch is imported, which reads once how its threads wait
+
 __version__ = "0.1.0"
 
 __all__ = [

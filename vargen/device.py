@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vargen.values import shown
+
 if TYPE_CHECKING:
     import torch
 
@@ -21,7 +23,7 @@ CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people 
 
 
 def wait_passively() -> None:
-    """Let OpenMP threads sleep while they wait for work. Programs call this before torch is imported, which reads it once.
+    """Let OpenMP threads sleep while they wait for work. `import vargen` calls this; once torch is imported it has no effect.
 
     By default they spin, and beside other programs that is ruinous: two threads on two busy cores took 33 to 97 ms for a pass
     of one token that takes 12 ms with one, and 14 to 26 ms with two that sleep. A user's own setting stays.
@@ -128,19 +130,25 @@ def threads(count: int) -> Iterator[None]:
             torch.set_num_threads(_state.before if outer is None else outer)
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str | torch.device) -> torch.device:
     """The device to run on; `"auto"` takes a GPU where there is one.
 
     Raises:
-        ValueError: for `"cuda"` where torch sees none.
+        ValueError: for what is no device, or a GPU that torch does not see.
     """
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device cuda was asked for, but torch sees no GPU; give --device cpu or auto")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
+    gpus = torch.cuda.device_count()
+    if isinstance(name, str) and name == "auto":
+        name = "cuda" if gpus else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {shown(name)}") from None
+    if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large ones to below 0
+        seen = f"sees {gpus} GPUs" if gpus else "sees no GPU"
+        raise ValueError(f"device must be cpu, auto or a GPU that is there: torch {seen}, got {str(device)!r}")
+    return device
 
 
 def check_compile(compile: bool, device: str | torch.device) -> None:

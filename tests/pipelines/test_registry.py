@@ -94,6 +94,32 @@ def test_styles_must_be_words(styles: object) -> None:
         LlamaGenPipeline(**class_pipeline().components, prompt_styles=styles)
 
 
+def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for place in ("cpu", torch.device("cpu"), "auto" if not torch.cuda.is_available() else "cpu"):
+        pipe = open_pipeline(folder, device=place)
+        assert pipe.device.type == "cpu" and pipe.transformer.dtype == torch.float32
+    pipe = open_pipeline(folder, device="meta")
+    assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16, "that device's fastest"
+    assert open_pipeline(folder, device="meta", torch_dtype=torch.float64).transformer.dtype == torch.float64
+    monkeypatch.setattr("vargen.pipelines.registry.indexed_folder", None)  # nothing is looked at before
+    for wrong in ("gpu", "cuda:999", 3.5):
+        with pytest.raises(ValueError, match=r"^device must be"):
+            open_pipeline(folder, device=wrong)
+
+
+@pytest.mark.parametrize("name", ["num_images", "tranformer", "eagle_drafter"])
+def test_an_unknown_argument_of_opening_is_named(folder: Path, name: str) -> None:
+    for name_of_model in (folder, "emoji", "nobody/nothing"):
+        with pytest.raises(TypeError, match=f"^{name} is no argument"):
+            open_pipeline(name_of_model, **{name: 1})
+    with pytest.raises(TypeError, match=f"^{name} is no argument"):
+        LlamaGenPipeline.from_pretrained(folder, **{name: 1})
+    with pytest.raises(TypeError, match=r"^eagle is no argument"):  # of this family
+        open_pipeline("emoji-var", eagle=None)
+    with pytest.raises(TypeError, match=r"^device is no argument.*open_pipeline\(name, device="):
+        LlamaGenPipeline.from_pretrained(folder, device="cpu")
+
+
 def test_networks_to_measure() -> None:
     assert "llamagen-b" in random_networks()
     with pytest.raises(ValueError, match="unknown model 'nothing'"):

@@ -28,7 +28,6 @@ from vargen.cli import (
 )
 from vargen.cli.console import Commands, configure_logging, say
 from vargen.cli.outputs import not_written
-from vargen.device import wait_passively
 
 app = typer.Typer(
     name="vargen",
@@ -75,7 +74,6 @@ app.add_typer(convert.app, name="convert")
 
 def main() -> None:
     """Run the command line of this process."""
-    wait_passively()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
