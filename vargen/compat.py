@@ -149,6 +149,17 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
         return tokenizer(texts, **options)
 
 
+def drop_empty_notices() -> None:
+    """Drop what diffusers 0.39 logs when a network is cast of which no module has to stay in float32: a list of none."""
+    logger = logging.getLogger("diffusers.models.modeling_utils")
+    if _names_modules not in logger.filters:
+        logger.addFilter(_names_modules)
+
+
+def _names_modules(record: logging.LogRecord) -> bool:
+    return "kept in float32: []" not in record.getMessage()
+
+
 def outside_autocast(function: _F) -> _F:
     """A decorator: run in the dtypes of the weights, whatever `torch.autocast` surrounds the call.
 

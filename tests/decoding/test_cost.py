@@ -64,6 +64,23 @@ def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monk
     assert set(timed) == {1, 2}
 
 
+def test_slow_passes_are_measured_once_but_for_a_report(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, model, condition = drawing
+    timed, forward = passes(monkeypatch), model.forward
+    fed: list[int] = []
+
+    def counting(tokens: Any, *given: Any) -> Any:
+        fed.append(tokens.shape[1])
+        return forward(tokens, *given)
+
+    monkeypatch.setattr(model, "forward", counting)
+    monkeypatch.setattr(cost, "_ENOUGH", -1.0)  # every pass takes longer
+    cost.pass_costs(model, condition, 1, (1, 2))
+    assert timed == [1, 2] == fed
+    cost.pass_costs(model, condition, 1, (1, 2), anew=True)
+    assert len(timed) > 4 and len(fed) > len(timed)
+
+
 @pytest.mark.parametrize("change", ["dtype", "guidance", "batch", "threads", "size"])
 def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     pipe, model, condition = drawing

@@ -7,6 +7,7 @@ blocks alone, and the decoder's state is an immutable value, so going on from th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,11 +20,13 @@ from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.block_score import Score, Scored, View, scored
 from vargen.decoding.block_stats import BlockRow, BlockStats
 from vargen.decoding.commits import Lazy
+from vargen.decoding.cost import block_threads
 from vargen.decoding.follower import Follower, block_noise
 from vargen.decoding.placements import Unscored
 from vargen.decoding.router import Router, check_threshold
 from vargen.decoding.routing import Routing
 from vargen.decoding.run import Clock
+from vargen.device import threads
 from vargen.modes import ordinary_tensors
 
 
@@ -54,6 +57,10 @@ class Block:
     latents: Tensor
     frames: Tensor
     row: BlockRow
+
+    def __repr__(self) -> str:
+        latents, frames = list(self.latents.shape), list(self.frames.shape)
+        return f"Block(number={self.number}, maker={self.row.maker!r}, latents={latents}, frames={frames})"
 
 
 class _Stopped(Exception):
@@ -92,6 +99,7 @@ class BlockStream(Iterator[Block]):
         self._condition, self._given = condition, given
         self._number = self._run = self._rejected = self._off = 0
         self._cancelled = False
+        self._threads: int | None = None  # of the CPU, by measurement
         self.target: Follower | None = None
         self.drafter: Follower | None = None
 
@@ -152,6 +160,13 @@ class BlockStream(Iterator[Block]):
 
     @outside_autocast
     def _next(self) -> Block:
+        if self.target is None:
+            self._threads = block_threads(self.model, self._condition)
+        with nullcontext() if self._threads is None else threads(self._threads):
+            self.stats.threads = torch.get_num_threads()
+            return self._block()
+
+    def _block(self) -> Block:
         started, before = self._clock.now(), dict(self._clock.parts)
         passes, fed = self._passes(), self._fed()
         if self.target is None:

@@ -11,13 +11,14 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.draft import Tree
 from vargen.decoding.protocols import TokenModel
 from vargen.device import chosen_threads, cores, cpu_model, threads
@@ -29,12 +30,16 @@ logger = logging.getLogger("vargen")
 BESIDE = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
 _WIDEST = 16  # tokens a pass by which a half-drawn image is made, and at which threads are judged for methods that draft
 WORTH = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
+# Seconds that filling a state takes at most, but for a report; rounds of measuring begin within three times as long. Of passes
+# in a dtype that the CPU emulates one round tells enough: the packaged model's first image in bfloat16 took 16 seconds more
+# than the next.
+_ENOUGH = 0.5
 _MONTH = 30 * 86400.0  # seconds
 
 Place = tuple[Any, ...]
 T = TypeVar("T")
 _measured: dict[Place, dict[int, float]] = {}
-_nameless: WeakKeyDictionary[TokenModel, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
+_nameless: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
 
 
 def pass_costs(
@@ -49,8 +54,12 @@ def pass_costs(
     missing = [width for width in widths if anew or width not in known]
     if missing:
         with quick_passes(torch.device(model.device)):
-            state = _half_full(model, condition, images, max(missing))
+            allowed = float("inf") if anew else _ENOUGH
+            state = _half_full(model, condition, images, max(missing), allowed)
+            begun = time.perf_counter()
             for round_ in range(repeats + 1):  # the first is a warm-up
+                if round_ and time.perf_counter() - begun > 3 * allowed:
+                    break
                 for width in missing:
                     seconds = _time(model, state, images, width)
                     known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
@@ -72,29 +81,55 @@ def suitable_threads(model: TokenModel, condition: Any, images: int, width: int)
 
     A number that a person chose stays. So does torch's for models that do not say by `cost_key` what their costs depend on.
     """
-    if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
-        yield torch.get_num_threads()
-        return
+    width = min(width, _WIDEST)
+
+    def passes() -> Callable[[], float]:
+        state = _half_full(model, condition, images, width, _ENOUGH)
+        return lambda: _time(model, state, images, width)
+
     with quick_passes(torch.device(model.device)):
-        count = best_threads(model, condition, images, min(width, _WIDEST))
-    with threads(count):
-        yield count
+        count = best_threads(model, images, width, passes)
+    with nullcontext() if count is None else threads(count):
+        yield torch.get_num_threads()
 
 
-def best_threads(model: TokenModel, condition: Any, images: int, width: int) -> int:
-    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `WORTH` times as fast as half of it."""
-    best, least, count, state = 1, float("inf"), 1, None
+def block_threads(model: BlockModel, condition: Any) -> int | None:
+    """Likewise of passes over the first block of a video; None for torch's own."""
+    frames = model.block_shape[0]
+
+    def passes() -> Callable[[], float]:
+        state, noisy = model.start(condition, frames), torch.zeros(1, *model.block_shape, device=model.device)
+        return lambda: timed(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
+
+    with torch.no_grad():
+        return best_threads(model, 1, frames, passes)
+
+
+def best_threads(
+    model: TokenModel | BlockModel, images: int, width: int, passes: Callable[[], Callable[[], float]]
+) -> int | None:
+    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `WORTH` times as fast as half of it.
+
+    Args:
+        passes: makes what times a pass, in seconds.
+
+    Returns:
+        None where a person chose a number, off the CPU, and for models without a cost key.
+    """
+    if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
+        return None
+    best, least, count, timed_pass = 1, float("inf"), 1, None
     while count <= cores():
         with threads(count):
             known = _known(model, images)
             if width not in known:
-                if state is None:
+                if timed_pass is None:
                     with threads(1):
-                        state = _half_full(model, condition, images, width)
-                seconds = _time(model, state, images, width)
+                        timed_pass = passes()
+                seconds = timed_pass()
                 # Beside other programs, threads that wait for each other take many times as long: one try tells.
-                tries = 3 if seconds < 3 * least else 0
-                known[width] = min([seconds, *(_time(model, state, images, width) for _ in range(tries))])
+                tries = 3 if seconds < min(3 * least, _ENOUGH / 4) else 0
+                known[width] = min([seconds, *(timed_pass() for _ in range(tries))])
                 _store(model, images, known)
         if not pays(known[width], least):
             break
@@ -127,15 +162,19 @@ def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
     return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
-def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int) -> Any:
-    """A state that holds half of the grid: what a pass attends to is part of its cost."""
+def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
+    """A state that holds half of the grid: what a pass attends to is part of its cost. Of slow passes, for which that part is
+    small, it holds what was fed in the seconds `allowed`."""
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _WIDEST), half))
     state, _ = model.prefill(condition, max(fed, max_fed))
     tree = Tree.of_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
     path = torch.arange(fed, device=model.device).expand(images, fed)
+    begun = time.perf_counter()
     for _ in range(half // fed):
+        if time.perf_counter() - begun > allowed:
+            break
         model.forward(tokens, state, tree)
         model.commit(state, path, torch.full((images,), fed, device=model.device), tree)
     return state
@@ -149,7 +188,7 @@ def _wait(device: torch.device) -> None:
 # -- what is remembered -----------------------------------------------------------------------------------------------
 
 
-def _known(model: TokenModel, images: int) -> dict[int, float]:
+def _known(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
     """Seconds by width under the threads in force: as measured in this process, or else in another one on this machine."""
     place = (model.cost_key, images, str(model.device), torch.get_num_threads())
     mine = _nameless.setdefault(model, {}) if model.cost_key is None else _measured
@@ -162,7 +201,7 @@ def _file() -> Path:
     return cache_folder() / "pass-costs.json"
 
 
-def _name(model: TokenModel, images: int) -> str | None:
+def _name(model: TokenModel | BlockModel, images: int) -> str | None:
     """What a measurement is filed under; None for models whose costs are not kept."""
     key = model.cost_key
     return None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {machine(model.device)}"
@@ -187,7 +226,7 @@ def _read() -> dict[str, Any]:
     }
 
 
-def _stored(model: TokenModel, images: int) -> dict[int, float]:
+def _stored(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
     name = _name(model, images)
     try:
         seconds = _read()[name]["seconds"] if name else {}
@@ -196,7 +235,7 @@ def _stored(model: TokenModel, images: int) -> dict[int, float]:
         return {}
 
 
-def _store(model: TokenModel, images: int, seconds: dict[int, float]) -> None:
+def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
     """Keep what was measured; of two processes that write at once one is lost, and measures again another day."""
     name = _name(model, images)
     if name is None:

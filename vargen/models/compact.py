@@ -16,10 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision
+from vargen.compat import drop_empty_notices, ensure_torchvision
 from vargen.files import whole_files
 
 ensure_torchvision()
+drop_empty_notices()
 
 # DiffusionPipeline looks for the name `ModelMixin` in the module of a component's class to learn how to load it.
 from diffusers.models.modeling_utils import ModelMixin
