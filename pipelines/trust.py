@@ -27,8 +27,8 @@ _KERNEL_KEYS = ("implementation", "implementation_internal")
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
     "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
-    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax dduf_file "
-    "provider sess_options provider_options".split()
+    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax "
+    "dduf_file provider sess_options provider_options".split()
 )
 _VALUES = ("id2label", "defaults", "prompt_styles", "prompt_names")  # that pipelines keep beside their components
 

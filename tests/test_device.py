@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -98,7 +99,7 @@ def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise(
 
 
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:999", 3.5, "", torch.float32])
-def test_what_is_no_device_is_named(wrong: object) -> None:
+def test_what_is_no_device_is_named(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^device must be"):
         device.pick_device(wrong)
     assert device.pick_device(torch.device("cpu")) == device.pick_device("cpu") == torch.device("cpu")
