@@ -32,9 +32,10 @@ _ALLOWED: dict[str, set[str]] = {
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
+    "picture_files": set(),
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "picture_files", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 
