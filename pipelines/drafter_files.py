@@ -8,7 +8,8 @@ from typing import Any
 
 import vargen.assets
 from vargen.files import expanded
-from vargen.pipelines.component_files import check_component, read_object
+from vargen.models.described import read_object
+from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import Family
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_no_code

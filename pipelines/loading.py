@@ -14,10 +14,11 @@ from huggingface_hub import snapshot_download
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import fast_dtype
 from vargen.files import expanded
+from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import read_header
 from vargen.pipelines.borrowed import lenders
-from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
+from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
 from vargen.pipelines.families import FAMILIES, Family
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options

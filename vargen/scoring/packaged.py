@@ -22,6 +22,7 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expanded
+from vargen.models.described import check_described, read_object
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
@@ -115,6 +116,7 @@ def open_tower(folder: Path) -> ImageTextModel:
     Raises:
         ValueError: where it cannot be opened.
     """
+    check_described(ImageTextModel, read_object(folder / "config.json"), folder)
     try:
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
