@@ -18,6 +18,7 @@ from vargen.models.weights import stored_weights
 from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.registry import describe
+from vargen.pipelines.video_parts import check_defaults
 from vargen.scoring.packaged import open_tower
 
 ROOT = Path(vargen.assets.__file__).parent
@@ -115,3 +116,10 @@ def test_a_scorer_is_checked_likewise(field: str, value: Any, tmp_path: Path) ->
     (folder / "config.json").write_text(json.dumps({**held, field: value}))
     with pytest.raises(ValueError, match=rf"config\.json.*{field} must be"):
         open_tower(folder)
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "window", "sinks", "caption_rows", "scored_frames"])
+@pytest.mark.parametrize("value", [-1, "x", math.nan, 10**12])
+def test_defaults_of_video_have_bounds(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"defaults: {name} must be"):
+        check_defaults({name: value})

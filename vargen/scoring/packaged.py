@@ -116,13 +116,13 @@ def open_tower(folder: Path) -> ImageTextModel:
     Raises:
         ValueError: where it cannot be opened.
     """
-    check_described(ImageTextModel, read_object(folder / "config.json"), folder)
     try:
+        check_described(ImageTextModel, read_object(folder / "config.json"), folder)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
         raise
     except Exception as error:  # of diffusers, safetensors or torch
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
         raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); make it anew") from error
 
 
