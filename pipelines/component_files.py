@@ -94,6 +94,9 @@ def check_tokenizer(folder: Path, kind: str) -> None:
     if not any((folder / name).is_file() for name in needed):
         others = "".join(f", and so is {name}" for name in needed[1:])
         raise ValueError(f"{folder / needed[0]} is missing{others}; {_AGAIN}")
+    for file in (folder / name for name in needed):
+        if file.is_file() and not file.read_bytes().strip():
+            raise ValueError(f"{file} is empty and must hold a vocabulary; {_AGAIN}")
     for file in sorted(folder.glob("*.json")):
         if file.name != "tokenizer.json":
             check_no_code_keys(read_object(file), file)
