@@ -99,7 +99,7 @@ def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
     check_no_code_keys(index, index_file)
-    check_classes(index, index_file)
+    check_classes(index, index_file, hub_options)
     return folder, index
 
 
