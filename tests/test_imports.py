@@ -28,6 +28,7 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
+    "disk": set(),
     "files": set(),
     "model_files": set(),
     "modes": set(),
@@ -35,7 +36,9 @@ _ALLOWED: dict[str, set[str]] = {
     "picture_files": set(),
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "picture_files", "values", "assets"}
+_COMMON = {
+    "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "values",
+}  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 
