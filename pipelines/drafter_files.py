@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -
     """
     packaged = packaged_drafters(family)
     folder = packaged.get(str(name)) or expanded(name, "drafter")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         known, given = ", ".join(packaged) or "none is packaged", shown(str(name))
         raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
     kind = read_object(folder / "config.json").get("_class_name")

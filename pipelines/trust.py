@@ -41,7 +41,8 @@ def check_classes(index: Mapping[str, Any], index_file: Path, given: Container[s
     classes = family.classes()
     for component in family.required:
         if component not in index or (index[component] in (None, _ABSENT) and component not in given):
-            raise ValueError(f"{index_file} names no {component!r}; the folder is incomplete, download or convert it again")
+            again = f"download or convert the folder again, or give {component} as you open it"
+            raise ValueError(f"{index_file} names no {component!r}; {again}")
     for component, value in index.items():
         if component in classes:
             allowed = classes[component]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def scorer_folder(source: str | Path) -> Path:
         path = Path(vargen.assets.__file__).parent / str(source)
     else:
         path = expanded(source, "scorer")
-        if not path.is_dir():
+        if not os.path.isdir(path):
             near = difflib.get_close_matches(str(source), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(names) or "none is packaged"
