@@ -2,49 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
-
 from vargen.files import expanded
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.compact import CompactModel
-from vargen.models.eagle import EagleDrafter
-from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.medusa import MedusaDrafter
-from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.upsampler import TokenUpsampler
-from vargen.models.var import VARTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.vq import VQModel
-from vargen.models.weights import Header, check_dtypes, check_layers, check_weights, read_header, stored_weights
+from vargen.models.described import check_described, read_object
+from vargen.models.weights import check_dtypes, check_layers, read_header
 from vargen.pipelines.trust import check_no_code, check_no_code_keys
 
 _AGAIN = "the folder is incomplete, download or convert it again"
-# What stands before a layer's number in the weight files, by what the configuration calls how many there are.
-_LAYERS: dict[type, dict[str, str]] = {
-    LlamaGenTransformer: {"n_layer": "layers."},
-    VQModel: {
-        "num_res_blocks": "encoder.conv_blocks.0.res.",
-        "encoder_ch_mult": "encoder.conv_blocks.",
-        "decoder_ch_mult": "decoder.conv_blocks.",
-    },
-    MultiScaleVQModel: {},  # whose names follow from its architecture
-    VARTransformer: {"depth": "blocks."},
-    MiniLMTextEncoder: {"num_hidden_layers": "bert.encoder.layer."},
-    EagleDrafter: {},  # of one layer
-    MedusaDrafter: {"heads": "ahead."},
-    CausalVideoTransformer: {"num_layers": "blocks."},
-    CausalVideoVAE: {},  # as MultiScaleVQModel
-    PreviewDecoder: {},  # of one shape
-    TokenUpsampler: {"blocks": "low."},
-}
 # Any one of these holds a tokenizer's vocabulary.
 _VOCABULARIES = {
     "BertTokenizer": ("tokenizer.json", "vocab.txt"),
@@ -67,23 +34,6 @@ def saved_network(folder: Any, part: str, name: str) -> Path:
     raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved network, got {str(given)!r}")
 
 
-def read_object(file: Path) -> dict[str, Any]:
-    """The object of a JSON file.
-
-    Raises:
-        ValueError: naming the file, if it is missing, not JSON, or something else than an object.
-    """
-    if not file.is_file():
-        raise ValueError(f"{file} is missing; {_AGAIN}")
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or nested without end
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file} must hold a JSON object, and holds a {type(content).__name__}")
-    return content
-
-
 def check_component(folder: Path, kind: type, variant: str | None = None) -> Mapping[str, Any]:
     """Compare a component's weight file with the network that its config describes, by header only.
 
@@ -99,24 +49,7 @@ def check_component(folder: Path, kind: type, variant: str | None = None) -> Map
     file = folder / "config.json"
     config = read_object(file)
     check_no_code_keys(config, file)
-    if config.get("quantization_config"):
-        raise ValueError(f"{file} has a quantization_config, which would hand the weights to another library to read")
-    found = stored_weights(folder, "diffusion_pytorch_model", variant)
-    check_layers(found, config, _LAYERS[kind], file)
-    try:
-        with torch.device("meta"):
-            network: Any = kind.from_config(config)  # type: ignore[attr-defined]
-    except Exception as error:
-        raise ValueError(f"{file} does not describe a {kind.__name__}: {error}") from error
-    _check_network(network, found, str(folder))
-    return network.config
-
-
-def _check_network(network: nn.Module, found: Header, where: str) -> None:
-    if isinstance(network, CompactModel) and network.config.weight_format is not None:
-        check_weights(found, network.stored_shapes(), where, network.stored_dtypes())
-    else:
-        check_weights(found, {key: tuple(value.shape) for key, value in network.state_dict().items()}, where)
+    return check_described(kind, config, folder, variant)
 
 
 def check_t5(folder: Path) -> Mapping[str, Any]:
@@ -140,7 +73,7 @@ def check_t5(folder: Path) -> Mapping[str, Any]:
     if not weights:
         raise ValueError(f"{folder / 'model.safetensors'} is missing; {_AGAIN}")
     found = {name: stored for weight in weights for name, stored in read_header(weight).items()}
-    check_layers(found, config, {"num_layers": "encoder.block."}, file)
+    check_layers(found, config, {"num_layers": ("encoder.block.",)}, file)
     if not config.get("quantization_config"):  # which has its own reader, and types of its own
         check_dtypes(found, str(folder))
     return config
@@ -161,6 +94,9 @@ def check_tokenizer(folder: Path, kind: str) -> None:
     if not any((folder / name).is_file() for name in needed):
         others = "".join(f", and so is {name}" for name in needed[1:])
         raise ValueError(f"{folder / needed[0]} is missing{others}; {_AGAIN}")
+    for file in (folder / name for name in needed):
+        if file.is_file() and not file.read_bytes().strip():
+            raise ValueError(f"{file} is empty and must hold a vocabulary; {_AGAIN}")
     for file in sorted(folder.glob("*.json")):
         if file.name != "tokenizer.json":
             check_no_code_keys(read_object(file), file)

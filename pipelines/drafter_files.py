@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import vargen.assets
 from vargen.files import expanded
-from vargen.pipelines.component_files import check_component, read_object
+from vargen.models.described import read_object
+from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import Family
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_no_code
@@ -34,7 +36,7 @@ def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -
     """
     packaged = packaged_drafters(family)
     folder = packaged.get(str(name)) or expanded(name, "drafter")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         known, given = ", ".join(packaged) or "none is packaged", shown(str(name))
         raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
     kind = read_object(folder / "config.json").get("_class_name")

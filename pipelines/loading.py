@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,19 @@ from huggingface_hub import snapshot_download
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import fast_dtype
 from vargen.files import expanded
+from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import read_header
 from vargen.pipelines.borrowed import lenders
-from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer, read_object
+from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
 from vargen.pipelines.families import FAMILIES, Family
+from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options
+from vargen.values import shown
 
 _SMALL = 50_000_000  # parameters
+_LONGEST_ID = 96  # characters of a model's name on the hub
 _WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # of a hub model: nothing that could run
 
 
@@ -73,7 +78,8 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
     """
     folder, index = indexed_folder(name, pipeline, hub_options)
     check_no_code(folder)
-    _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
+    with loading_memory(folder):  # headers are read from files that are mapped whole
+        _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
     return folder
 
 
@@ -99,7 +105,7 @@ def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
     check_options(hub_options, FAMILIES[kind].classes())
     check_no_code_keys(index, index_file)
-    check_classes(index, index_file)
+    check_classes(index, index_file, hub_options)
     return folder, index
 
 
@@ -131,14 +137,14 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     if text in packaged_models():
         return packaged_model_path(text)
     path = expanded(name, "model")
-    if path.is_dir():
+    if os.path.isdir(path):  # of a Path it would be an error for a name too long for any file
         return path
-    hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~"))
+    hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~")) and len(text) <= _LONGEST_ID
     if not hub_like:
         near = difflib.get_close_matches(text, packaged_models(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown model {text!r}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
+            f"unknown model {shown(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
             "a folder with a model_index.json, or a hub id 'owner/name'"
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")

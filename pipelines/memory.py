@@ -1,15 +1,46 @@
-"""Drawing in two halves what does not fit at once."""
+"""Memory that does not suffice: to draw all at once, which is then done in two halves, or to load a model."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
 from vargen.decoding import Decoded, DecodeStats
 
 logger = logging.getLogger("vargen")
+_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # of torch, safetensors
+
+
+@contextmanager
+def loading_memory(folder: Path) -> Iterator[None]:
+    """Let memory that runs out in the block, which loads a folder's weights, be an error that says how large they are.
+
+    Raises:
+        MemoryError: naming the folder and the bytes of its weight files.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not _ran_out(error):
+            raise
+        size = sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+        raise MemoryError(
+            f"memory does not suffice to load {folder}, whose weight files are {size:,} bytes; "
+            "close other programs, or use a smaller model or dtype"
+        ) from error
+
+
+def _ran_out(error: BaseException | None) -> bool:
+    """Whether memory did, or what led to the error: diffusers says of any error that the file cannot be read."""
+    while error is not None:
+        if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _ALLOCATORS):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def within_memory(run: Callable[[slice], Decoded], images: int) -> Decoded:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from vargen.picture_files import on_white
 from vargen.values import shown
 
 logger = logging.getLogger("vargen")
@@ -49,7 +50,7 @@ def pixels_of(images: Any, processor: Any, side: int, name: str = "images") -> T
         images = list(images) if isinstance(images, list | tuple) else [images]
         if not images or not all(isinstance(image, Image.Image) for image in images):
             raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {shown(images)}")
-        images = [image.convert("RGB") for image in images]
+        images = [on_white(image) for image in images]
     elif images.ndim not in (3, 4) or 0 in images.shape:
         raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")
     else:

@@ -24,6 +24,7 @@ from vargen.pipelines.examples import FILE as EXAMPLES_FILE
 from vargen.pipelines.examples import check_examples, read_examples, write_examples
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.loading import checked_folder, component_dtypes
+from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames
@@ -96,17 +97,20 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
                 `model_index.json`, one that holds or asks for foreign code, or parts that are missing, damaged or do not
                 belong together; before any weight is loaded. For `trust_remote_code` or `custom_pipeline`.
             TypeError: for an argument of another name.
+            MemoryError: naming the bytes of the weights, if memory does not hold them.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
         folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
-        kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
+        with loading_memory(folder):
+            kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
             kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
-        examples = read_examples(folder)
-        kwargs |= load_borrowed(folder, kwargs)
-        pipe = super().from_pretrained(str(folder), **kwargs)
+        with loading_memory(folder):
+            examples = read_examples(folder)
+            kwargs |= load_borrowed(folder, kwargs)
+            pipe = super().from_pretrained(str(folder), **kwargs)
         if examples is not None and pipe.transformer is not None:
             network: Any = pipe
             check_examples(examples, network.vocab, network.tokens)

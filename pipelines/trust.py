@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ for _family in FAMILIES.values():
         CLASSES[_component] = list(dict.fromkeys([*CLASSES.get(_component, []), *_classes]))
 
 _CODE = (".py", ".pyc", ".pyd", ".so")
+_ABSENT = [None, None]  # how diffusers writes that a part is not there
+_MOST_FILES = 10_000  # of a component
 # Keys by which a configuration has its reader run or fetch code: transformers' and diffusers' remote classes, and kernels
 # of the hub, which transformers names in place of an attention or expert implementation.
 _CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
@@ -53,20 +55,28 @@ def check_options(options: Mapping[str, Any], components: Collection[str] = CLAS
             raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
 
 
-def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
-    """Raise ValueError unless every component that an index names is of a class that it may be in its family."""
-    classes = FAMILIES[index["_class_name"]].classes()
-    for component in FAMILIES[index["_class_name"]].required:
-        if component not in index:
-            raise ValueError(f"{index_file} names no {component!r}; the folder is incomplete, download or convert it again")
+def check_classes(index: Mapping[str, Any], index_file: Path, given: Container[str] = ()) -> None:
+    """Raise ValueError unless every component that an index names is of a class that it may be in its family.
+
+    Args:
+        given: components that a caller brings.
+    """
+    family = FAMILIES[index["_class_name"]]
+    classes = family.classes()
+    for component in family.required:
+        if component not in index or (index[component] in (None, _ABSENT) and component not in given):
+            again = f"download or convert the folder again, or give {component} as you open it"
+            raise ValueError(f"{index_file} names no {component!r}; {again}")
     for component, value in index.items():
         if component in classes:
             allowed = classes[component]
-            if value in ([None, None], None) or (isinstance(value, list) and tuple(value) in allowed):
+            if value == _ABSENT or (isinstance(value, list) and tuple(value) in allowed):
                 continue
+            if value is None:
+                raise ValueError(f"{index_file} has {component!r}: null; where a part is not there it must be [null, null]")
             choice = ", ".join(f"{library}.{name}" for library, name in allowed)
             raise ValueError(f"{index_file} takes {component!r} from {_said(value)}; only {choice} may be named there")
-        named = isinstance(value, list) and value != [None, None]  # which is how diffusers writes that a part is not there
+        named = isinstance(value, list) and value != _ABSENT
         if named and component not in ("id2label", "defaults", "prompt_styles"):
             raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(classes)} are components")
 
@@ -74,18 +84,30 @@ def check_classes(index: Mapping[str, Any], index_file: Path) -> None:
 def check_no_code(folder: Path) -> None:
     """Raise ValueError if the folder, or a component's folder in it, holds a file that Python could import."""
     top = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
-    inside = [
-        Path(place) / name
-        for component in CLASSES
-        for place, _, names in os.walk(folder / component)
-        for name in sorted(names)
-    ]
+    inside = [file for component in CLASSES for file in _files(folder / component)]
     for file in top + inside:
         if file.suffix.lower() in _CODE:
             raise ValueError(
                 f"{file} is program code, and vargen runs none that comes with a model; if it is a file of your own, "
                 "keep it outside the model folder"
             )
+
+
+def _files(folder: Path) -> list[Path]:
+    """Every file below a folder, also in folders that are linked, each of which is looked into once.
+
+    Raises:
+        ValueError: if there are more than `_MOST_FILES`: a link may lead to a whole disk.
+    """
+    found: list[Path] = []
+    seen: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(place, name)) not in seen)
+        seen.update(os.path.realpath(os.path.join(place, name)) for name in folders)
+        found += [Path(place) / name for name in sorted(names)]
+        if len(found) + len(seen) > _MOST_FILES:
+            raise ValueError(f"{folder} holds more than {_MOST_FILES} files and folders, links followed; it is no component's")
+    return found
 
 
 def check_no_code_keys(config: Mapping[str, Any], file: Path) -> None:

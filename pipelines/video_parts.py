@@ -22,6 +22,13 @@ USUAL: dict[str, Any] = {
     "caption_rows": 64,
     "scored_frames": None,  # of a drafted block; None: all
 }
+_WHOLE = {  # least and most
+    "num_blocks": (1, 100_000),
+    "window": (1, 1_000_000),
+    "sinks": (0, 1_000_000),
+    "caption_rows": (1, 65_536),
+    "scored_frames": (1, 1024),
+}
 
 
 class _Config:
@@ -88,9 +95,9 @@ def check_defaults(defaults: Any) -> None:
     guidance = real(given.get("guidance", 1.0))
     if guidance is None or guidance < 0:
         raise ValueError(f"defaults: guidance must be a number of at least 0, got {shown(given['guidance'])}")
-    for name, least in (("num_blocks", 1), ("window", 1), ("sinks", 0), ("caption_rows", 1), ("scored_frames", 1)):
-        if name in given and whole(given[name], least) is None:
-            raise ValueError(f"defaults: {name} must be a whole number of at least {least}, got {shown(given[name])}")
+    for name, (least, most) in _WHOLE.items():
+        if name in given and whole(given[name], least, most) is None:
+            raise ValueError(f"defaults: {name} must be a whole number from {least} to {most}, got {shown(given[name])}")
     try:
         check_threshold(given.get("tau", 0.0))
     except TypeError as error:

@@ -1,5 +1,6 @@
 """An output folder appears whole or not at all, and what stood there is never lost."""
 
+import errno
 import json
 import os
 import signal
@@ -485,3 +486,27 @@ def test_files_take_their_places_together_or_not_at_all(tmp_path: Path) -> None:
             (folder / "mine").write_text("half")
             raise RuntimeError
     assert _tree(tmp_path) == {"out": None, "out/part": None, "out/part/weights": "new", "out/mine": "stays"}
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device", "/somewhere/.vargen-x.writing/new/a"), errno.ENOSPC),
+        (RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"), errno.ENOSPC),
+    ],
+)
+def test_a_full_disk_is_said_in_one_way(tmp_path: Path, error: Exception, number: int) -> None:
+    output = tmp_path / "deep" / "out"
+    with (
+        pytest.raises(OSError, match=r"out was not written: .*; nothing of it is kept") as caught,
+        whole_folder(output, [], False) as folder,
+    ):
+        (folder / "half").write_text("half")
+        raise error
+    assert caught.value.errno == number and ".vargen" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_root_is_never_written(tmp_path: Path) -> None:
+    with pytest.raises(FileExistsError, match=r"^/ "), whole_folder(Path(tmp_path.anchor), [], False):
+        pytest.fail("the root was about to be written")

@@ -28,13 +28,17 @@ _ALLOWED: dict[str, set[str]] = {
     "assets": set(),
     "compat": set(),
     "device": set(),
+    "disk": set(),
     "files": set(),
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
+    "picture_files": set(),
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "values", "assets"}
+_COMMON = {
+    "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "values",
+}  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

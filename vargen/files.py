@@ -19,6 +19,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vargen.disk import disk_errors
 from vargen.model_files import model_files, replaced_weights
 
 if sys.platform != "win32":
@@ -288,10 +289,10 @@ def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[
 
     Raises:
         FileExistsError: `output` is there and may not be replaced.
-        OSError: nothing can be written there. Both before the block runs.
+        OSError: nothing can be written there. Both before the block runs; or the disk is full.
     """
     target = expanded(output, "output").resolve()
-    beside = next(parent for parent in target.parents if parent.exists())
+    beside = next((parent for parent in target.parents if parent.exists()), target)  # the root has none
     for folder in (target, beside):
         _clear(folder)
     old = target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -304,6 +305,7 @@ def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[
     # In the target, or beside it, so that taking places is a rename. Missing parents are made at the end.
     there = target.is_dir()
     with contextlib.ExitStack() as stack:
+        stack.enter_context(disk_errors(output))
         try:
             space = stack.enter_context(_scratch(target if there else beside))
             folder = space / "new"

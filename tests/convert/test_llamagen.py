@@ -391,7 +391,7 @@ def test_a_hostile_file_is_refused_and_runs_nothing(files: tuple[Path, Path], tm
 def test_a_missing_file_is_named(files: tuple[Path, Path], tmp_path: Path) -> None:
     none = tmp_path / "none.pt"
     for arguments, options in (((none, files[1]), {}), ((files[0], none), {}), (files, {"id2label": none})):
-        with pytest.raises(FileNotFoundError, match=r"none\.pt does not exist"):
+        with pytest.raises(FileNotFoundError, match=r"none\.pt' does not exist"):
             convert_llamagen(*arguments, tmp_path / "out", grid_size=4, **options)
     assert not (tmp_path / "out").exists()
 

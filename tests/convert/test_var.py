@@ -100,7 +100,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left(files: tuple[Path, Path], tm
         ((_save(tmp_path / "b.pth", **{"pos_1LC": None}), vae), "b.pth is not a VAR transformer: it has no pos_1LC"),
         ((_save(tmp_path / "c.pth", **{"lvl_1L": torch.zeros(1, 30).long()}), vae), "lvl_1L does not describe 30 positions"),
         ((_save(tmp_path / "d.pth", **{"blocks.1.ffn.fc2.bias": None}), vae), "missing: 1 (blocks.1.ffn.fc2.bias)"),
-        ((tmp_path / "none.pth", vae), "none.pth does not exist"),
+        ((tmp_path / "none.pth", vae), "none.pth' does not exist"),
     ]
     for given, message in cases:
         with pytest.raises((ValueError, FileNotFoundError)) as error:

@@ -204,6 +204,7 @@ def test_class_names_that_name_no_class(copied, value, said):
     [
         (lambda folder: shutil.rmtree(folder), r"tokenizer.tokenizer\.json is missing, and so is vocab\.txt"),
         (lambda folder: [f.unlink() for f in folder.glob("*o*.*")], r"tokenizer\.json is missing, and so is vocab\.txt"),
+        (lambda folder: (folder / "vocab.txt").write_text("\n"), r"vocab\.txt is empty"),
         (lambda folder: (folder / "tokenizer.json").write_text('{"ver'), r"tokenizer\.json is not valid JSON"),
         (lambda folder: (folder / "tokenizer.json").write_bytes(b"\xff" * 9), r"tokenizer\.json is not valid JSON"),
         (lambda folder: (folder / "tokenizer.json").write_text("[" * 100_000), r"tokenizer\.json is not valid JSON"),
@@ -211,7 +212,7 @@ def test_class_names_that_name_no_class(copied, value, said):
         (lambda folder: (folder / "tokenizer_config.json").write_text("{"), r"tokenizer_config\.json is not valid JSON"),
         (lambda folder: (folder / "tokenizer_config.json").write_text("[1]"), r"tokenizer_config\.json must hold a JSON"),
     ],
-    ids=range(8),
+    ids=range(9),
 )
 def test_a_tokenizer_that_is_missing_or_damaged(copied, damage, said):
     folder = copied("text")

@@ -138,6 +138,29 @@ def test_code_is_refused_without_a_class_that_asks_for_it(folder: Path, place: s
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("component", ["transformer", "tokenizer"])
+def test_code_in_a_linked_folder_of_a_component_is_refused_too(folder: Path, tmp_path: Path, component: str) -> None:
+    elsewhere = tmp_path / "elsewhere" / "deep"
+    elsewhere.mkdir(parents=True)
+    (elsewhere / "x.py").write_text("")
+    (elsewhere / "back").symlink_to(elsewhere.parent)  # which must not be followed for ever
+    (folder / component / "linked").symlink_to(elsewhere.parent)
+    with pytest.raises(ValueError, match=rf"{component}.linked.deep.x\.py is program code"):
+        LlamaGenPipeline.from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_link_to_more_than_a_component_is_refused_soon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trust, "_MOST_FILES", 20)
+    (tmp_path / "disk").mkdir()
+    for i in range(30):
+        (tmp_path / "disk" / str(i)).touch()
+    (folder / "vqvae" / "disk").symlink_to(tmp_path / "disk")
+    with pytest.raises(ValueError, match="vqvae holds more than 20 files"):
+        LlamaGenPipeline.from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     ("file", "key", "value"),
     [
@@ -196,6 +219,29 @@ def test_the_networks_must_be_named(folder: Path, component: str) -> None:
     (folder / "model_index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match=f"model_index.json names no '{component}'"):
         LlamaGenPipeline.from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("component", ["transformer", "vqvae"])
+@pytest.mark.parametrize("value", [None, [None, None]])
+def test_a_network_that_is_not_there_is_named(folder: Path, component: str, value: Any) -> None:
+    name_in_index(folder, **{component: value})
+    with pytest.raises(ValueError, match=f"model_index.json names no '{component}'"):
+        LlamaGenPipeline.from_pretrained(folder)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("component", ["text_encoder", "tokenizer", "draft_transformer", "eagle", "upsampler"])
+def test_a_part_that_is_not_there_is_two_nulls(folder: Path, component: str) -> None:
+    name_in_index(folder, **{component: None})
+    with pytest.raises(ValueError, match=rf"model_index.json has '{component}': null; .* \[null, null\]"):
+        LlamaGenPipeline.from_pretrained(folder)
+
+
+def test_a_network_that_a_caller_brings_need_not_be_there(saved: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(saved, tmp_path / "model")
+    name_in_index(folder, transformer=[None, None])
+    assert LlamaGenPipeline.from_pretrained(folder, transformer=None).transformer is None
 
 
 def test_whatever_a_folder_may_name_exists_and_is_what_we_save(saved: Path, tmp_path: Path) -> None:

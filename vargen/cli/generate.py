@@ -322,13 +322,12 @@ def _draw(
 
 
 def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
-    from PIL import Image
-
     from vargen.evaluation.sheet import contact_sheet
+    from vargen.picture_files import on_white, opened_picture
 
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
     pictures = []
     for image in images:
-        with Image.open(image["file"]) as opened:  # an open file for each picture would meet the system's limit
-            pictures.append(opened.convert("RGB"))
+        with opened_picture(image["file"]) as opened:  # an open file for each picture would meet the system's limit
+            pictures.append(on_white(opened))
     save_image(contact_sheet(pictures, captions), place, parameters)

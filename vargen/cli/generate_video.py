@@ -22,6 +22,7 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
+from vargen.cli.sources import read_source
 from vargen.cli.subjects import say_names
 from vargen.files import expanded
 
@@ -95,7 +96,7 @@ def generate_videos(
     places = targets(output, [f"{slug(text)}-{seed}" for text, seed in jobs], formats=FORMATS, usual=_ANIMATION)
     for place in places:
         check_video_path(place.path, "output")
-    image = _opened(options.image)
+    image = options.image and read_source(expanded(options.image, "image"), "image")
     read: dict[str, list[Path | None]] = {"prompt_file": [prompt_file], "image": [options.image]}
     read["a file of model"] = [*model_files(model)]
     check_apart({"output": places}, read)
@@ -138,17 +139,3 @@ def _line(result: Any) -> str:
     stats, frames = result.stats, len(result.frames[0])
     share = "" if stats.acceptance is None else f", {100 * stats.acceptance:.0f} % of the drafts accepted"
     return f"{frames} frames ({frames / result.fps:.1f} s) in {stats.seconds:.1f} s by {stats.accelerator}{share}"
-
-
-def _opened(path: Path | None) -> Any:
-    """The picture to start from."""
-    if path is None:
-        return None
-    from PIL import Image
-
-    try:
-        with Image.open(expanded(path, "image")) as picture:
-            return picture.convert("RGB")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"image {str(path)!r} cannot be read: {error}") from error
-

@@ -46,7 +46,7 @@ class Source:
 
         from vargen.pipelines.redraw import check_source
 
-        pictures = {name: _read(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
+        pictures = {name: read_source(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
         check_source(pictures.get("image"), pictures.get("mask"), self.strength, model.image_size, VaeImageProcessor())
         return {**pictures, **({} if self.strength is None else {"strength": self.strength})}
 
@@ -56,14 +56,18 @@ class Source:
         return {name: value for name, value in said.items() if value is not None}
 
 
-def _read(path: Path, name: str) -> Any:
-    from PIL import Image, ImageOps, UnidentifiedImageError
+def read_source(path: Path, name: str) -> Any:
+    """The picture in a file, upright, in RGB.
 
-    try:
-        with Image.open(path) as opened:
-            upright = ImageOps.exif_transpose(opened)
-            return upright.convert("L" if name == "mask" else "RGB")
-    except UnidentifiedImageError as error:
-        raise ValueError(f"{name} {str(path)!r} is no picture that can be read") from error
-    except OSError as error:
-        raise ValueError(f"{name} {str(path)!r} cannot be read: {error.strerror or error}") from error
+    Args:
+        name: of the option that gave it.
+
+    Raises:
+        ValueError: naming both, if it is none that can be read.
+    """
+    from PIL import ImageOps
+
+    from vargen.picture_files import on_white, opened_picture
+
+    with opened_picture(path, name) as opened:
+        return on_white(ImageOps.exif_transpose(opened))

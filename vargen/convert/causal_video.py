@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vargen.convert.checkpoints import State, build, count_entries, read_checkpoint, tensor_shape
+from vargen.convert.checkpoints import State, build, check_inputs, count_entries, read_checkpoint, tensor_shape
 from vargen.files import whole_folder
 from vargen.model_files import write_index
 from vargen.models.causal_video import CausalVideoTransformer
@@ -146,8 +146,7 @@ def convert_causal_video(
     with whole_folder(output, list(transformer), overwrite) as folder:
         state: State = {}
         for file in transformer:
-            if not file.exists():
-                raise FileNotFoundError(f"{file} does not exist")
+            check_inputs(transformer=file)
             part = read_checkpoint(file, prefer=_AVERAGED)
             if twice := state.keys() & part.keys():
                 raise ValueError(f"{file} holds {min(twice)}, which an earlier file holds, too; give parts of one model")

@@ -16,6 +16,7 @@ from vargen.models.weights import compare_shapes, read_header, unpickle
 
 State = dict[str, Tensor]
 
+_FOLDERS = ("text_encoder", "tokenizer")  # arguments that name one
 _PICKLES = (".pt", ".pth", ".bin")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -132,6 +133,24 @@ def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> t
 def count_entries(state: State, prefix: str) -> int:
     """How many entries follow `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
+
+
+def check_inputs(**inputs: Path | None) -> None:
+    """Check the paths that a converter is given, by their arguments' names, before any is read; None is one that is not.
+
+    Raises:
+        FileNotFoundError: naming the argument, for what is not there.
+        ValueError: for a folder in place of a file, or the reverse.
+    """
+    for name, path in inputs.items():
+        if path is None:
+            continue
+        if not path.exists():
+            raise FileNotFoundError(f"{name} {str(path)!r} does not exist")
+        if name in _FOLDERS and not path.is_dir():
+            raise ValueError(f"{name} must be a folder, got {str(path)!r}")
+        if name not in _FOLDERS and not path.is_file():
+            raise ValueError(f"{name} must be a file, got {str(path)!r}")
 
 
 def read_labels(file: Path, num_classes: int) -> dict[int, str]:

@@ -16,6 +16,7 @@ import torch
 from vargen.convert.checkpoints import (
     State,
     build,
+    check_inputs,
     count_entries,
     fitting_defaults,
     read_checkpoint,
@@ -83,9 +84,8 @@ def convert_llamagen(
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
     inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
     with whole_folder(output, inputs, overwrite) as folder:
-        for path in inputs:
-            if not path.exists():
-                raise FileNotFoundError(f"{path} does not exist")
+        check_inputs(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
+        check_inputs(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
         _check_kinds(gpt, transformer, codes, vq)
         vq_config = detect_vq(codes, vq)

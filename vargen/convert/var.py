@@ -14,6 +14,7 @@ import torch
 from vargen.convert.checkpoints import (
     State,
     build,
+    check_inputs,
     count_entries,
     fitting_defaults,
     read_checkpoint,
@@ -64,9 +65,7 @@ def convert_var(
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
     inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
     with whole_folder(output, inputs, overwrite) as folder:
-        for path in inputs:
-            if not path.exists():
-                raise FileNotFoundError(f"{path} does not exist")
+        check_inputs(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         _check_kinds(network, transformer, codes, vae)
         config = detect_transformer(network, transformer)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from vargen.evaluation.inception import FIDInception
 from vargen.models.weights import weights_digest
+from vargen.picture_files import on_white
 from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
 from vargen.scoring.registry import read_spec
 from vargen.values import shown
@@ -147,7 +148,7 @@ def _imported(module: str, function: str, device: torch.device | str) -> Extract
 
 def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
     """uint8 `[Y, X, 3]`; `resize` is the side of a square that the centre is cut to, then scaled to by bicubic filtering."""
-    image = image.convert("RGB")
+    image = on_white(image)
     if resize is not None and image.size != (resize, resize):
         side = min(image.size)
         left, top = (image.width - side) // 2, (image.height - side) // 2

@@ -10,6 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from vargen.evaluation.run_folder import file_digest
+from vargen.picture_files import PictureFileError, on_white, opened_picture
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -35,19 +36,16 @@ class UnreadablePictureError(ValueError):
 
 
 def read_picture(file: Path) -> Image.Image:
-    """RGB, wholly read.
+    """RGB, wholly read, on white where it is transparent.
 
     Raises:
         UnreadablePictureError: naming the file.
     """
     try:
-        with Image.open(file) as opened:
-            return opened.convert("RGB")
-    except MemoryError:
-        raise
-    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged, cut off, or no picture"
-        raise UnreadablePictureError(f"{file} cannot be read ({reason}); --keep-going passes over such files") from error
+        with opened_picture(file) as opened:
+            return on_white(opened)
+    except PictureFileError as error:
+        raise UnreadablePictureError(f"{file} cannot be read ({error.reason}); --keep-going passes over such files") from error
 
 
 def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
@@ -70,7 +68,7 @@ def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[
 def _own_prompt(file: Path) -> str | None:
     """What our pictures say in their text chunk `vargen`."""
     try:
-        with Image.open(file) as opened:
+        with opened_picture(file) as opened:
             held = json.loads(opened.info.get("vargen", "{}"))
     except Exception:  # unreadable: said when it is measured
         return None

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
+
+from vargen.values import shown
 
 Shapes = dict[str, tuple[int, ...]]
 MOST_LAYERS = 1000  # networks of more are not even described: that takes minutes
@@ -75,21 +77,23 @@ def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = N
             raise ValueError(f"the weights in {where} cannot be used: {name} is {stored.dtype}, expected {expected}")
 
 
-def check_layers(found: Header, config: Mapping[str, Any], counted: Mapping[str, str], config_file: Path) -> None:
+def check_layers(found: Header, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path) -> None:
     """Raise ValueError unless the file has as many layers as its config says: known before a network of that size is built.
 
     Args:
-        counted: what stands before a layer's number in tensor names, by the config's name for how many there are.
+        counted: what stands before a layer's number in tensor names, by the config's name for how many there are; the first
+            of which there are tensors counts.
     """
-    for key, prefix in counted.items():
+    for key, prefixes in counted.items():
         if key not in config:
             continue
         value = config[key]
         said = len(value) if isinstance(value, list | tuple) else value
+        prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), prefixes[0])
         held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
         absurd = isinstance(said, int) and said > MOST_LAYERS
         if said != held and (held or absurd):  # a file with none is another network's, of which the shapes tell more
-            what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {value!r}"
+            what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {shown(value)}"
             raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
 
 

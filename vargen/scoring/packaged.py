@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expanded
+from vargen.models.described import check_described, read_object
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
@@ -116,11 +118,12 @@ def open_tower(folder: Path) -> ImageTextModel:
         ValueError: where it cannot be opened.
     """
     try:
+        check_described(ImageTextModel, read_object(folder / "config.json"), folder)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
         raise
     except Exception as error:  # of diffusers, safetensors or torch
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
         raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); make it anew") from error
 
 
@@ -146,7 +149,7 @@ def scorer_folder(source: str | Path) -> Path:
         path = Path(vargen.assets.__file__).parent / str(source)
     else:
         path = expanded(source, "scorer")
-        if not path.is_dir():
+        if not os.path.isdir(path):
             near = difflib.get_close_matches(str(source), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(names) or "none is packaged"

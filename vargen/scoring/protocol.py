@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.files import expanded
+from vargen.picture_files import on_white
 from vargen.values import shown
 
 Images: TypeAlias = "Sequence[Image.Image] | Tensor"
@@ -156,7 +157,7 @@ def check_scores(values: Any, count: int, name: str) -> Tensor:
 def pil_images(images: Images) -> list[Image.Image]:
     """RGB PIL images of either form of pictures."""
     if not isinstance(images, Tensor):
-        return [image.convert("RGB") for image in images]
+        return [on_white(image) for image in images]
     if not images.isfinite().all():
         raise ValueError("images must hold finite values, from 0 to 1, and hold NaN or infinite ones")
     values = (images.float().clamp(0, 1) * 255).round().byte().permute(0, 2, 3, 1).cpu().numpy()
@@ -176,7 +177,7 @@ def pixels(images: Images) -> Tensor:
     sizes = {image.size for image in images}
     if len(sizes) > 1:
         raise ValueError(f"images must be of one size to be scored together, got {sorted(sizes)[:4]}")
-    arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    arrays = np.stack([np.asarray(on_white(image)) for image in images])
     return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
 
 

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageSequence
 
+from vargen.picture_files import on_white, opened_picture
+
 FPS = 12  # at which clips are played
 _SPEEDS = (0.5, 1.6)  # of a clip, of the file's own; outside, motion no longer looks as its name says
 _SEAM = 1.5  # a clip loops if the step from its last to its first frame is at most so many of its mean steps ...
@@ -40,15 +42,12 @@ def read_animation(blob: bytes, side: int) -> tuple[np.ndarray, float]:
     """All frames of an animated picture, drawn on white: uint8 `[N, side, side, 3]`, and its length in seconds.
 
     Raises:
-        ValueError, OSError: if it cannot be read.
+        ValueError: if it cannot be read.
     """
     frames, milliseconds = [], 0.0
-    with Image.open(io.BytesIO(blob)) as opened:
+    with opened_picture(io.BytesIO(blob)) as opened:
         for frame in ImageSequence.Iterator(opened):
-            picture = frame.convert("RGBA")
-            canvas = Image.new("RGBA", picture.size, "white")
-            canvas.alpha_composite(picture)
-            frames.append(np.asarray(canvas.convert("RGB").resize((side, side), Image.Resampling.LANCZOS)))
+            frames.append(np.asarray(on_white(frame).resize((side, side), Image.Resampling.LANCZOS)))
             milliseconds += frame.info.get("duration", 0)  # 0 where none is written, of which browsers make 100
     return np.stack(frames), (milliseconds or 100.0 * len(frames)) / 1000
 

@@ -23,6 +23,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from vargen.files import cache_folder
+from vargen.picture_files import on_white, opened_picture
 from vargen.training.emoji_captions import STYLES, captions, sample_caption, style_phrase
 from vargen.training.emoji_sources import SOURCES, Source, fetch_sources, read_tarball
 
@@ -215,11 +216,8 @@ def _draw(blob: bytes, size: int) -> np.ndarray:
         blob = resvg_py.svg_to_bytes(
             svg_string=blob.decode(), width=size, height=size, skip_system_fonts=True
         )
-    with Image.open(io.BytesIO(blob)) as opened:
-        picture = opened.convert("RGBA")
-    canvas = Image.new("RGBA", picture.size, "white")
-    canvas.alpha_composite(picture)
-    return np.asarray(canvas.convert("RGB").resize((size, size), Image.Resampling.LANCZOS))
+    with opened_picture(io.BytesIO(blob)) as opened:
+        return np.asarray(on_white(opened).resize((size, size), Image.Resampling.LANCZOS))
 
 
 def build_emoji_dataset(

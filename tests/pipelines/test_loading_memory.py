@@ -1,0 +1,69 @@
+"""Memory that runs out while a model is loaded is said in one line, with the bytes of its weights."""
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from vargen.assets import packaged_model_path
+from vargen.pipelines.memory import loading_memory
+
+EMOJI = packaged_model_path("emoji")
+ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."
+
+
+def through_another_library() -> None:
+    try:
+        raise RuntimeError(ALLOCATOR)
+    except RuntimeError as error:
+        raise OSError("Unable to load weights from checkpoint file") from error
+
+
+def raising(error: Exception) -> Any:
+    def call() -> None:
+        raise error
+
+    return call
+
+
+@pytest.mark.parametrize(
+    "load",
+    [raising(RuntimeError(ALLOCATOR)), raising(MemoryError()), raising(torch.OutOfMemoryError("")), through_another_library],
+)
+def test_the_bytes_are_said(load: Any) -> None:
+    size = sum(file.stat().st_size for file in EMOJI.rglob("*.safetensors"))
+    with pytest.raises(MemoryError, match=rf"emoji.* {size:,} bytes") as error, loading_memory(EMOJI):
+        load()
+    assert "\n" not in str(error.value) and "alloc_cpu" not in str(error.value)
+
+
+def test_other_errors_stay() -> None:
+    with pytest.raises(RuntimeError, match="another"), loading_memory(EMOJI):
+        raise RuntimeError("another")
+
+
+SCRIPT = """
+import resource, sys
+from pathlib import Path
+import diffusers, transformers
+import vargen.pipelines.llamagen
+from vargen.pipelines.registry import open_pipeline
+status = Path("/proc/self/status").read_text().splitlines()
+now = 1024 * int(next(line for line in status if line.startswith("VmSize")).split()[1])
+for more in (2, 60):  # too little for a header's mapping, and for the weights
+    resource.setrlimit(resource.RLIMIT_AS, (now + more * 2**20, -1))
+    try:
+        open_pipeline("emoji")
+    except MemoryError as error:
+        print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+def test_a_process_that_may_have_no_more() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=300, check=False)
+    said = re.findall(r"^memory does not suffice to load .*emoji.* bytes", done.stdout, re.MULTILINE)
+    assert len(said) == 2, done.stderr[-2000:]

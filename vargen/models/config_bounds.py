@@ -1,0 +1,78 @@
+"""What the configurations of networks may say: every value of its kind and in bounds, before a network of that size is built.
+
+Weights tell most sizes, and are compared with them next. What no weight tells (grids, frames, rows of a caption) sizes tables
+and caches: there a wrong number would ask for more memory than any machine has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from vargen.models.weights import MOST_LAYERS
+from vargen.values import real, shown, whole
+
+_MOST = 2**20  # of a width, a vocabulary and what else is not named here
+_LONGEST = 64  # numbers of a list: levels of a tokenizer, scales of a picture
+_WHOLE: dict[str, tuple[int, int]] = {
+    **dict.fromkeys(("n_layer", "depth", "num_hidden_layers", "num_layers"), (1, MOST_LAYERS)),
+    **dict.fromkeys(("blocks", "conv_blocks", "transformer_blocks", "num_res_blocks"), (0, MOST_LAYERS)),
+    **dict.fromkeys(("heads", "shared_phi"), (1, MOST_LAYERS)),
+    **dict.fromkeys(("grid_size", "low_grid"), (1, 256)),
+    **dict.fromkeys(("ch_mult", "encoder_ch_mult", "decoder_ch_mult", "patch", "patch_size"), (1, 64)),
+    **dict.fromkeys(("stride", "spatial_stride", "temporal_stride", "fps", "block_frames", "scales"), (1, 1024)),
+    **dict.fromkeys(("height", "width", "size", "image_size"), (1, 8192)),
+    **dict.fromkeys(("cls_token_num", "caption_rows", "text_len", "max_position_embeddings"), (1, 65_536)),
+    "motion_levels": (0, 1000),
+}
+_REAL: dict[str, tuple[float, float]] = {
+    "norm_eps": (0, 1),
+    "layer_norm_eps": (0, 1),
+    "dropout": (0, 1),
+    "rope_base": (1, 1e9),
+    "mlp_ratio": (0.001, 64),
+    "ffn_dim_multiplier": (0, 64),
+}
+
+
+def check_config(kind: type, config: Mapping[str, Any]) -> None:
+    """Compare a configuration with the arguments of a network's class, without building it.
+
+    Raises:
+        ValueError: naming the first value that is of another kind than the argument, or out of bounds.
+    """
+    for name, hint in _arguments(kind).items():
+        if name not in config:
+            continue
+        value, kinds = config[name], get_args(hint) if NoneType in get_args(hint) else (hint,)
+        allowed = None if value is None and NoneType in kinds else _refused(name, value, kinds[0])
+        if allowed is not None:
+            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in kinds else ''}, got {shown(value)}")
+
+
+@cache
+def _arguments(kind: type) -> dict[str, Any]:
+    return get_type_hints(kind.__init__)  # type: ignore[misc]
+
+
+def _refused(name: str, value: Any, hint: Any) -> str | None:
+    """What a value must be; None if it is."""
+    if hint is bool:
+        return None if isinstance(value, bool) else "true or false"
+    if hint is str:
+        return None if isinstance(value, str) else "text"
+    if hint is float:
+        lowest, highest = _REAL[name]
+        number = real(value)
+        return None if number is not None and lowest <= number <= highest else f"a number from {lowest:g} to {highest:g}"
+    least, most = _WHOLE.get(name, (1, _MOST))
+    if hint is int:
+        return None if whole(value, least, most) is not None else f"a whole number from {least} to {most}"
+    if get_origin(hint) is None or int not in get_args(hint):
+        return None  # one of a few words, which the class itself checks
+    fits = isinstance(value, list | tuple) and 1 <= len(value) <= _LONGEST
+    if fits and all(whole(each, least, most) is not None for each in value):
+        return None
+    return f"a list of 1 to {_LONGEST} whole numbers from {least} to {most}"

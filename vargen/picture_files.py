@@ -1,0 +1,101 @@
+"""Picture files of users and of others, opened as pictures and as nothing else.
+
+Pillow takes a file for what its first bytes say, and hands one of PostScript to Ghostscript, which runs it. So every place that
+opens a picture opens it here, where only formats of pixels are known.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import BinaryIO
+
+from PIL import Image, UnidentifiedImageError
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MOST_PIXELS = 80_000_000  # of a picture; Pillow warns of a little more
+_EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
+
+
+class PictureFileError(ValueError):
+    """A file that is no picture, is damaged, or is too large.
+
+    Attributes:
+        reason: without the file's name.
+    """
+
+    def __init__(self, name: str, reason: str):
+        super().__init__(f"{name} cannot be read: {reason}")
+        self.reason = reason
+
+
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a regular file, or a link to one, to be read. A pipe or a device, which may never end, is not waited for.
+
+    Raises:
+        OSError: if it cannot be opened, or is no regular file.
+    """
+    _check_regular(os.stat(path), path)
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        _check_regular(os.fstat(descriptor), path)  # it may have been exchanged meanwhile
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def _check_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
+
+
+@contextmanager
+def opened_picture(source: str | os.PathLike[str] | BinaryIO, name: str = "picture") -> Iterator[Image.Image]:
+    """A picture of which no pixel is read yet.
+
+    Args:
+        source: a file's path, or an open file, which stays open. name: of the argument, for the error.
+
+    Raises:
+        PictureFileError: naming the file, if it cannot be read, is of none of `FORMATS` or has more than `MOST_PIXELS`;
+            likewise for whatever the block, which should only decode, fails with.
+    """
+    path = source if isinstance(source, str | os.PathLike) else None
+    said = name if path is None else f"{name} {os.fspath(path)!r}"
+    try:
+        with open_regular(path) if path is not None else nullcontext(source) as file:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # it is an error here
+                image = Image.open(file, formats=FORMATS)
+            with image:
+                if image.width * image.height > MOST_PIXELS:
+                    raise Image.DecompressionBombError
+                if image.mode not in _EIGHT_BITS:
+                    raise PictureFileError(said, f"it must have 8 bits per channel, and has mode {image.mode}")
+                yield image
+    except (MemoryError, PictureFileError):
+        raise
+    except Image.DecompressionBombError as error:
+        raise PictureFileError(said, f"it must have at most {MOST_PIXELS:,} pixels, and has more") from error
+    except UnidentifiedImageError as error:
+        raise PictureFileError(said, f"no picture, or none of {', '.join(FORMATS)}") from error
+    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or cut off"
+        raise PictureFileError(said, reason) from error
+
+
+def on_white(image: Image.Image) -> Image.Image:
+    """The picture in RGB, on white where it is transparent."""
+    if image.mode not in ("LA", "La", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
+        return image.convert("RGB")
+    picture = image.convert("RGBA")
+    canvas = Image.new("RGBA", picture.size, "white")
+    canvas.alpha_composite(picture)
+    return canvas.convert("RGB")
