@@ -125,6 +125,7 @@ def generate(
     """
     subjects = subjects_of(prompts, prompt_file, class_label)
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    negative_prompt = negative_prompt or None  # an empty one leads away from nothing
     _check_settings(given, negative_prompt, num_images)
     first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
