@@ -23,7 +23,7 @@ START = "vg-start"  # class of the button of a tab that Enter in the prompt pres
 TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 # Of events that only change the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-_EXAMPLES = (
+EXAMPLES = (
     "a red apple", "a red heart", "a star", "sunflower", "a strawberry", "a Christmas tree", "a sailboat",
     "a house, 3d style", "flag of ireland, flat style",
 )  # fmt: skip
@@ -80,7 +80,7 @@ def build(engine: Engine) -> Inputs:
         label="Class" if engine.by_class else "Prompt",
         info="A class's name or number" if engine.by_class else None,
         placeholder="207" if engine.by_class else "a red apple",
-        value="" if engine.by_class else _EXAMPLES[0],
+        value="" if engine.by_class else EXAMPLES[0],
         lines=1,
         max_lines=4,
         max_length=LONGEST_PROMPT,
@@ -91,7 +91,7 @@ def build(engine: Engine) -> Inputs:
         [ANY_STYLE, *engine.styles], value=ANY_STYLE, label="Style", visible=bool(engine.styles), elem_id="style",
         elem_classes="chips",
     )  # fmt: skip
-    examples = engine.class_names[:8] if engine.by_class else list(_EXAMPLES)
+    examples = engine.class_names[:8] if engine.by_class else list(EXAMPLES)
     with gr.Row(elem_id="examples"):
         for example in examples:
             button = gr.Button(example, size="sm", min_width=0, elem_classes="example")
