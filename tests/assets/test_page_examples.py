@@ -1,4 +1,4 @@
-"""What the page offers to draw looks like what it says, to the packaged scorer: a rocket of one model got 4, a slice of pizza 2."""
+"""What the page offers to draw looks like what it says, to the packaged scorer: a rocket got 4, a slice of pizza 2."""
 
 from __future__ import annotations
 
