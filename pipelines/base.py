@@ -22,6 +22,7 @@ from vargen.pipelines.calls import Calls
 from vargen.pipelines.description import Decoder
 from vargen.pipelines.drafter_files import checked_drafter
 from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.quiet import placing
 from vargen.pipelines.stored import StoredPipeline
 
 ensure_torchvision()
@@ -87,7 +88,7 @@ class VisualPipeline(StoredPipeline):
         family = FAMILIES[type(self).__name__]
         component, folder = checked_drafter(drafter, family, self.transformer.config)
         kind: Any = family.networks[component]
-        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True)
+        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True, **placing())
         self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
         return component
 

@@ -25,6 +25,7 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.component_files import check_component, saved_network
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.parts import check_parts
+from vargen.pipelines.quiet import placing
 
 if TYPE_CHECKING:
     from vargen.pipelines.llamagen_tokens import LlamaGenTokens
@@ -158,7 +159,7 @@ def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae
     networks: dict[str, Any] = {"upsampler": None}
     for name, folder in found.items():
         kind: Any = family.networks[name]
-        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True).eval()
+        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **placing()).eval()
     return networks
 
 

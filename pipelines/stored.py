@@ -18,6 +18,7 @@ from vargen.files import expanded, whole_files
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.borrowed import FILE as BORROWED_FILE
 from vargen.pipelines.borrowed import lenders, load_borrowed
+from vargen.pipelines.call_arguments import answering, names_of
 from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Description, Method
 from vargen.pipelines.examples import FILE as EXAMPLES_FILE
@@ -28,6 +29,7 @@ from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.quiet import no_bar, placing
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
 
@@ -58,6 +60,14 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
     draft_transformer: Any
     text_encoder: Any
     tokenizer: Any
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        calls = ("__call__", "stream")  # a call of video passes options on to `stream`, one of a subclass to its parent's
+        taken = names_of(*(vars(each)[name] for each in cls.__mro__ for name in calls if name in vars(each)))
+        for name in calls:
+            if name in vars(cls):
+                setattr(cls, name, answering(vars(cls)[name], taken))
 
     def _register(self, parts: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
         """Check the parts and the values kept beside them, and register both; begins the body of every `__init__`.
@@ -107,10 +117,10 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
             kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
-        with loading_memory(folder):
+        with loading_memory(folder), no_bar(folder):
             examples = read_examples(folder)
             kwargs |= load_borrowed(folder, kwargs)
-            pipe = super().from_pretrained(str(folder), **kwargs)
+            pipe = super().from_pretrained(str(folder), **{**placing(), **kwargs})
         if examples is not None and pipe.transformer is not None:
             network: Any = pipe
             check_examples(examples, network.vocab, network.tokens)

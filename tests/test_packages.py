@@ -8,8 +8,10 @@ import pytest
 from vargen.compat import installed_version
 
 IMPORTS = """
-from vargen.compat import ensure_torchvision
+from vargen.compat import ensure_torchvision, lend_moved_functions
 ensure_torchvision()
+lend_moved_functions()
+from diffusers import AutoPipelineForText2Image
 import diffusers, gradio, open_clip, PIL, torch, torchvision, transformers, triton
 {reward}
 import vargen

@@ -87,6 +87,15 @@ def ensure_torchvision() -> bool:
         return True
 
 
+def lend_moved_functions() -> None:
+    """Put functions of transformers where image-reward 1.5 imports them from. Releases from 4.56 have them elsewhere."""
+    from transformers import modeling_utils, pytorch_utils
+
+    for name in ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer"):
+        if not hasattr(modeling_utils, name) and hasattr(pytorch_utils, name):
+            setattr(modeling_utils, name, getattr(pytorch_utils, name))
+
+
 def _declare_operators() -> None:
     import torch
 

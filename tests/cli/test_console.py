@@ -1,5 +1,6 @@
 """The command around the verbs: start-up, exit codes, logs."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from vargen import __version__
-from vargen.cli import generate
+from vargen.cli import console, generate
 from vargen.cli.console import table
 
 _RUN = "import sys; from vargen.cli.main import main\ntry:\n    main()\nfinally:\n    "
@@ -88,3 +89,24 @@ def test_what_does_not_reach_standard_output_is_no_success(words: list[str], buf
     assert result.returncode == 1
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ") and "No space left on device" in line
+
+
+def test_importing_leaves_the_collector_on_and_what_is_imported_out_of_its_sight(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Watch:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "vargen.pipelines.registry":
+                seen.append(gc.isenabled())
+
+    import vargen.pipelines
+
+    monkeypatch.delattr(vargen.pipelines, "registry", raising=False)
+    monkeypatch.delitem(sys.modules, "vargen.pipelines.registry", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Watch(), *sys.meta_path])
+    before = gc.get_freeze_count()
+    try:
+        console.import_libraries()
+        assert seen == [False] and gc.isenabled() and gc.get_freeze_count() > before
+    finally:
+        gc.unfreeze()

@@ -188,6 +188,43 @@ def test_a_tab_makes_videos_by_a_model_of_its_own(browser: Any) -> None:
     browser.says("#video-note", "Made ")
 
 
+_CUT = """
+return [...document.querySelectorAll('[role=listbox], input[aria-haspopup=listbox], .wrap input')].filter(each => {
+  if (!each.offsetParent || each.type !== 'text') return false;
+  const style = getComputedStyle(each), pen = document.createElement('canvas').getContext('2d');
+  pen.font = style.font;
+  const icon = each.closest('.wrap')?.querySelector('svg')?.getBoundingClientRect();
+  const box = each.getBoundingClientRect(), start = box.left + parseFloat(style.paddingLeft);
+  return start + pen.measureText(each.value).width > (icon && icon.width ? icon.left : box.right);
+}).map(each => each.value)"""
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(
+    browser: Any, engine: Engine, width: int
+) -> None:
+    metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    for tab in ("Generate", "Video"):
+        browser.press_tab(tab)
+        browser.until(lambda tab=tab: browser.shown("#stage" if tab == "Generate" else "#video-method"))
+        assert browser.count("[role=listbox], .wrap input[type=text], .wrap input") and browser.script(_CUT) == []
+    browser.press_tab("Generate")
+    browser.until(lambda: browser.shown("#stage"))
+    top = "return document.querySelector(arguments[0]).getBoundingClientRect().top"
+    assert browser.script(top, "#generate") < browser.script(top, "#stage") < browser.script(top, "#method")
+
+
+def test_a_method_of_video_is_explained_where_it_is_chosen(browser: Any, video: Any) -> None:
+    browser.press_tab("Video")
+    told = {each.name: each.summary for each in video.methods}
+    browser.says("#video-summary", told[video.default_method])
+    browser.click("#video-method input")
+    browser.script("[...document.querySelectorAll('[role=option]')].find(each => each.innerText.trim() === 'target')"
+                   ".dispatchEvent(new MouseEvent('mousedown', {bubbles: true}))")  # fmt: skip
+    browser.says("#video-summary", told["target"])
+
+
 @pytest.mark.parametrize("width", [390, 1280])
 def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}

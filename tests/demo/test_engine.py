@@ -20,6 +20,7 @@ from vargen.demo import figures, inputs
 from vargen.demo.engine import Engine
 from vargen.demo.explore_tab import KNOBS
 from vargen.demo.generate_tab import command_line
+from vargen.demo.inputs import other_drawer
 from vargen.demo.png import read_parameters
 from vargen.demo.runs import Runs
 from vargen.demo.settings import Settings
@@ -181,3 +182,10 @@ def test_a_scorer_that_fails_loses_no_picture(engine: Engine) -> None:
             broken.start(replace(WANTED, num_candidates=2), previews=False).result()
     finally:
         broken.close()
+
+
+def test_parameters_of_another_drawer_promise_no_same_picture(engine: Engine) -> None:
+    assert not other_drawer(engine, "ar", None) and not other_drawer(engine, "ar", engine.name)
+    for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
+        told = other_drawer(engine, method, model)
+        assert named in told and "another" in told

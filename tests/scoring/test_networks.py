@@ -32,9 +32,10 @@ def pictures(size: tuple[int, int] = (40, 56), count: int = 2) -> list[Image.Ima
 
 def small_official(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The package's own network with small transformers inside, its weights and configuration in `folder`."""
-    from vargen.compat import ensure_torchvision
+    from vargen.compat import ensure_torchvision, lend_moved_functions
 
     ensure_torchvision()
+    lend_moved_functions()
     package = pytest.importorskip("ImageReward", reason="the package image-reward does not import here", exc_type=Exception)
     from ImageReward.models.BLIP import blip_pretrain
     from ImageReward.models.BLIP.vit import VisionTransformer

@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import os
@@ -139,6 +140,19 @@ def configure_logging() -> None:
 
 def verbose() -> bool:
     return verbosity() in ("debug", "info")
+
+
+def import_libraries() -> None:
+    """Import what opens a model. No garbage is looked for meanwhile, and what is there then is never looked at again.
+
+    Nearly all of it is diffusers' own: its base class for pipelines imports every network that it has.
+    """
+    gc.disable()
+    try:
+        import vargen.pipelines.registry  # noqa: F401
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def quiet_libraries() -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli.console import quiet_libraries, say
+from vargen.cli.console import import_libraries, quiet_libraries, say
 from vargen.cli.generate_video import VideoOptions, check_picture_options, check_video_options, generate_videos
 from vargen.cli.options import (
     Device,
@@ -125,10 +125,12 @@ def generate(
     """
     subjects = subjects_of(prompts, prompt_file, class_label)
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    negative_prompt = negative_prompt or None  # an empty one leads away from nothing
     _check_settings(given, negative_prompt, num_images)
     first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
     check_range(best_of, "best_of", 1)
+    import_libraries()
     fix_threads(threads)
     video = VideoOptions(num_blocks, tau, scorer, motion, image)
     if makes_video(model):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import textwrap
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ from vargen.cli.console import print_json, quiet_libraries, table
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton")
+_WIDTH = 100  # columns of a line
 _JSON = typer.Option("--json", help="Print one JSON document.")
 
 
@@ -54,12 +56,20 @@ def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         print_json(found)
         return
-    head = ["name", "models", "kind", "summary", "defaults", "source"]
-    rows = [
-        [*(preset[part] for part in ("name", "family", "kind", "summary")), _plain(preset["defaults"]), preset["source"]]
-        for preset in found
-    ]
-    print(table(head, rows, "<<<<<<"))
+    for number, (family, members) in enumerate(itertools.groupby(found, lambda preset: preset["family"])):
+        print(f"{chr(10) * min(number, 1)}models: {family}")
+        print("\n".join(line for preset in members for line in _told(preset)))
+
+
+def _told(preset: dict[str, Any]) -> list[str]:
+    """A preset in lines of at most `_WIDTH` columns: name, kind and summary; below, its defaults and its source."""
+    head = f"  {preset['name']:16}  {preset['kind']:7}  "
+    below = [_plain(preset["defaults"]), f"source: {preset['source']}"]
+    lines = textwrap.wrap(preset["summary"], _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
+    indent = " " * (len(head) + 2)
+    for part in below:
+        lines += textwrap.wrap(part, _WIDTH, initial_indent=indent, subsequent_indent=indent)
+    return lines
 
 
 def _plain(settings: dict[str, Any]) -> str:

@@ -206,3 +206,8 @@ def _bar(share: float, label: str, kind: str) -> str:
 def note(message: str, kind: str = "") -> str:
     """One line that screen readers speak when it changes."""
     return f'<p class="vg-note {kind}" role="status" aria-live="polite">{text(message)}</p>'
+
+
+def hint(message: str) -> str:
+    """A line that explains what stands above it."""
+    return f'<p class="vg-hint">{text(message)}</p>'

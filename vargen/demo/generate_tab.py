@@ -21,18 +21,13 @@ _IDLE = "Press Generate, or Enter in the prompt."
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
     """Lay out and wire the tab; returns the method's component and the line of news, which the drop box also fills."""
-    names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
-    method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="method", elem_classes="methods")
-    left_out = [f"{each.name} ({each.reason.split(': ')[0]})" for each in engine.methods.values() if each.reason is not None]
-    if left_out:
-        gr.HTML(f'<p class="vg-hint">Not with this model: {figures.text("; ".join(left_out))}.</p>', padding=True)
     with gr.Row(elem_id="go-row"):
         count = gr.Dropdown(
             [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
-            value=1, show_label=False, label="Pictures", container=False, min_width=110, scale=1, elem_id="count",
+            value=1, show_label=False, label="Pictures", container=False, min_width=130, scale=1, elem_id="count",
         )  # fmt: skip
         best = gr.Dropdown(
-            [("each as it comes", 1), *((f"best of {n}", n) for n in (2, 4, MOST_CANDIDATES))],
+            [(f"best of {n}", n) for n in (1, 2, 4, MOST_CANDIDATES)],
             value=1, show_label=False, label="Candidates", container=False, min_width=130, scale=1, elem_id="best",
             visible=engine.scorer is not None,
         )  # fmt: skip
@@ -43,6 +38,11 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
     note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
     stage = gr.HTML(_stage([None], [], engine, 0, 0.0, "an empty frame"), elem_id="stage")
     download = gr.DownloadButton("Download PNG", interactive=False, size="md", elem_id="download")
+    names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
+    method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="method", elem_classes="methods")
+    left_out = [f"{each.name} ({each.reason.split(': ')[0]})" for each in engine.methods.values() if each.reason is not None]
+    if left_out:
+        gr.HTML(figures.hint(f"Not with this model: {'; '.join(left_out)}."), padding=True)
     with gr.Accordion("The same picture from the command line", open=False):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
     gallery = gr.Gallery(

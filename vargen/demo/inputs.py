@@ -23,9 +23,9 @@ START = "vg-start"  # class of the button of a tab that Enter in the prompt pres
 TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
 # Of events that only change the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
-_EXAMPLES = (
-    "a red apple", "a hamburger, flat style", "a cat face, 3d style", "a rocket", "a Christmas tree",
-    "a police officer, flat style", "a house, 3d style", "flag of ireland, flat style",
+EXAMPLES = (
+    "a red apple", "a red heart", "a star", "sunflower", "a strawberry", "a Christmas tree", "a sailboat",
+    "a house, 3d style", "flag of ireland, flat style",
 )  # fmt: skip
 
 
@@ -80,7 +80,7 @@ def build(engine: Engine) -> Inputs:
         label="Class" if engine.by_class else "Prompt",
         info="A class's name or number" if engine.by_class else None,
         placeholder="207" if engine.by_class else "a red apple",
-        value="" if engine.by_class else _EXAMPLES[0],
+        value="" if engine.by_class else EXAMPLES[0],
         lines=1,
         max_lines=4,
         max_length=LONGEST_PROMPT,
@@ -91,7 +91,7 @@ def build(engine: Engine) -> Inputs:
         [ANY_STYLE, *engine.styles], value=ANY_STYLE, label="Style", visible=bool(engine.styles), elem_id="style",
         elem_classes="chips",
     )  # fmt: skip
-    examples = engine.class_names[:8] if engine.by_class else list(_EXAMPLES)
+    examples = engine.class_names[:8] if engine.by_class else list(EXAMPLES)
     with gr.Row(elem_id="examples"):
         for example in examples:
             button = gr.Button(example, size="sm", min_width=0, elem_classes="example")
@@ -130,6 +130,15 @@ def _info(option: Option) -> str:
     return option.help[0].upper() + option.help[1:]
 
 
+def other_drawer(engine: Engine, method: str, model: object) -> str:
+    """A sentence on why a picture's parameters draw another one here; empty where they draw the same."""
+    if model not in (None, engine.name):
+        return f"The model {model} drew the picture: this one draws another with them."
+    if method not in {each.name for each in engine.available}:
+        return f"The method {method} drew the picture, and is not in the list: the one that is chosen may draw another."
+    return ""
+
+
 def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HTML) -> None:
     """Wire the drop box: a picture's parameters fill the page, and its seed is locked."""
     outputs = [*inputs.values, inputs.lock, method, note]
@@ -141,17 +150,16 @@ def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HT
             parameters = read_parameters(path)
             defaults = {**engine.defaults, "method": engine.available[0].name}
             found = settings_of(parameters, defaults)
-        drawn_by = gr.Radio(value=found.method)
-        if found.method not in {each.name for each in engine.available}:
-            gr.Warning(f"The picture was drawn by {figures.text(found.method)!r}, which is not in the list; the method stays.")
-            drawn_by = gr.skip()
-        if parameters.get("model") not in (None, engine.name):
-            gr.Warning(f"The picture was drawn by the model {figures.text(parameters['model'])}; this one draws another.")
+        listed = found.method in {each.name for each in engine.available}
+        drawn_by = gr.Radio(value=found.method) if listed else gr.skip()
+        if other := other_drawer(engine, found.method, parameters.get("model")):
+            gr.Warning(figures.text(other))
+        news = figures.note(f"Parameters reloaded. {other or 'Generate draws the same picture.'}")
         values = [
             found.prompt, ANY_STYLE, min(found.seed, LARGEST_SEED), found.guidance_scale, found.temperature, found.top_k,
             found.top_p, found.negative_prompt,
         ]  # fmt: skip
-        return [*values, True, drawn_by, figures.note("Parameters reloaded. Generate draws the same picture.")]
+        return [*values, True, drawn_by, news]
 
     inputs.dropped.upload(reload, inputs.dropped, outputs, **TALKING)
 

@@ -12,6 +12,7 @@ from vargen.demo import api, explore_tab, generate_tab, inputs, live_tab, race_t
 from vargen.demo.address import Address
 from vargen.demo.engine import Engine
 from vargen.demo.figures import text
+from vargen.demo.refusals import HANDLERS, Page
 from vargen.demo.runs import Runs
 from vargen.demo.video_tab import VideoEngine
 
@@ -30,7 +31,7 @@ def build(engine: Engine, concurrency: int = 1, video: VideoEngine | None = None
     runs = Runs()
     draw_options: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency}
     private: dict[str, Any] = {**draw_options, "api_visibility": "private"}
-    with gr.Blocks(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+    with Page(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
         gr.HTML(
             '<div class="vg-head"><h1>vargen</h1><p>A picture is drawn token by token. Watch methods that need fewer '
             f"passes of the network. Model: <b>{text(engine.name)}</b></p></div>"
@@ -95,6 +96,7 @@ def _launch(page: gr.Blocks, address: Address) -> None:
         server_port=address.port,
         share=False,
         show_error=True,
+        app_kwargs={"exception_handlers": HANDLERS},
         ssr_mode=False,
         pwa=False,
         enable_monitoring=False,

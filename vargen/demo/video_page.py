@@ -7,6 +7,7 @@ from typing import Any
 import gradio as gr
 
 from vargen.demo import figures, theme, video_tab
+from vargen.demo.refusals import Page
 from vargen.demo.runs import Runs
 from vargen.demo.video_tab import VideoEngine
 
@@ -19,7 +20,7 @@ def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
     """
     runs = Runs()
     private: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency, "api_visibility": "private"}
-    with gr.Blocks(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
+    with Page(title="vargen", analytics_enabled=False, delete_cache=(3600, 86400)) as page:
         gr.HTML(
             '<div class="vg-head"><h1>vargen</h1><p>A video is made block by block. A small model drafts, a scorer looks, and '
             f"the large model draws what is not good enough. Model: <b>{figures.text(engine.name)}</b></p></div>"

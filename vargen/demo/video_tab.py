@@ -139,11 +139,10 @@ class Controls:
 
 def controls(engine: VideoEngine, prefix: str = "") -> Controls:
     """Lay them out; `prefix` begins their ids."""
-    names = [(f"{each.name} · {each.summary}", each.name) for each in engine.methods]
-    method = gr.Dropdown(
-        names, value=engine.default_method, label="Method", filterable=False, elem_id=f"{prefix}method",
-        elem_classes="vg-methods",
-    )  # fmt: skip
+    names, told = [each.name for each in engine.methods], {each.name: each.summary for each in engine.methods}
+    method = gr.Dropdown(names, value=engine.default_method, label="Method", filterable=False, elem_id=f"{prefix}method")
+    summary = gr.HTML(figures.hint(told[engine.default_method]), elem_id=f"{prefix}summary", padding=True)
+    method.change(lambda name: figures.hint(told.get(name, "")), method, summary, **inputs.QUICK)
     usual = min(_MOST_BLOCKS, int(engine.pipe.default("num_blocks")))
     blocks = gr.Slider(1, _MOST_BLOCKS, value=usual, step=1, label="Blocks", elem_id=f"{prefix}blocks")
     with gr.Row(elem_classes="vg-pair"):

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
-from vargen.compat import ensure_torchvision, installed_version, tokenized
+from vargen.compat import ensure_torchvision, installed_version, lend_moved_functions, tokenized
 from vargen.models.weights import compare_shapes, unpickle, weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
 
@@ -198,6 +198,7 @@ def _official(weights: Path, med_config: str | Path | None, device: torch.device
     if installed_version("image-reward") is None:
         raise ImportError("package=True needs the package image-reward: pip install the extra reward, with constraints.txt")
     config = local_weights(med_config, "med_config", "the package image-reward", "fetch med_config.json of THUDM/ImageReward")
+    lend_moved_functions()
     import ImageReward
 
     return ImageReward.load(str(weights), device=str(device), med_config=str(config))

@@ -1,0 +1,55 @@
+"""Requests that no page sends: told in one line, to the caller and to the log, and nothing of the server's insides with it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import gradio as gr
+from fastapi import Request
+from fastapi.responses import JSONResponse
+from gradio.exceptions import Error
+from gradio.route_utils import FnIndexInferError
+
+logger = logging.getLogger("vargen")
+
+
+class Page(gr.Blocks):
+    """A page whose functions answer input that is not theirs with a message, where gradio would print a traceback."""
+
+    def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
+        """Raise an error that names the numbers if there are too few or, for an endpoint of programs, too many inputs."""
+        wanted, public = len(block_fn.inputs), block_fn.api_visibility == "public"
+        if len(inputs) < wanted or (public and len(inputs) > wanted):
+            name = f"/{block_fn.api_name}" if public else "This function of the page"
+            raise Error(f"{name} takes {wanted} inputs, got {len(inputs)}.", print_exception=False)
+
+    async def process_api(self, block_fn: Any, *given: Any, **options: Any) -> Any:
+        """As gradio's; what goes wrong outside of our own functions' reach was caused by what the request holds."""
+        try:
+            return await super().process_api(block_fn, *given, **options)
+        except (StopIteration, StopAsyncIteration):
+            raise
+        except Exception as error:
+            told: Any = error
+            if type(error) is Error:  # a message for people, of ours or of a component
+                told.print_exception = False
+                raise
+            logger.warning("a request was refused: %s", type(error).__name__)
+            logger.debug("it was refused for this reason", exc_info=error)
+            raise Error("The request holds values that this function does not take.", print_exception=False) from None
+
+
+def _not_found(_: Request, error: Exception) -> JSONResponse:
+    logger.debug("a request named no function", exc_info=error)
+    return JSONResponse({"detail": "There is no such endpoint; /gradio_api/info lists them."}, 404)
+
+
+def _refused(_: Request, error: Exception) -> JSONResponse:
+    logger.warning("a request was refused: %s", type(error).__name__)
+    logger.debug("it was refused for this reason", exc_info=error)
+    return JSONResponse({"detail": "The request is malformed."}, 400)
+
+
+# Of the server, for what gradio lets through as errors of its own: 500 with a traceback in the log.
+HANDLERS = {FnIndexInferError: _not_found, LookupError: _not_found, ValueError: _refused, TypeError: _refused}
