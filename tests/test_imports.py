@@ -32,9 +32,10 @@ _ALLOWED: dict[str, set[str]] = {
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
+    "specs": {"values"},
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "specs", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 

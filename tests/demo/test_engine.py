@@ -181,3 +181,14 @@ def test_a_scorer_that_fails_loses_no_picture(engine: Engine) -> None:
             broken.start(replace(WANTED, num_candidates=2), previews=False).result()
     finally:
         broken.close()
+
+
+def test_methods_take_settings(engine: Engine) -> None:
+    wanted = replace(WANTED, method="gumbel:window=3", num_images=1)
+    engine.check(wanted)
+    drawn = engine.start(wanted, previews=False).result()
+    plain = engine.start(replace(wanted, method="ar"), previews=False).result()
+    assert drawn.images[0].tobytes() == plain.images[0].tobytes()
+    for wrong in ("gumbel:window=x", "gumbel:windw=3", "gumbel:window=99999", "eagle:budget=3"):
+        with pytest.raises(ValueError, match="not available here"):
+            engine.check(replace(wanted, method=wrong))

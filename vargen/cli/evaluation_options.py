@@ -67,7 +67,7 @@ def make_drawing(
     from vargen.evaluation.drawing import Drawing
     from vargen.evaluation.items import class_subjects, prompt_subjects
     from vargen.pipelines.registry import describe, pipeline_class
-    from vargen.scoring.registry import split_specs
+    from vargen.specs import split_specs
 
     opened = describe(model)
     if prompts is not None and classes is not None:
@@ -111,7 +111,8 @@ def make_instruments(
     check_range(resize, "resize", 16)
 
     from vargen.evaluation.measuring import Instruments
-    from vargen.scoring.registry import default_scorer, split_specs
+    from vargen.scoring.registry import default_scorer
+    from vargen.specs import split_specs
 
     packaged = default_scorer(model) if model else None
     chosen = ([packaged] if packaged else []) if scorers is None else [s for s in split_specs(scorers) if s != "none"]

@@ -95,7 +95,11 @@ def generate(
     ] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
     accelerator: Annotated[
-        str | None, typer.Option(metavar="PRESET", help="`vargen info presets` lists them. Default: the model's.")
+        str | None,
+        typer.Option(
+            metavar="PRESET",
+            help="`vargen info presets` lists them; also with settings, as in gumbel:window=8. Default: the model's.",
+        ),
     ] = None,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,

@@ -38,10 +38,11 @@ def chosen_methods(setting: VideoSetting) -> dict[str, Any]:
     """
     from vargen.decoding import methods_of, resolve_accelerator
     from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.specs import split_specs
 
     described = describe(setting.model)
     kind = pipeline_class(described.pipeline)
-    names = [part.strip() for text in setting.methods or [] for part in text.split(",") if part.strip()]
+    names = split_specs(setting.methods or [])
     found = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
     for method in () if names else methods_of(kind.family):
         try:
@@ -68,7 +69,8 @@ def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: D
     from vargen.evaluation.features import open_extractor
     from vargen.evaluation.video import compare_videos
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import open_scorer, split_specs
+    from vargen.scoring.registry import open_scorer
+    from vargen.specs import split_specs
 
     check_range(setting.num_blocks, "num_blocks", 1)
     methods = chosen_methods(setting)
