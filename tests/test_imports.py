@@ -32,10 +32,11 @@ _ALLOWED: dict[str, set[str]] = {
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
+    "reading": {"files"},
     "specs": {"values"},
     "values": set(),
 }
-_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "specs", "values", "assets"}
+_COMMON = {"vargen", "compat", "device", "files", "model_files", "modes", "options", "reading", "specs", "values", "assets"}
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 
 
