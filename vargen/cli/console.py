@@ -5,6 +5,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -44,8 +45,20 @@ class Commands(TyperGroup):
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
+            if isinstance(error, OSError) and error.filename is None and _stdout_is_lost():
+                say(f"error: standard output was not written: {error.strerror or error}")
+                raise typer.Exit(1) from None
             say(f"error: {describe(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
+
+
+def _stdout_is_lost() -> bool:
+    """Whether what was printed cannot be written: a full disk, or a stream that was closed."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def is_bad_input(error: Exception) -> bool:
@@ -64,7 +77,7 @@ def describe(error: Exception) -> str:
     """One printable line; a failure also gives its type and where to find the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)
-    if is_bad_input(error):
+    if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # of ours: a package that is missing
         return text
     hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"
     return f"{type(error).__name__}: {text}{hint}"
@@ -73,6 +86,30 @@ def describe(error: Exception) -> str:
 def say(line: str) -> None:
     """A line on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+class Names:
+    """Prints names of files as these are written. Where standard output takes no more, that is said once, and work goes on.
+
+    Attributes:
+        failed: whether a name was lost for another reason than that its reader has gone, which is no failure of ours.
+    """
+
+    def __init__(self, silent: bool = False):
+        self.silent, self.failed = silent, False
+
+    def add(self, path: Any) -> None:
+        if self.silent:
+            return
+        try:
+            print(path, flush=True)
+        except OSError as error:
+            self.silent, gone = True, isinstance(error, BrokenPipeError)
+            self.failed = not gone
+            reason = "its reader has gone" if gone else error.strerror or str(error)
+            say(f"standard output takes no more names of files ({reason}); the files are written all the same")
+            with contextlib.suppress(OSError, ValueError):  # a stream without a file; else what is held back fails once more
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(document: Any) -> None:

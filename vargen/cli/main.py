@@ -76,6 +76,7 @@ app.add_typer(convert.app, name="convert")
 def main() -> None:
     """Run the command line of this process."""
     wait_passively()
+    _open_closed()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
@@ -86,6 +87,16 @@ def main() -> None:
     except OSError as error:  # of what options print, such as --version
         say(not_written("standard output", error))
         sys.exit(_flushed(1))
+
+
+def _open_closed() -> None:
+    """Put something in place of standard streams that were closed, so that no other file is taken for one. What is written to
+    standard output still fails, as it must, and is told."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
+            if name != "stdin":
+                setattr(sys, name, os.fdopen(file, "w"))
 
 
 def _flushed(code: int | str | None) -> int | str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vargen.cli.console import say, table
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Target, Write, check_writable, json_writes, save_image, write_each
-from vargen.cli.subjects import read_prompts
+from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expanded, whole_file
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ def evaluate_videos(
 
     folder = expanded(output, "output")
     check_writable(folder, "output")
-    check_range(num, "num", 1)
+    check_range(num, "num", 1, MOST_PICTURES)
     fix_threads(threads)
-    prompts = read_prompts(prompt_file or Path(vargen.assets.__file__).parent / "prompts.txt")
+    prompts = read_prompts(prompt_file or Path(vargen.assets.__file__).parent / "prompts.txt", "prompts")
     asked = [prompts[number % len(prompts)] for number in range(num or len(prompts))]
     found = compared(setting, asked, device, dtype)
     folder.mkdir(parents=True, exist_ok=True)
