@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import logging
 import os
@@ -45,20 +46,24 @@ class Commands(TyperGroup):
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
-            if isinstance(error, OSError) and error.filename is None and _stdout_is_lost():
-                say(f"error: standard output was not written: {error.strerror or error}")
-                raise typer.Exit(1) from None
             say(f"error: {describe(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
-def _stdout_is_lost() -> bool:
-    """Whether what was printed cannot be written: a full disk, or a stream that was closed."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
+class StandardOutput(io.TextIOWrapper):
+    """What `print` writes to, whose errors tell that it was this that could not be written."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+
+class OutputError(OSError):
+    """Standard output cannot be written: a full disk, or a stream that was closed."""
 
 
 def is_bad_input(error: Exception) -> bool:
@@ -77,6 +82,8 @@ def describe(error: Exception) -> str:
     """One printable line; a failure also gives its type and where to find the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)
+    if isinstance(error, OutputError):
+        return f"standard output was not written: {error.strerror}"
     if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # of ours: a package that is missing
         return text
     hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,7 @@ from vargen.cli import (
     train_video,  # noqa: F401
     verify,
 )
-from vargen.cli.console import Commands, configure_logging, say
+from vargen.cli.console import Commands, StandardOutput, configure_logging, say
 from vargen.cli.outputs import not_written
 from vargen.device import wait_passively
 
@@ -77,9 +78,11 @@ def main() -> None:
     """Run the command line of this process."""
     wait_passively()
     _open_closed()
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        told: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
+        sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **told)
     try:
         app(prog_name="vargen")
     except SystemExit as end:
