@@ -240,8 +240,9 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         inputs = callback_on_step_end_tensor_inputs
         check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         preset = self.resolved(accelerator)
-        if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
-            preset = self.resolved("gumbel")
+        base, colon, settings = preset.name.partition(":")
+        if compile and base == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
+            preset = self.resolved(f"gumbel{colon}{settings}")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         scale, sampling = chosen_sampling(self, given)
         guidance_interval = checks.check_guidance_interval(guidance_interval)

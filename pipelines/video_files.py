@@ -103,5 +103,5 @@ def _av() -> Any:
     try:
         import av
     except ImportError as error:
-        raise ImportError("mp4 needs PyAV: pip install 'vargen[video]'; .gif and .webp do not") from error
+        raise ImportError('mp4 needs PyAV: pip install "av>=12"; .gif and .webp need nothing') from error
     return av

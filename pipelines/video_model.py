@@ -24,6 +24,7 @@ from vargen.pipelines.video_blocks import VideoBlocks
 from vargen.pipelines.video_parts import USUAL
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import PACKAGED
+from vargen.specs import read_spec
 
 
 class VideoModel(StoredPipeline):
@@ -178,5 +179,5 @@ class VideoModel(StoredPipeline):
         if tau is not None:
             return method.with_tau(tau)
         own = self.default("tau")
-        by_name = accelerator is None or isinstance(accelerator, str)
-        return method.with_tau(own) if own is not None and by_name and method.threshold is not None else method
+        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in read_spec(accelerator)[1])
+        return method.with_tau(own) if own is not None and unset and method.threshold is not None else method

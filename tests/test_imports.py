@@ -34,10 +34,13 @@ _ALLOWED: dict[str, set[str]] = {
     "modes": set(),
     "options": {"values"},
     "picture_files": set(),
+    "reading": {"files"},
+    "specs": {"values"},
     "values": set(),
 }
 _COMMON = {
-    "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "values",
+    "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "reading",
+    "specs", "values",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

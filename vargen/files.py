@@ -34,8 +34,10 @@ def expanded(path: str | Path, name: str = "path") -> Path:
     """`path` with the home folder for a leading `~` or `~user`.
 
     Raises:
-        ValueError: naming the argument, where there is no such user.
+        ValueError: naming the argument, where there is no such user, or for a NUL byte.
     """
+    if "\0" in str(path):
+        raise ValueError(f"{name} must be a path, and no path holds a NUL byte, as {str(path)!r} does")
     try:
         return Path(path).expanduser()
     except RuntimeError:

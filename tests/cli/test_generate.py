@@ -172,3 +172,14 @@ def test_a_next_scale_model_is_drawn_with_like_any_other(run: Any, scale_model: 
         assert plain.tobytes() != code.tobytes()
     refused = run(*words, "--accelerator", "ar")
     assert refused.exit_code == 2 and "is for next-token models" in refused.stderr
+
+
+def test_a_method_takes_settings_and_the_png_says_them(run: Any, text_model: Path) -> None:
+    words = ("a cat", "--model", text_model, "--seed", 3, "--quiet")
+    assert run("generate", *words, "--accelerator", "ar", "-o", "ar.png").exit_code == 0
+    result = run("generate", *words, "--accelerator", "gumbel:window=3", "-o", "windows.png", "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["stats"]["accelerator"] == "gumbel:window=3"
+    assert (pixels(Path("ar.png")) == pixels(Path("windows.png"))).all()
+    with Image.open("windows.png") as opened:
+        assert json.loads(opened.info["vargen"])["accelerator"] == "gumbel:window=3"

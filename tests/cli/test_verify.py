@@ -30,11 +30,12 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_exact_and_relaxed_methods_are_told_apart(run: Any, mine: str) -> None:
-    result = run("verify", "scd", "gsd", f"{mine}:long", "--chains", "40000", "--json")
+    result = run("verify", "scd:window=3", "gsd", f"{mine}:long", "--chains", "40000", "--json")
     assert result.exit_code == 0, result.stderr
     scd, gsd, long = json.loads(result.stdout)
     assert (scd["claims"], scd["exact"], scd["can_tell"]) == ("exact", True, True)
     assert (gsd["claims"], gsd["exact"]) == ("relaxed", False)
+    assert scd["name"] == "scd:window=3"
     assert long["exact"], "its chain is cut to the models"
     assert len(scd["findings"]) == 5 and all(each["floor"] > 0 and each["spread"] > 0 for each in scd["findings"])
 
@@ -51,8 +52,10 @@ def test_a_wrong_method_of_ones_own_ends_with_1(run: Any, mine: str) -> None:
     ("arguments", "message"),
     [
         (["arr"], "did you mean 'ar'"),
-        (["no_such_module:x"], "must be a preset, or module:name"),
-        (["json:nothing"], "must be a preset, or module:name"),
+        (["no_such_module:x"], "could not be imported"),
+        (["json:nothing"], "could not be imported"),
+        (["..:x"], "must be module:name"),
+        (["sjd:window=x"], "window"),
         (["json:dumps"], "must be an Accelerator or a Schedule, got function"),
         (["ar", "--chains", "10"], "chains must be a whole number from 1000"),
     ],

@@ -189,3 +189,14 @@ def test_parameters_of_another_drawer_promise_no_same_picture(engine: Engine) ->
     for method, model, named in (("ar", "emoji-var", "emoji-var"), ("magic", None, "magic"), ("ar", ["x"], "x")):
         told = other_drawer(engine, method, model)
         assert named in told and "another" in told
+
+
+def test_methods_take_settings(engine: Engine) -> None:
+    wanted = replace(WANTED, method="gumbel:window=3", num_images=1)
+    engine.check(wanted)
+    drawn = engine.start(wanted, previews=False).result()
+    plain = engine.start(replace(wanted, method="ar"), previews=False).result()
+    assert drawn.images[0].tobytes() == plain.images[0].tobytes()
+    for wrong in ("gumbel:window=x", "gumbel:windw=3", "gumbel:window=99999", "eagle:budget=3"):
+        with pytest.raises(ValueError, match="not available here"):
+            engine.check(replace(wanted, method=wrong))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from PIL import Image
 
 from vargen.scoring import BatchedScorer, NonFiniteScoreError, Scorer, as_scorer, checked_scores, open_scorer
 from vargen.scoring.protocol import pil_images, pixels
-from vargen.scoring.registry import read_spec, split_specs
+from vargen.specs import read_spec, split_specs
 
 
 class Brightness(BatchedScorer):
@@ -104,6 +106,9 @@ def test_specs_with_options_are_read() -> None:
         ("nothing-like-it", "unknown scorer"),
         ("image-reward:package=yes,weights=x", "true or false"),
         ("no_such_module:score", "could not be imported"),
+        ("..:x", "must be module:name"),
+        ("os:system", "must be of a module of yours"),
+        ("subprocess:Popen", "must be of a module of yours"),
     ],
 )
 def test_unknown_names_and_options_are_told(spec: str, message: str) -> None:
@@ -115,3 +120,21 @@ def test_unknown_names_and_options_are_told(spec: str, message: str) -> None:
 def test_missing_weights_are_one_error_that_says_how_to_get_them(spec: str) -> None:
     with pytest.raises(FileNotFoundError, match=r"weights.*(give weights=FILE)"):
         open_scorer(spec)
+
+
+@pytest.mark.parametrize("name", ["one", "Thing", "number", "missing"])
+def test_what_is_no_scorer_is_never_called(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = f"parts_of_{tmp_path.name}".replace("-", "_")
+    (tmp_path / f"{module}.py").write_text(
+        "called = []\n"
+        "def one(command): called.append(command)\n"
+        "class Thing:\n    def __init__(self): called.append(self)\n"
+        "number = 5\n"
+        "def two(images, prompts): return [1.0] * len(images)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ValueError, match=f"{module}:{name}"):
+        open_scorer(f"{module}:{name}")
+    assert sys.modules[module].called == []
+    assert open_scorer(f"{module}:two").score(greys(0, 1), ["a", "b"]).tolist() == [1.0, 1.0]

@@ -82,7 +82,7 @@ def compare(
         )
         check_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
         fix_threads(threads)
-        setting = VideoSetting(model, None if methods is None else methods.split(","), num_blocks, tau, scorer, seed)
+        setting = VideoSetting(model, None if methods is None else [methods], num_blocks, tau, scorer, seed)
         found = compared(setting, prompts, device, dtype)
         write_each(video_writes(found, place, as_json, json_file, plot_file))
         return
@@ -134,22 +134,21 @@ def compare(
 
 def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
     """The methods by name, the baseline first, with another window if one is given; by default all of the model's family
-    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `method_of`.
+    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `resolve_accelerator`.
 
     Raises:
         ValueError: for an unknown preset, setting or window.
     """
-    from vargen.decoding import DEFAULT, methods_of
-    from vargen.evaluation.items import method_of
+    from vargen.decoding import DEFAULT, methods_of, resolve_accelerator
     from vargen.pipelines.registry import describe, pipeline_class
-    from vargen.scoring.registry import split_specs
+    from vargen.specs import split_specs
 
     kind = pipeline_class(describe(model).pipeline)
     names = split_specs(methods) if methods is not None else []
     names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found: dict[str, Any] = {name: method_of(name, kind.family) for name in (kind.baseline, *names)}
+    found: dict[str, Any] = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 

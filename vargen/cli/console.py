@@ -5,7 +5,9 @@ Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import json
 import logging
 import os
@@ -49,6 +51,22 @@ class Commands(TyperGroup):
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
+class StandardOutput(io.TextIOWrapper):
+    """What `print` writes to, whose errors tell that it was this that could not be written."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise OutputError(error.errno, error.strerror) from error
+
+
+class OutputError(OSError):
+    """Standard output cannot be written: a full disk, or a stream that was closed."""
+
+
 def is_bad_input(error: Exception) -> bool:
     """Whether an error says that an argument is wrong: our own checks raised it, or a path cannot be used."""
     if isinstance(error, _WRONG_PATH):
@@ -65,7 +83,9 @@ def describe(error: Exception) -> str:
     """One printable line; a failure also gives its type and where to find the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)
-    if is_bad_input(error):
+    if isinstance(error, OutputError):
+        return f"standard output was not written: {error.strerror}"
+    if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # of ours: a package that is missing
         return text
     hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"
     return f"{type(error).__name__}: {text}{hint}"
@@ -74,6 +94,30 @@ def describe(error: Exception) -> str:
 def say(line: str) -> None:
     """A line on stderr."""
     print(line, file=sys.stderr, flush=True)
+
+
+class Names:
+    """Prints names of files as these are written. Where standard output takes no more, that is said once, and work goes on.
+
+    Attributes:
+        failed: whether a name was lost for another reason than that its reader has gone, which is no failure of ours.
+    """
+
+    def __init__(self, silent: bool = False):
+        self.silent, self.failed = silent, False
+
+    def add(self, path: Any) -> None:
+        if self.silent:
+            return
+        try:
+            print(path, flush=True)
+        except OSError as error:
+            self.silent, gone = True, isinstance(error, BrokenPipeError)
+            self.failed = not gone
+            reason = "its reader has gone" if gone else error.strerror or str(error)
+            say(f"standard output takes no more names of files ({reason}); the files are written all the same")
+            with contextlib.suppress(OSError, ValueError):  # a stream without a file; else what is held back fails once more
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(document: Any) -> None:

@@ -23,7 +23,7 @@ from vargen.cli.outputs import (
     result_file,
     write_each,
 )
-from vargen.cli.subjects import read_prompts
+from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expanded
 
 
@@ -51,7 +51,7 @@ def distribution(
 
     Small p-values say that the distributions differ. `ar` against itself shows what the tests say where there is no difference.
     """
-    check_range(pictures, "pictures", 2)
+    check_range(pictures, "pictures", 2, MOST_PICTURES)
     check_range(permutations, "permutations", 1)
     json_file, kept = result_file(as_json, ".json", "json"), expanded(cache, "cache")
     check_writable(kept, "cache")

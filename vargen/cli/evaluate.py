@@ -20,7 +20,8 @@ from vargen.cli.evaluation_options import (
 )
 from vargen.cli.generate_video import check_picture_options
 from vargen.cli.options import Device, Dtype, check_range, makes_video, pick_device
-from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
+from vargen.cli.outputs import Write, json_writes, result_file, write_each
+from vargen.cli.run_outputs import check_run_outputs
 from vargen.cli.subjects import read_prompts
 from vargen.cli.video_tables import VideoSetting, evaluate_videos
 from vargen.files import expanded
@@ -41,7 +42,7 @@ _Methods = Annotated[
 _Num = Annotated[int | None, typer.Option(metavar="N", help="Pictures of each method. Default: one per prompt or class.")]
 _Output = Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Of the run; one found there goes on.")]
 _Prompts = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="One a line, drawn in turn. Default, for text: the packaged 64.")
+    Path | None, typer.Option(metavar="FILE|-", help="One a line, drawn in turn. Default, for text: the packaged 64.")
 ]
 _Classes = Annotated[
     str | None,
@@ -118,7 +119,7 @@ def score(
     extractor: _Extractor = None,
     reference: _Reference = None,
     prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of a folder: one a line, in the order of the files' names.")
+        Path | None, typer.Option(metavar="FILE|-", help="Of a folder: one a line, in the order of the files' names.")
     ] = None,
     resize: _Resize = None,
     keep_going: _KeepGoing = False,
@@ -144,7 +145,12 @@ def score(
     place = pick_device(device)
     path = expanded(folder, "folder")
     check_range(reference_features, "reference_features", 0)
-    json_file = result_file(as_json, ".json", "json")
+    outputs = {
+        "json": result_file(as_json, ".json", "json"),
+        "samples": result_file(samples, ".npz", "samples"),
+        "save_reference": result_file(save_reference, ".npz", "save_reference"),
+    }
+    check_run_outputs(outputs, {"folder": path, "prompts": prompts, "reference": reference}, "")
     run = RunFolder(path) if (path / RUN_FILE).is_file() else None
     model = "" if run is None else str(run.settings()["model"])
     instruments = make_instruments(scorers, extractor, resize, keep_going, str(place), threads, model)
@@ -155,11 +161,10 @@ def score(
             raise ValueError(
                 f"{given} is for a folder of pictures, and {str(folder)!r} is a run; name one of its images/ folders"
             )
-        _score_run(run, instruments, find_reference(reference, instruments, run.path / "measured"), chosen, as_json, json_file)
+        statistics = find_reference(reference, instruments, run.path / "measured")
+        _score_run(run, instruments, statistics, chosen, as_json, outputs["json"])
         return
-    _score_folder(
-        path, instruments, reference, prompts, as_json, json_file, samples, save_reference, reference_features, chosen
-    )
+    _score_folder(path, instruments, reference, prompts, as_json, outputs, reference_features, chosen)
 
 
 def evaluate(
@@ -194,6 +199,7 @@ def evaluate(
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
     json_file = result_file(as_json, ".json", "json")
+    check_run_outputs({"json": json_file}, {"prompts": prompts, "reference": reference}, model, expanded(output, "output"))
     if makes_video(model):
         check_picture_options(classes=classes, resize=resize, reference=reference, shard=part[1] > 1, **sampling)
         setting = VideoSetting(model, methods, seed=seed, judges=scorers, extractor=extractor)
@@ -256,9 +262,7 @@ def _score_folder(
     reference: Path | None,
     prompts: Path | None,
     as_json: str | None,
-    json_file: Path | None,
-    samples: Path | None,
-    save_reference: Path | None,
+    outputs: dict[str, Path | None],
     reference_features: int | None,
     engine: Engine,
 ) -> None:
@@ -266,11 +270,7 @@ def _score_folder(
     from vargen.evaluation.features import Extractor
     from vargen.evaluation.pictures import folder_pictures
 
-    outputs = {
-        "samples": result_file(samples, ".npz", "samples"),
-        "save_reference": result_file(save_reference, ".npz", "save_reference"),
-    }
-    check_apart({name: [file] for name, file in outputs.items()} | {"json": [json_file]}, {"reference": [reference]})
+    samples = outputs["samples"]
     idle = not instruments.scorers and instruments.extractor is None and samples is None
     if path.is_file():
         if prompts is not None or samples is not None:
@@ -278,13 +278,13 @@ def _score_folder(
         pictures = []
         found = evaluate_samples(path, instruments, find_reference(reference, instruments, None))
     else:
-        pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts))
+        pictures = folder_pictures(path, None if prompts is None else read_prompts(prompts, "prompts"))
         if idle:
             raise ValueError("nothing to do: give --scorers, --extractor or --samples")
         statistics = find_reference(reference, instruments, None)
         with bar("measuring") as show:
             found = evaluate_folder(path.name, pictures, instruments, statistics, None, engine, show)
-    writes = _told(found, as_json, json_file)
+    writes = _told(found, as_json, outputs["json"])
     if (file := outputs["save_reference"]) is not None:
         extractor = instruments.opened().get("extractor")
         if not isinstance(extractor, Extractor):
@@ -293,8 +293,8 @@ def _score_folder(
         compact = reference_features is not None
         small = held if reference_features is None else held.with_features(reference_features)
         writes.append((f"save_reference {str(file)!r}", lambda: small.write(file, compact)))
-    if (batch := outputs["samples"]) is not None:
-        writes.append((f"samples {str(batch)!r}", lambda: export_samples(batch, pictures, instruments.resize)))
+    if samples is not None:
+        writes.append((f"samples {str(samples)!r}", lambda: export_samples(samples, pictures, instruments.resize)))
     write_each(writes)
 
 

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from vargen.cli.console import quiet_libraries
 from vargen.cli.options import Dtype, check_range
 from vargen.cli.outputs import check_writable
-from vargen.cli.subjects import read_prompts
+from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expanded
 from vargen.values import shown
 
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from vargen.evaluation.drawing import Drawing, Engine
     from vargen.evaluation.measuring import Instruments
     from vargen.evaluation.statistics_files import Statistics
+
+
+_LARGEST_SIDE = 2048  # pixels; a chunk of 64 such pictures, several times over, fits in memory
 
 
 class EngineName(StrEnum):
@@ -58,7 +61,7 @@ def make_drawing(
 ) -> Drawing:
     """All that decides the pictures, checked without reading a weight."""
     quiet_libraries()
-    check_range(num, "num", 1)
+    check_range(num, "num", 1, MOST_PICTURES)
     check_range(threads, "threads", 1)
     folder = expanded(output, "output")
     check_writable(folder, "output")
@@ -67,7 +70,7 @@ def make_drawing(
     from vargen.evaluation.drawing import Drawing
     from vargen.evaluation.items import class_subjects, prompt_subjects
     from vargen.pipelines.registry import describe, pipeline_class
-    from vargen.scoring.registry import split_specs
+    from vargen.specs import split_specs
 
     opened = describe(model)
     if prompts is not None and classes is not None:
@@ -80,7 +83,7 @@ def make_drawing(
         if classes is not None:
             raise ValueError("this model draws from text: give --prompts instead of --classes")
         file = prompts or Path(vargen.assets.__file__).parent / "prompts.txt"
-        subjects = prompt_subjects(read_prompts(file))
+        subjects = prompt_subjects(read_prompts(file, "prompts"))
     kind = pipeline_class(opened.pipeline)
     return Drawing(
         model=model,
@@ -108,10 +111,11 @@ def make_instruments(
 ) -> Instruments:
     """What measures, each opened once, so that missing weights are told before anything else."""
     quiet_libraries()
-    check_range(resize, "resize", 16)
+    check_range(resize, "resize", 16, _LARGEST_SIDE)
 
     from vargen.evaluation.measuring import Instruments
-    from vargen.scoring.registry import default_scorer, split_specs
+    from vargen.scoring.registry import default_scorer
+    from vargen.specs import split_specs
 
     packaged = default_scorer(model) if model else None
     chosen = ([packaged] if packaged else []) if scorers is None else [s for s in split_specs(scorers) if s != "none"]

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import secrets
-import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vargen.cli.console import import_libraries, quiet_libraries, say
+from vargen.cli.console import Names, import_libraries, quiet_libraries, say
+from vargen.cli.draw_images import Job, draw, write_sheet
 from vargen.cli.generate_video import VideoOptions, check_picture_options, check_video_options, generate_videos
 from vargen.cli.options import (
     Device,
@@ -29,19 +28,16 @@ from vargen.cli.options import (
     pick_dtype,
 )
 from vargen.cli.outputs import (
-    Target,
     Write,
     check_apart,
     json_writes,
     model_files,
-    not_written,
-    save_image,
     slug,
     targets,
     write_each,
 )
 from vargen.cli.sources import Source
-from vargen.cli.subjects import class_numbers, say_names, subjects_of
+from vargen.cli.subjects import MOST_PICTURES, class_numbers, say_names, subjects_of
 from vargen.device import check_compile, fix_threads
 from vargen.files import expanded
 
@@ -51,17 +47,8 @@ if TYPE_CHECKING:
 _LARGEST_SEED = 2**63 - 1
 
 
-@dataclass(frozen=True)
-class Job:
-    """One image: its prompt or class, its seed, its file."""
-
-    subject: str | int
-    seed: int
-    target: Target
-
-
 def generate(
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...", help="What to draw.")] = None,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT...|-", help="What to draw; -: from stdin.")] = None,
     output: Annotated[
         str | None,
         typer.Option(
@@ -74,7 +61,8 @@ def generate(
         str | None, typer.Option(metavar="FILE", help="Also write all images side by side, captioned, to this picture.")
     ] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="UTF-8, one prompt a line; skips blank lines and those starting with #.")
+        Path | None,
+        typer.Option(metavar="FILE|-", help="UTF-8, one prompt a line; skips blank lines and those starting with #."),
     ] = None,
     model: ModelName = "emoji",
     class_label: Annotated[
@@ -95,7 +83,11 @@ def generate(
     ] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
     accelerator: Annotated[
-        str | None, typer.Option(metavar="PRESET", help="`vargen info presets` lists them. Default: the model's.")
+        str | None,
+        typer.Option(
+            metavar="PRESET",
+            help="`vargen info presets` lists them; also with settings, as in gumbel:window=8. Default: the model's.",
+        ),
     ] = None,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,
@@ -127,6 +119,7 @@ def generate(
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     negative_prompt = negative_prompt or None  # an empty one leads away from nothing
     _check_settings(given, negative_prompt, num_images)
+    check_range(len(subjects) * num_images, "the number of images", 1, MOST_PICTURES)
     first = _first_seed(seed, len(subjects) * num_images)
     check_range(batch_size, "batch_size", 1)
     check_range(best_of, "best_of", 1)
@@ -183,7 +176,8 @@ def generate(
         options["compile"] = True
     if not quiet:
         say_names(pipe, [*([] if class_label else subjects), *([negative_prompt] if negative_prompt else [])])
-    images, runs, seconds = _draw(pipe, jobs, options, parameters, batch_size, quiet, silent=as_json)
+    names = Names(silent=as_json)
+    images, runs, seconds = draw(pipe, jobs, options, parameters, batch_size, quiet, names)
     tokens, loop_seconds = sum(run.tokens for run in runs), sum(run.seconds for run in runs)
     rate = tokens / loop_seconds if loop_seconds else 0.0
     writes: list[Write] = []
@@ -191,9 +185,9 @@ def generate(
         measured = {"seconds_load": seconds_load, "seconds_generate": seconds, "tokens_per_second": rate}
         writes += json_writes("-", None, _document(images, {**parameters, "device": str(chosen_device), **measured}, runs))
     if sheet_place is not None and images:
-        writes.append((f"sheet {str(sheet_place.path)!r}", lambda: _write_sheet(images, sheet_place, parameters)))
+        writes.append((f"sheet {str(sheet_place.path)!r}", lambda: write_sheet(images, sheet_place, parameters)))
     write_each(writes)
-    if len(images) < len(jobs):
+    if len(images) < len(jobs) or names.failed:
         raise typer.Exit(1)
     if not quiet:
         count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
@@ -266,70 +260,3 @@ def _check_against(
     if model.condition == "text" and by_class:
         raise ValueError("this model draws from text: give a prompt instead of --class-label")
     return model, method.name
-
-
-def _draw(
-    pipe: Any,
-    jobs: list[Job],
-    options: dict[str, Any],
-    parameters: dict[str, Any],
-    batch_size: int,
-    quiet: bool,
-    silent: bool,
-) -> tuple[list[dict[str, Any]], list[Any], float]:
-    """Draw and save, a batch at a time; returns a record per written image, statistics per batch, and seconds spent drawing.
-
-    An image that cannot be written is reported, and the others are; but after a batch of which none could be, no more is drawn.
-    """
-    import torch
-
-    key = "class_label" if pipe.by_class else "prompt"
-    images: list[dict[str, Any]] = []
-    runs: list[Any] = []
-    seconds = 0.0
-    try:
-        step = max(1, batch_size // options.get("num_candidates", 1))
-        for start in range(0, len(jobs), step):
-            batch = jobs[start : start + step]
-            last = start + len(batch)
-            label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
-            hidden = True if quiet else None  # None: hidden where stderr is no terminal
-            pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
-            generators = [torch.Generator().manual_seed(job.seed) for job in batch]
-            subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
-            started = time.perf_counter()
-            result = pipe(**subjects, generator=generators, **options)
-            seconds += time.perf_counter() - started
-            runs.append(result.stats)
-            before = len(images)
-            for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                said = {key: job.subject, **result.stats.picture(number)}
-                try:
-                    path = save_image(image, job.target, {**said, **parameters})
-                except OSError as error:
-                    say(not_written(f"output {str(job.target.path)!r}", error))
-                    continue
-                images.append({"file": str(path), **said})
-                if not silent:
-                    print(path, flush=True)
-            if len(images) == before:
-                break
-        if len(images) < len(jobs):
-            say(f"{len(images)} of {len(jobs)} images were written")
-    except BaseException:
-        if images:
-            say(f"{len(images)} of {len(jobs)} images were written before this")
-        raise
-    return images, runs, seconds
-
-
-def _write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
-    from vargen.evaluation.sheet import contact_sheet
-    from vargen.picture_files import on_white, opened_picture
-
-    captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
-    pictures = []
-    for image in images:
-        with opened_picture(image["file"]) as opened:  # an open file for each picture would meet the system's limit
-            pictures.append(on_white(opened))
-    save_image(contact_sheet(pictures, captions), place, parameters)

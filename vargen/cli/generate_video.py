@@ -10,7 +10,7 @@ from typing import Any
 
 import typer
 
-from vargen.cli.console import say
+from vargen.cli.console import Names, say
 from vargen.cli.outputs import (
     Write,
     check_apart,
@@ -109,6 +109,7 @@ def generate_videos(
         say_names(pipe, subjects)
     hidden = True if quiet else None
     made: list[dict[str, Any]] = []
+    names = Names(silent=as_json)
     call = {**options.given(), "accelerator": accelerator, **({} if image is None else {"image": image})}
     for number, ((text, seed), place) in enumerate(zip(jobs, places, strict=True), 1):
         label = f"video {number} of {len(jobs)}, blocks"
@@ -123,15 +124,14 @@ def generate_videos(
             say(not_written(f"output {str(path)!r}", error))
             continue
         made.append({"file": str(path), "prompt": text, "seed": seed, "stats": result.stats.to_dict()})
-        if not as_json:
-            print(path, flush=True)
+        names.add(path)
         if not quiet:
             say(_line(result))
     writes: list[Write] = []
     if as_json:
         writes += json_writes("-", None, {"videos": made, **said, "device": str(device), "seconds_load": loaded})
     write_each(writes)
-    if len(made) < len(jobs):
+    if len(made) < len(jobs) or names.failed:
         raise typer.Exit(1)
 
 

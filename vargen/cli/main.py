@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -26,7 +27,7 @@ from vargen.cli import (
     train_video,  # noqa: F401
     verify,
 )
-from vargen.cli.console import Commands, configure_logging, say
+from vargen.cli.console import Commands, StandardOutput, configure_logging, say
 from vargen.cli.outputs import not_written
 
 app = typer.Typer(
@@ -74,9 +75,12 @@ app.add_typer(convert.app, name="convert")
 
 def main() -> None:
     """Run the command line of this process."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
+    _open_closed()
+    if isinstance(sys.stderr, io.TextIOWrapper):
+        sys.stderr.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        told: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
+        sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **told)
     try:
         app(prog_name="vargen")
     except SystemExit as end:
@@ -84,6 +88,16 @@ def main() -> None:
     except OSError as error:  # of what options print, such as --version
         say(not_written("standard output", error))
         sys.exit(_flushed(1))
+
+
+def _open_closed() -> None:
+    """Put something in place of standard streams that were closed, so that no other file is taken for one. What is written to
+    standard output still fails, as it must, and is told."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            file = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
+            if name != "stdin":
+                setattr(sys, name, os.fdopen(file, "w"))
 
 
 def _flushed(code: int | str | None) -> int | str | None:

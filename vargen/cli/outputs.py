@@ -143,19 +143,19 @@ def check_apart(
     for name, target in places:
         for key in _identities(target.path):
             if target.named and key in read and _really(key, target.path, read[key][1]):
-                raise ValueError(f"{_said(name, target.path)} would overwrite {_said(*read[key])}; name another file")
+                raise ValueError(f"{said(name, target.path)} would overwrite {said(*read[key])}; name another file")
             other, at = taken.setdefault(key, (name, target))
             if at is not target and (at.named or target.named) and _really(key, target.path, at.path):
-                raise ValueError(f"{_said(name, target.path)} is also {_said(other, at.path)}; one would be lost, name two")
+                raise ValueError(f"{said(name, target.path)} is also {said(other, at.path)}; one would be lost, name two")
     for name, target in places:  # a made-up name that is taken gets a number, and could then equal a name that was given
         short = target.path.with_stem(re.sub(r"(?<=.)-\d+$", "", target.path.stem))
         for key in _identities(short) if target.named and short != target.path else ():
             other, at = taken.get(key, (name, target))
             if not at.named and _really(key, short, at.path):
-                raise ValueError(f"{_said(name, target.path)} may be taken by {_said(other, at.path)}; name another file")
+                raise ValueError(f"{said(name, target.path)} may be taken by {said(other, at.path)}; name another file")
 
 
-def _said(name: str, path: Path) -> str:
+def said(name: str, path: Path) -> str:
     return f"{name} {str(path)!r}"
 
 

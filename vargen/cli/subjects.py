@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vargen.cli.console import say
-from vargen.files import expanded
+from vargen.reading import STDIN, read_text
 
 if TYPE_CHECKING:
     from vargen.pipelines.description import Description
+
+
+MOST_PICTURES = 1_000_000  # of one command: more than any published evaluation has, and held in memory
+_MOST_BYTES = 2**26  # of a file of prompts
 
 
 def say_names(pipe: Any, prompts: list[str]) -> None:
@@ -20,36 +25,42 @@ def say_names(pipe: Any, prompts: list[str]) -> None:
 
 
 def subjects_of(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
-    """Prompts, or class labels as typed."""
+    """Prompts, those of standard input for `-`, or class labels as typed.
+
+    Raises:
+        ValueError: without any, for both, or for standard input that is named twice.
+    """
     from vargen.pipelines import checks
 
     if class_label:
         if prompts or prompt_file:
             raise ValueError("give prompts or --class-label, not both")
         return class_label
-    listed = [*(prompts or []), *(read_prompts(prompt_file) if prompt_file else [])]
+    if [*(prompts or []), str(prompt_file)].count(STDIN) > 1:
+        raise ValueError("prompts can come from standard input once, and '-' is given twice")
+    parts = [read_prompts(Path(STDIN), "prompt") if prompt == STDIN else [prompt] for prompt in prompts or []]
+    listed = [*itertools.chain.from_iterable(parts), *(read_prompts(prompt_file) if prompt_file else [])]
     if not listed:
         raise ValueError('give a prompt, for example: vargen generate "a red apple"')
     return checks.check_prompts(listed)
 
 
-def read_prompts(path: Path) -> list[str]:
-    """Prompts of a UTF-8 text file, one a line.
+def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
+    """Prompts of a UTF-8 text file, or of standard input for `-`, one a line.
+
+    Args:
+        name: of the option, for errors.
 
     Raises:
-        ValueError: if it is not UTF-8 or holds no prompt. FileNotFoundError, IsADirectoryError: as said.
+        ValueError: if it is no regular file, too long, not UTF-8, or holds no prompt.
+        FileNotFoundError, IsADirectoryError, PermissionError: naming the option.
     """
-    path = expanded(path, "prompt_file")
-    if not path.exists():
-        raise FileNotFoundError(f"prompt_file {str(path)!r} does not exist")
-    try:
-        text = path.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"prompt_file {str(path)!r} must be UTF-8 text: {error}") from error
-    lines = [line.strip() for line in text.split("\n")]
+    lines = [line.strip() for line in read_text(path, name, _MOST_BYTES).split("\n")]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise ValueError(f"prompt_file {str(path)!r} holds no prompt; write one a line, without # in front")
+        raise ValueError(f"{name} {str(path)!r} holds no prompt; write one a line, without # in front")
+    if len(found) > MOST_PICTURES:
+        raise ValueError(f"{name} {str(path)!r} must hold at most {MOST_PICTURES:,} prompts, got {len(found):,}")
     return found
 
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import os
-import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,7 +15,10 @@ if TYPE_CHECKING:
 
 
 def verify(
-    methods: Annotated[list[str], typer.Argument(metavar="PRESET|MODULE:NAME...", help="Presets, or Accelerators of yours.")],
+    methods: Annotated[
+        list[str],
+        typer.Argument(metavar="PRESET|MODULE:NAME...", help="Presets, also as in sjd:window=8, or Accelerators of yours."),
+    ],
     chains: Annotated[int, typer.Option(metavar="N", help="Sequences drawn of each case.")] = 150_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
@@ -42,22 +42,21 @@ def verify(
 
 
 def find(name: str) -> Method:
-    """A preset, or the Accelerator or Schedule that `module:name` names; modules of the current folder are found, too.
+    """A preset, with settings or without, or the Accelerator or Schedule that `module:name` names.
 
     Raises:
         ValueError: if there is none. TypeError: if it is something else.
     """
     from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_accelerator
+    from vargen.specs import imported
 
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        return resolve_accelerator(name, PRESETS[name].family if name in PRESETS else Accelerator.family)
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    preset, colon, rest = name.partition(":")
+    if not colon or "=" in rest or preset in PRESETS:
+        return resolve_accelerator(name, PRESETS[preset].family if preset in PRESETS else Accelerator.family)
     try:
-        part: Any = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(f"method {name!r} must be a preset, or module:name of an Accelerator: {error}") from error
+        part = imported(name, "method")
+    except ValueError as error:
+        raise ValueError(f"{error}; give a preset, or module:name of an Accelerator") from error
     if not isinstance(part, Accelerator | Schedule):
         raise TypeError(f"method {name!r} must be an Accelerator or a Schedule, got {type(part).__name__}")
     return part

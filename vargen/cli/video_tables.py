@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from vargen.cli.console import say, table
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Target, Write, check_writable, json_writes, save_image, write_each
-from vargen.cli.subjects import read_prompts
+from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expanded, whole_file
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ def chosen_methods(setting: VideoSetting) -> dict[str, Any]:
     """
     from vargen.decoding import methods_of, resolve_accelerator
     from vargen.pipelines.registry import describe, pipeline_class
+    from vargen.specs import split_specs
 
     described = describe(setting.model)
     kind = pipeline_class(described.pipeline)
-    names = [part.strip() for text in setting.methods or [] for part in text.split(",") if part.strip()]
+    names = split_specs(setting.methods or [])
     found = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
     for method in () if names else methods_of(kind.family):
         try:
@@ -68,7 +69,8 @@ def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: D
     from vargen.evaluation.features import open_extractor
     from vargen.evaluation.video import compare_videos
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import open_scorer, split_specs
+    from vargen.scoring.registry import open_scorer
+    from vargen.specs import split_specs
 
     check_range(setting.num_blocks, "num_blocks", 1)
     methods = chosen_methods(setting)
@@ -141,9 +143,9 @@ def evaluate_videos(
 
     folder = expanded(output, "output")
     check_writable(folder, "output")
-    check_range(num, "num", 1)
+    check_range(num, "num", 1, MOST_PICTURES)
     fix_threads(threads)
-    prompts = read_prompts(prompt_file or Path(vargen.assets.__file__).parent / "prompts.txt")
+    prompts = read_prompts(prompt_file or Path(vargen.assets.__file__).parent / "prompts.txt", "prompts")
     asked = [prompts[number % len(prompts)] for number in range(num or len(prompts))]
     found = compared(setting, asked, device, dtype)
     folder.mkdir(parents=True, exist_ok=True)

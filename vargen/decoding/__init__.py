@@ -38,10 +38,11 @@ from vargen.decoding.drafters import (
     Wavefront,
 )
 from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
+from vargen.decoding.methods import methods_of, resolve_accelerator
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.placements import Chance, Replay, Stride, Unscored
 from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
-from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
+from vargen.decoding.presets import DEFAULT, PRESETS, Method
 from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.routing import Routing
 from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress

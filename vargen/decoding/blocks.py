@@ -16,7 +16,7 @@ from vargen.decoding.block_pixels import BlockDecoder
 from vargen.decoding.block_protocols import BlockModel
 from vargen.decoding.block_score import Score
 from vargen.decoding.block_stream import BlockStream, Callback
-from vargen.decoding.presets import resolve_accelerator
+from vargen.decoding.methods import resolve_accelerator
 from vargen.decoding.routing import Routing
 from vargen.values import shown, whole
 

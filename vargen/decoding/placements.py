@@ -18,10 +18,18 @@ from vargen.values import shown, whole
 
 @dataclass(frozen=True)
 class Unscored:
-    """The large model draws all blocks, or the small one."""
+    """The large model draws all blocks, or the small one.
+
+    Raises:
+        TypeError: for a `draft` that is no truth value.
+    """
 
     draft: bool = False
     scored = reference = False
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.draft, bool):
+            raise TypeError(f"draft must be True or False, got {shown(self.draft)}")
 
     def start(self, seed: int) -> Router:
         return _Places(lambda block: self.draft)

@@ -1,8 +1,6 @@
-"""Presets: methods by name, each a few lines of data."""
+"""Presets: methods by name, each a few lines of data; `vargen.decoding.methods` finds them."""
 
 from __future__ import annotations
-
-from typing import Any, Literal, overload
 
 from vargen.decoding.accelerator import Accelerator
 from vargen.decoding.acceptance import Grouped, Neighbourhood, Pooled, exact, recursive_rejection, shared_noise, traversal
@@ -18,13 +16,11 @@ from vargen.decoding.drafters import (
     SpeculativeTree,
     Wavefront,
 )
-from vargen.decoding.naming import nearest
 from vargen.decoding.placements import Chance, Stride, Unscored
 from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
 from vargen.decoding.routing import Routing
 from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.trees import DynamicTree
-from vargen.values import shown
 
 DEFAULT = "auto"  # what pipelines, page and command draw with
 Method = Accelerator | Schedule | Routing
@@ -271,44 +267,3 @@ PRESETS: dict[str, Method] = {
         ),
     )
 }
-
-
-def methods_of(family: str) -> list[Method]:
-    """The presets for models of a family, such as `"next-token"`."""
-    return [preset for preset in PRESETS.values() if preset.family == family]
-
-
-@overload
-def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator: ...
-@overload
-def resolve_accelerator(accelerator: str | Method, family: Literal["next-token"]) -> Accelerator: ...
-@overload
-def resolve_accelerator(accelerator: str | Method, family: Literal["next-scale"]) -> Schedule: ...
-@overload
-def resolve_accelerator(accelerator: str | Method, family: Literal["video-block"]) -> Routing: ...
-@overload
-def resolve_accelerator(accelerator: str | Method, family: str) -> Any: ...
-def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.family) -> Any:
-    """A preset by name, or the object itself.
-
-    Args:
-        family: of the model that is to run it.
-
-    Raises:
-        ValueError: for an unknown name (names the nearest), or a method for models of another family.
-        TypeError: for anything else.
-    """
-    names = [preset.name for preset in methods_of(family)]
-    if isinstance(accelerator, str):
-        if accelerator not in PRESETS:
-            raise ValueError(f"unknown accelerator {shown(accelerator)}; {nearest(accelerator, names)}")
-        accelerator = PRESETS[accelerator]
-    if not isinstance(accelerator, Accelerator | Schedule | Routing):
-        wanted = {Accelerator.family: "an Accelerator", Schedule.family: "a Schedule"}.get(family, "a Routing")
-        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
-    if accelerator.family != family:
-        raise ValueError(
-            f"accelerator {accelerator.name!r} is for {accelerator.family} models, and this is a {family} one: it runs "
-            f"{', '.join(names)}"
-        )
-    return accelerator

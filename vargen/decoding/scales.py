@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding.presets import resolve_accelerator
+from vargen.decoding.methods import resolve_accelerator
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.scale_images import Images, Keep

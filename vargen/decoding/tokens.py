@@ -23,8 +23,8 @@ from vargen.decoding.captured import CUDAGraph, Graph, Replayed
 from vargen.decoding.cost import suitable_threads
 from vargen.decoding.draft import Draft, Output, Step, Verdict
 from vargen.decoding.drafters import Sequential
+from vargen.decoding.methods import resolve_accelerator
 from vargen.decoding.noise import Noise, OwnNoise
-from vargen.decoding.presets import resolve_accelerator
 from vargen.decoding.protocols import AcceptanceRule, Drafter, MovingModel, TokenModel
 from vargen.decoding.run import Callback, Decoded, Run, check_call
 from vargen.decoding.sampling import Sampling, to_probs

@@ -47,10 +47,11 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Draw pictures of a prompt (for a model of classes: a class's name or number).
 
-        What is left out takes the model's default, the seed a random one; top_k 0 keeps every token. Picture k has seed
-        + k. Of several candidates of each, the scorer keeps the best. Returns the PNG files, which carry their parameters,
-        and the parameters with the statistics of the run. A caller that listens gets, while it draws, no files and the tokens
-        drawn so far. A job that is cancelled, or whose caller is gone, is not drawn to its end.
+        The method may have settings, as in gumbel:window=8. What is left out takes the model's default, the seed a random
+        one; top_k 0 keeps every token. Picture k has seed + k. Of several candidates of each, the scorer keeps the best.
+        Returns the PNG files, which carry their parameters, and the parameters with the statistics of the run. A caller that
+        listens gets, while it draws, no files and the tokens drawn so far. A job that is cancelled, or whose caller is gone,
+        is not drawn to its end.
         """
         with told_plainly():
             given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}

@@ -23,6 +23,7 @@ from vargen.pipelines.captions import unreadable_hint
 from vargen.pipelines.description import Method
 from vargen.scoring.protocol import Scorer, checked_scores
 from vargen.scoring.registry import PACKAGED
+from vargen.values import shown
 
 logger = logging.getLogger("vargen")
 
@@ -58,6 +59,19 @@ class Engine:
     @property
     def available(self) -> list[Method]:
         return [method for method in self.methods.values() if method.reason is None]
+
+    def method(self, name: str) -> Method | None:
+        """What is known of a method by its name, with settings or without: `gumbel:window=8`. None for an unknown one."""
+        preset, colon, _ = name.partition(":")
+        found = self.methods.get(preset)
+        if found is None or found.reason is not None or not colon:
+            return found
+        try:
+            method = self.pipe.resolved(name)
+            self.pipe.check_runs(method)
+        except (ValueError, TypeError) as error:
+            return replace(found, name=name, reason=str(error))
+        return replace(found, name=name, kind=method.kind)
 
     @property
     def default_method(self) -> str:
@@ -96,11 +110,11 @@ class Engine:
 
     def check(self, settings: Settings) -> None:
         """Raise ValueError, in words for people, if this model cannot do what is asked."""
-        method = self.methods.get(settings.method)
+        method = self.method(settings.method)
         if method is None or method.reason is not None:
             why = f": {method.reason}" if method else ""
             names = ", ".join(each.name for each in self.available)
-            raise ValueError(f"The method {settings.method!r} is not available here{why}. Choose one of: {names}.")
+            raise ValueError(f"The method {shown(settings.method)} is not available here{why}. Choose one of: {names}.")
         if settings.num_candidates > 1 and self.scorer is None:
             raise ValueError("There is no scorer here to choose among candidates: draw one of each picture.")
         if settings.top_k > self.vocab:

@@ -98,7 +98,8 @@ def view(engine: Engine, lanes: list[Settings], started: list[Run]) -> str:
 
 
 def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn | None) -> Lane:
-    kind, total = engine.methods[settings.method].kind, engine.total
+    method, total = engine.method(settings.method), engine.total
+    kind = method.kind if method else ""
     if run is None:
         return Lane(settings.method, kind, None, "waits for its turn", "", 0, total, 0.0, 0.0)
     drawn = run.drawn

@@ -31,7 +31,7 @@ class Settings:
 
     Attributes:
         prompt: what to draw: text, or for models of classes a class's name or number.
-        method: a preset's name.
+        method: a preset's name, with settings or without.
         seed: of the first picture; picture k has `seed + k`.
         guidance_scale, temperature, top_p: as the pipeline takes them.
         top_k: 0 keeps every token.

@@ -250,11 +250,12 @@ def write_all(folder: RunFolder, found: Evaluation) -> list[str]:
             figures.append("plot.png")
     except ImportError as error:
         logger.warning("%s", error)
+    drawn = sorted(folder.records().items())
     groups = {
         row.name: [
             Picture(item, str(folder.path / folder.image(row.name, item)), record.get("text"), record["sha256"])
-            for (method, item), record in sorted(folder.records().items())
-            if method == row.name and item < _SHEET_ITEMS
+            for (method, item), record in drawn
+            if method == row.name and item < _SHEET_ITEMS and folder.intact(record)
         ]
         for row in found.rows
     }

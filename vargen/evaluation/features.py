@@ -6,7 +6,6 @@ Distances of features of different extractors mean nothing, so every file of fea
 from __future__ import annotations
 
 import hashlib
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ from vargen.evaluation.inception import FIDInception
 from vargen.models.weights import weights_digest
 from vargen.picture_files import on_white
 from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
-from vargen.scoring.registry import read_spec
+from vargen.specs import of_ones_own, read_spec
 from vargen.values import shown
 
 
@@ -124,9 +123,9 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     Raises:
         ValueError: for an unknown name or option. FileNotFoundError: for weights that are missing; says how to get them.
     """
-    where, _, attribute = spec.partition(":")
-    if attribute and "=" not in attribute and where not in EXTRACTORS:
-        return _imported(where, attribute, device)
+    where, colon, rest = spec.partition(":")
+    if colon and "=" not in rest and where not in EXTRACTORS:
+        return _imported(spec, device)
     name, options = read_spec(spec)
     allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
@@ -134,16 +133,16 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     return EXTRACTORS[name](**options, device=device) if name in EXTRACTORS else _tower(name, device=device)
 
 
-def _imported(module: str, function: str, device: torch.device | str) -> Extractor:
-    try:
-        made = getattr(importlib.import_module(module), function)()
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"extractor {module}:{function} could not be imported: {error}") from error
+def _imported(spec: str, device: torch.device | str) -> Extractor:
+    function = of_ones_own(spec, "extractor")
+    if not callable(function):
+        raise ValueError(f"extractor {shown(spec)} must be a function or a class, got {shown(function)}")
+    made = function()
     if isinstance(made, Extractor):
         return made
     if not isinstance(made, nn.Module):
-        raise TypeError(f"extractor {module}:{function} must return an nn.Module or an Extractor, got {shown(made)}")
-    return module_extractor(made, f"{module}:{function}", device)
+        raise TypeError(f"extractor {spec} must return an nn.Module or an Extractor, got {shown(made)}")
+    return module_extractor(made, spec, device)
 
 
 def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:

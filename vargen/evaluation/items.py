@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from vargen.decoding import Method, Schedule, resolve_accelerator
-from vargen.decoding.acceptance import RULES
-from vargen.decoding.naming import lookup, nearest
 from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
-from vargen.scoring.registry import read_spec
 from vargen.values import shown, whole
 
 Subject = str | int  # a prompt, or a class
@@ -77,53 +73,3 @@ def _uniform(seed: int, item: int, below: int) -> int:
 def prompt_subjects(prompts: Any) -> list[Subject]:
     """Prompts, checked as a call checks them."""
     return list(check_prompts(prompts, "prompts"))
-
-
-def method_of(spec: str, family: str) -> Method:
-    """A preset of the family, with other settings where `spec` gives some: of its drafter and rule, `gsd:budget=5,window=24`,
-    or of the stages of a schedule by their numbers, `code:until.1=-3`. `acceptance` is another rule of the preset's drafts, by
-    its name in `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`.
-
-    Raises:
-        ValueError: for an unknown preset, rule or setting, or a value that the part refuses.
-    """
-    name, options = read_spec(spec)
-    accelerator = resolve_accelerator(name, family)
-    if isinstance(accelerator, Schedule):
-        parts: dict[str, Any] = {f".{number}": stage for number, stage in enumerate(accelerator.stages, 1)}
-        allowed = {part: [each + part for each in _settable(stage) if each != "rule"] for part, stage in parts.items()}
-    else:
-        rule = options.pop("acceptance", None)
-        acceptance = accelerator.acceptance if rule is None else lookup("acceptance", rule, RULES)
-        parts = {"drafter": accelerator.drafter, "acceptance": acceptance}
-        allowed = {part: _settable(value) for part, value in parts.items()}
-    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
-    for key, text in options.items():
-        owner = next((part for part in parts if key in allowed[part]), None)
-        if owner is None:
-            names = sorted({name for each in allowed.values() for name in each})
-            raise ValueError(f"method {name} has no setting {shown(key)}; {nearest(key, names) if names else 'it has none'}")
-        changes[owner][key.removesuffix(owner)] = _value(text)
-    for part, values in changes.items():  # all of a part at once: some are right only together
-        parts[part] = replace(parts[part], **values) if values else parts[part]
-    if isinstance(accelerator, Schedule):
-        return replace(accelerator, stages=tuple(parts.values()))
-    return replace(accelerator, **parts) if options or rule is not None else accelerator
-
-
-def _settable(part: Any) -> list[str]:
-    if not is_dataclass(part) or isinstance(part, type):
-        return []
-    return [field.name for field in fields(part) if field.init and field.name not in ("function", "name")]
-
-
-def _value(text: str) -> Any:
-    words: Mapping[str, Any] = {"none": None, "true": True, "false": False}
-    if text.lower() in words:
-        return words[text.lower()]
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text

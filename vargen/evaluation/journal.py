@@ -6,8 +6,11 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from vargen.reading import open_regular
 
 if sys.platform != "win32":
     import fcntl
@@ -23,13 +26,15 @@ class Journal:
     A line that a killed process left half-written is cut off.
 
     Raises:
-        ValueError: where another process has it open.
+        ValueError: where another process has it open, or something else than a regular file lies there.
         OSError: if it cannot be opened or made.
     """
 
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} must be a regular file, and is something else; move it away")
         self._file = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o666)
         try:
             self._claim()
@@ -91,17 +96,29 @@ class Journal:
         self.close()
 
 
-def read_journal(path: Path) -> list[Record]:
-    """The records of a file; a line that cannot be read is named in a warning and passed over: what it said is done again."""
+def read_journal(path: Path, whole: Callable[[Record], bool] | None = None) -> list[Record]:
+    """The records of a file; a line that cannot be read is named in a warning and passed over: what it said is done again.
+
+    Args:
+        whole: whether a record says all that it should; one that does not is passed over, too.
+
+    Raises:
+        ValueError: for something else than a regular file.
+    """
     records = []
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    try:
+        with open_regular(path) as opened:
+            lines = opened.read().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror or error}") from error
+    for number, line in enumerate(lines, 1):
         if not line:
             continue
         try:
             record = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             record = None
-        if isinstance(record, dict):
+        if isinstance(record, dict) and (whole is None or whole(record)):
             records.append(record)
         else:
             logger.warning("line %d of %s is damaged and passed over", number, path)

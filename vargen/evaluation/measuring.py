@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -19,17 +17,14 @@ from torch import Tensor
 from vargen.device import fix_threads
 from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
+from vargen.evaluation.kept import DRIFT, Kept, Rows
 from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
-from vargen.evaluation.run_folder import cannot_write, file_slug
-from vargen.files import whole_file
-from vargen.models.weights import read_arrays
 from vargen.scoring import Scorer, checked_scores, open_scorer
 from vargen.scoring.reference import psnr, ssim
 
 logger = logging.getLogger("vargen")
 
 CHUNK = 64  # pictures; fixed, so that a chunk's numbers are equal to the last bit whoever measures it
-DRIFT = "drift"
 _LEAST_SSIM = 11  # pixels of a side
 
 
@@ -163,8 +158,6 @@ class Measured:
     size: tuple[int, int] | None = None
 
 
-Rows = dict[str, np.ndarray]  # columns of numbers of a chunk or a group, each with `items`
-
 
 def measure(
     groups: dict[str, list[Picture]],
@@ -182,7 +175,7 @@ def measure(
     Raises:
         UnreadablePictureError, ValueError, FileNotFoundError: see `Measurer` and `Instruments`. OSError: for a full disk.
     """
-    keep = _Kept(kept, instruments)
+    keep = Kept(kept, instruments)
     found = {group: Measured({}, [], _first_size(pictures, instruments)) for group, pictures in groups.items()}
     rows: dict[str, dict[int, dict[str, Rows]]] = {group: {} for group in groups}
     work: list[Chunk] = []
@@ -223,53 +216,6 @@ def _joined(chunks: list[dict[str, Rows]]) -> dict[str, dict[str, Tensor]]:
         name: {key: torch.from_numpy(np.concatenate([part[key] for part in parts])) for key in parts[0]}
         for name, parts in own.items()
     }
-
-
-class _Kept:
-    """Chunks on the disk, by what they were made of. An instrument that does not say what it is is asked anew each time.
-
-    Opens the instruments for their names and identities, and so finds out beforehand which cannot be opened.
-    """
-
-    def __init__(self, folder: Path | None, instruments: Instruments):
-        self.folder, self.resize = folder, instruments.resize
-        self.names, self.identities = {DRIFT: DRIFT}, {DRIFT: DRIFT}
-        for key, instrument in instruments.opened().items():
-            self.names[key] = instrument.name
-            if isinstance(identity := getattr(instrument, "identity", None), str):
-                self.identities[key] = identity
-
-    def _file(self, chunk: Chunk, name: str) -> Path | None:
-        if self.folder is None or name not in self.identities:
-            return None
-        return self.folder / file_slug(self.names[name]) / file_slug(chunk.group) / f"{chunk.number:05d}.npz"
-
-    def _made_of(self, chunk: Chunk, name: str) -> str:
-        pictures = [(p.item, p.sha256, p.text, p.against) for p in chunk.pictures]
-        return hashlib.sha256(json.dumps([self.identities[name], self.resize, pictures]).encode()).hexdigest()
-
-    def held(self, chunk: Chunk, name: str) -> Rows | None:
-        file = self._file(chunk, name)
-        if file is None or not file.is_file():
-            return None
-        try:
-            if str(read_arrays(file, "made_of")["made_of"]) != self._made_of(chunk, name):
-                return None
-            with np.load(file, allow_pickle=False) as held:
-                return {column: held[column] for column in held if column != "made_of"}
-        except (ValueError, OSError):
-            return None  # damaged: measured anew
-
-    def keep(self, chunk: Chunk, name: str, arrays: Rows) -> None:
-        file = self._file(chunk, name)
-        if file is None:
-            return
-        columns: dict[str, Any] = {"made_of": np.array(self._made_of(chunk, name)), **arrays}
-        try:
-            with whole_file(file) as temporary, open(temporary, "wb") as opened:
-                np.savez(opened, **columns)
-        except OSError as error:
-            raise cannot_write(str(file), error) from error
 
 
 def _first_size(pictures: Sequence[Picture], instruments: Instruments) -> tuple[int, int] | None:

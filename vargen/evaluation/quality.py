@@ -20,7 +20,8 @@ from vargen.evaluation.distances import (
     precision_recall,
 )
 from vargen.evaluation.journal import Record
-from vargen.evaluation.measuring import DRIFT, Measured
+from vargen.evaluation.kept import DRIFT
+from vargen.evaluation.measuring import Measured
 from vargen.evaluation.statistics_files import Statistics
 
 _Z = 1.959964  # 95 % of a normal distribution lie within so many deviations

@@ -39,7 +39,7 @@ def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable
         ImportError: without Ray. While it runs: RuntimeError if Ray's process ends early.
     """
     if installed_version("ray") is None:
-        raise ImportError('engine ray needs Ray: pip install "ray[data]", or the extra ray')
+        raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
 
     def run(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
         if units:

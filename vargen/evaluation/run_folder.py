@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -19,11 +20,14 @@ from typing import Any
 
 from vargen.evaluation.journal import Record, read_journal
 from vargen.files import whole_file
-from vargen.values import shown
+from vargen.reading import open_regular
+from vargen.values import real, shown, whole
 
 RUN_FILE = "run.json"
 _PER_FOLDER = 1000  # files; more make a folder slow
 _GROWS = ("num",)  # settings of which a run may have more than before
+_MEASURES = ("seconds", "tokens", "turns", "passes", "relaxation")  # of a picture
+_MOST = 1e9  # of any of them: thirty years, for seconds
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class RunFolder:
         return f"images/{file_slug(method)}/{item // _PER_FOLDER:03d}/{item:08d}.png"
 
     def journal(self, shard: int, shards: int) -> Path:
-        return self.path / "manifest" / f"shard-{shard}-of-{shards}.jsonl"
+        """The manifest of a shard. Raises ValueError where its folder is something else."""
+        return self._manifests() / f"shard-{shard}-of-{shards}.jsonl"
 
     def settings(self) -> dict[str, Any]:
         """What `claim` wrote.
@@ -98,11 +103,16 @@ class RunFolder:
     def records(self) -> dict[tuple[str, int], Record]:
         """The last line about each picture, by method and item, from all shards' manifests."""
         found: dict[tuple[str, int], Record] = {}
-        for file in sorted((self.path / "manifest").glob("*.jsonl")):
-            for record in read_journal(file):
-                if isinstance(record.get("method"), str) and isinstance(record.get("item"), int):
-                    found[record["method"], record["item"]] = record
+        for file in sorted(self._manifests().glob("*.jsonl")):
+            for record in read_journal(file, _whole):
+                found[record["method"], record["item"]] = record
         return found
+
+    def _manifests(self) -> Path:
+        folder = self.path / "manifest"
+        if os.path.lexists(folder) and not folder.is_dir():
+            raise ValueError(f"{str(folder)!r} must be a folder, and is a file; move it away, or give another run")
+        return folder
 
     def drawn(self) -> dict[tuple[str, int], Record]:
         """Those whose file is there and is what the manifest says, byte by byte."""
@@ -117,6 +127,19 @@ class RunFolder:
             return False
 
 
+def _whole(record: Record) -> bool:
+    """Whether a manifest's line says what it should of a picture, in numbers that can be."""
+    numbers = [real(record.get(name)) for name in _MEASURES]
+    counts = [whole(record.get(name), least, int(_MOST)) for name, least in (("item", 0), ("batch", 1), ("threads", 1))]
+    return (
+        isinstance(record.get("method"), str)
+        and isinstance(record.get("sha256"), str)
+        and isinstance(record.get("text", ""), str)
+        and None not in counts
+        and all(number is not None and 0 <= number <= _MOST for number in numbers)
+    )
+
+
 def cannot_write(what: str, error: OSError) -> OSError:
     """What to tell about a full disk, or another reason."""
     reason = error.strerror or str(error)
@@ -124,8 +147,8 @@ def cannot_write(what: str, error: OSError) -> OSError:
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256, in hexadecimal."""
-    with open(file, "rb") as opened:
+    """SHA-256 of a regular file, in hexadecimal. Raises OSError for anything else."""
+    with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 

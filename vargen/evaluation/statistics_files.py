@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from vargen.evaluation.inception import DIMENSIONS
+from vargen.evaluation.kept import arrays_digest
 from vargen.files import expanded, whole_file
 
 _SAMPLES = "arr_0.npy"
 _INCEPTION = "inception"
+_OWN = ("vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
+_DIGEST = "vargen_digest"
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Statistics:
             arrays["vargen_size"] = np.array(self.size)
         if self.features is not None:
             arrays["vargen_features"] = self.features.numpy().astype(short)
+        arrays[_DIGEST] = np.array(arrays_digest(arrays))
         with whole_file(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)
 
@@ -108,20 +112,29 @@ class Statistics:
 
         Raises:
             FileNotFoundError: if it is missing.
-            ValueError: if it is damaged, lacks `mu` or `sigma`, or their shapes do not go together.
+            ValueError: if it is damaged, was changed after it was written, lacks `mu` or `sigma`, or their shapes do not go
+                together.
         """
         file = expanded(path, "reference")
-        held = _arrays(file, "mu", "sigma", "vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
+        held = _arrays(file, "mu", "sigma", *_OWN, _DIGEST)
+        digest = held.pop(_DIGEST, None)  # of files of vargen alone
+        if digest is not None and str(digest) != arrays_digest(held):
+            raise ValueError(f"{file} was changed after it was written, so it is not believed; make it anew")
         if "mu" not in held or "sigma" not in held:
             raise ValueError(f"{file} must hold mu and sigma, as reference statistics do")
-        mean, covariance = (torch.from_numpy(np.array(held[name], dtype=np.float64)) for name in ("mu", "sigma"))
-        count = int(held["vargen_count"]) if "vargen_count" in held else None
-        extractor = str(held["vargen_extractor"]) if "vargen_extractor" in held else None
-        size = tuple(int(side) for side in held["vargen_size"]) if "vargen_size" in held else None
-        features = torch.from_numpy(held["vargen_features"].astype(np.float32)) if "vargen_features" in held else None
+        try:
+            mean, covariance = (torch.from_numpy(np.array(held[name], dtype=np.float64)) for name in ("mu", "sigma"))
+            count = int(held["vargen_count"]) if "vargen_count" in held else None
+            extractor = str(held["vargen_extractor"]) if "vargen_extractor" in held else None
+            size = tuple(int(side) for side in held["vargen_size"]) if "vargen_size" in held else None
+            features = torch.from_numpy(held["vargen_features"].astype(np.float32)) if "vargen_features" in held else None
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{file} is damaged: {error}") from error
         if mean.dim() != 1 or tuple(covariance.shape) != (len(mean), len(mean)):
             raise ValueError(f"{file} holds mu {list(mean.shape)} and sigma {list(covariance.shape)}, expected [D] and [D, D]")
-        if not mean.isfinite().all() or not covariance.isfinite().all():
+        if features is not None and (features.dim() != 2 or features.shape[1] != len(mean)):
+            raise ValueError(f"{file} holds features {list(features.shape)}, expected [N, {len(mean)}]")
+        if not all(part is None or part.isfinite().all() for part in (mean, covariance, features)):
             raise ValueError(f"{file} holds NaN or infinite values")
         return cls(mean, covariance, count, extractor, size, features)  # type: ignore[arg-type]
 

@@ -69,7 +69,7 @@ class CLIPScorer(BatchedScorer):
 def open_clip_model(model: str, weights: str | Path | None, device: torch.device | str) -> tuple[Any, Any, Any, str]:
     """Network, preprocessing, tokenizer, and what tables call the weights; arguments and errors as `CLIPScorer` has them."""
     if installed_version("open-clip-torch") is None:
-        raise ImportError("CLIP needs open_clip: pip install open-clip-torch, or the extra eval")
+        raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
     ensure_torchvision()
     import open_clip
 

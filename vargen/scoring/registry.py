@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from vargen.scoring.protocol import Scorer, as_scorer
+from vargen.specs import of_ones_own, read_spec
 from vargen.values import shown
 
 
@@ -46,34 +44,6 @@ def default_scorer(model: str) -> str | None:
     return name if name in packaged_scorers() else None
 
 
-def split_specs(text: str | Sequence[str]) -> list[str]:
-    """The parts of a comma-separated list whose parts may have options: `a,b:x=1,y=2,c` is `a`, `b:x=1,y=2` and `c`."""
-    found: list[str] = []
-    for part in (text if isinstance(text, str) else ",".join(text)).split(","):
-        name = part.split("=", 1)[0]
-        if found and "=" in part and ":" not in name:
-            found[-1] += "," + part
-        elif part.strip():
-            found.append(part.strip())
-    return found
-
-
-def read_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and options of `name:key=value,...`.
-
-    Raises:
-        ValueError: for an option without a value, or one given twice.
-    """
-    name, _, rest = spec.partition(":")
-    options: dict[str, str] = {}
-    for part in rest.split(",") if rest else []:
-        key, equals, value = part.partition("=")
-        if not equals or not key.strip() or key.strip() in options:
-            raise ValueError(f"{shown(spec)} must be name:key=value,key=value, each key once; got {shown(part)}")
-        options[key.strip()] = value.strip()
-    return name.strip(), options
-
-
 def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int | None = None) -> Scorer:
     """The scorer that `spec` names; see the top of this module.
 
@@ -81,9 +51,9 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
         ValueError: for an unknown name or option. FileNotFoundError: for weights that are missing; says how to get them.
         ImportError: for a package that is not installed.
     """
-    where, _, attribute = spec.partition(":")
-    if attribute and "=" not in spec and where not in SCORERS:
-        return _imported(where, attribute)
+    where, colon, _ = spec.partition(":")
+    if colon and "=" not in spec and where not in SCORERS:
+        return _imported(spec)
     name, options = read_spec(spec)
     given: dict[str, Any] = {"device": device, **({} if batch_size is None else {"batch_size": batch_size})}
     if name not in SCORERS:
@@ -108,12 +78,22 @@ def _truth(value: str) -> bool:
     return value.lower() == "true"
 
 
-def _imported(module: str, attribute: str) -> Scorer:
-    """A function, a scorer, or a class of scorers without arguments; modules of the current folder are found, too."""
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+def _imported(spec: str) -> Scorer:
+    """A scorer, a class of scorers without arguments, or a function that takes pictures and prompts; no other is called."""
+    value = of_ones_own(spec, "scorer")
+    if inspect.isclass(value):
+        if not callable(getattr(value, "score", None)):
+            raise ValueError(f"scorer {shown(spec)} must be a class with a method score(images, prompts), got {shown(value)}")
+        value = value()
+    elif not isinstance(value, Scorer) and not _takes_two(value):
+        raise ValueError(f"scorer {shown(spec)} must be a scorer or a function of images and prompts, got {shown(value)}")
+    return as_scorer(value, spec.partition(":")[2])
+
+
+def _takes_two(function: Any) -> bool:
+    """Whether it is a function that may be called with pictures and prompts."""
     try:
-        value = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"scorer {module}:{attribute} could not be imported: {error}") from error
-    return as_scorer(value() if inspect.isclass(value) else value, attribute)
+        inspect.signature(function).bind((), ())
+    except (TypeError, ValueError):  # no function, one of other arguments, or one that does not tell
+        return False
+    return True

@@ -1,0 +1,78 @@
+"""No output of `vargen eval` or `score` takes the place of a file of a run, by whatever name."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vargen.cli import evaluate, run_outputs
+from vargen.cli.run_outputs import check_run_outputs
+
+MINE = '{"methods": {}, "subjects": [], "num": 1}'
+OUTSIDE = ("json", "samples", "save_reference")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run with a reference in it, and links to it from beside it."""
+    folder = tmp_path / "run"
+    for name in ("images/ar/000", "measured/x"):
+        (folder / name).mkdir(parents=True)
+    (folder / "run.json").write_text(MINE)
+    (folder / "measured/x/0.npz").write_text("")
+    (tmp_path / "to_run").symlink_to(folder, target_is_directory=True)
+    (tmp_path / "link.json").symlink_to(folder / "run.json")
+    os.link(folder / "run.json", tmp_path / "hard.json")
+    return folder
+
+
+NAMES = ["run/run.json", "run/metrics.json", "run/new.json", "run/deep/new.json", "to_run/run.json", "link.json", "hard.json"]
+NAMES += ["run/images/../run.json", "run/measured/x/0.npz"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("option", OUTSIDE)
+def test_a_name_of_a_file_of_the_run_is_refused(name: str, option: str, folder: Path) -> None:
+    file = folder.parent / name
+    with pytest.raises(ValueError, match=f"{option}.*run"):
+        check_run_outputs({option: file}, {}, "", folder)
+    for part in (folder, folder / "images" / "ar"):  # scored as a folder of pictures, or compared with
+        with pytest.raises(ValueError, match=f"{option}.*run"):
+            check_run_outputs({option: file}, {"reference": part}, "")
+
+
+def test_a_run_to_be_made_and_one_whose_disk_ignores_case(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = folder.parent
+    with pytest.raises(ValueError, match="json"):
+        check_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new")
+    check_run_outputs({"json": beside / "NEW/run.json", "samples": beside / "RUN.npz"}, {}, "", beside / "new")
+    monkeypatch.setattr(run_outputs, "ignores_case", lambda folder: True)
+    with pytest.raises(ValueError, match="json"):
+        check_run_outputs({"json": beside / "RUN/Run.json"}, {}, "", folder)
+
+
+def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> None:
+    beside = folder.parent
+    (beside / "prompts.json").write_text("a cat")
+    (beside / "pictures").mkdir()
+    check_run_outputs({"json": beside / "out.json", "samples": None}, {"folder": beside / "pictures"}, "", folder)
+    with pytest.raises(ValueError, match=r"would overwrite prompts"):
+        check_run_outputs({"json": beside / "prompts.json"}, {"prompts": beside / "prompts.json"}, "", folder)
+
+
+@pytest.mark.parametrize("verb", ["eval", "score"])
+def test_the_command_says_so_before_anything_is_written(
+    verb: str, run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = run("draw", "--model", class_model, "-o", "out", "--num", 2, "--threads", 1)
+    assert drawn.exit_code == 0, drawn.stderr
+    before = {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()}
+    monkeypatch.setattr(evaluate, "write_each", lambda writes: pytest.fail("something was written"))
+    words = ("eval", "--model", class_model, "-o", "out", "--num", 2) if verb == "eval" else ("score", "out")
+    for words_of_file in (("--json", "out/run.json"), ("--json", "out/metrics.json")):
+        done = run(*words, "--scorers", "none", "--extractor", "none", *words_of_file)
+        assert done.exit_code == 2 and "json 'out/" in done.stderr, done.stderr
+    assert {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()} == before

@@ -1,0 +1,76 @@
+"""Outputs of `vargen eval` and `score`, kept away from the files of the run and from what the command reads."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from vargen.cli.outputs import check_apart, ignores_case, model_files, said
+from vargen.evaluation.run_folder import RunFolder
+from vargen.files import expanded
+
+
+def check_run_outputs(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: str, run: Path | None = None
+) -> None:
+    """Raise ValueError where an output would overwrite a file of a run, or one that is read; before anything is written.
+
+    Args:
+        outputs, inputs: by option; the runs that inputs are parts of are kept from outputs, too.
+        model: whose files are read; an empty name for none. run: folder of a run that is there or to be made.
+    """
+    read = {name: expanded(path, name) for name, path in inputs.items() if path is not None}
+    for folder in (run, *map(_run_of, read.values())):
+        if folder is not None:
+            _check_outside(outputs, folder)
+    files = {name: [path] for name, path in read.items()} | {"a file of model": model_files(model) if model else []}
+    check_apart({name: [file] for name, file in outputs.items()}, files)
+
+
+def _run_of(path: Path) -> Path | None:
+    """The folder of the run that a file or a folder belongs to."""
+    real = Path(os.path.realpath(path))
+    for place in (real, *real.parents):
+        with contextlib.suppress(ValueError, OSError):
+            RunFolder(place).settings()
+            return place
+    return None
+
+
+def _check_outside(outputs: Mapping[str, Path | None], run: Path) -> None:
+    """Raise ValueError where an output would lie in the folder of a run, which is there or to be made, or is one of its files.
+
+    Its files have many names, as in `check_apart`: where a folder ignores case, through links to folders, and hard links.
+    """
+    root = Path(os.path.realpath(run))
+    for name, file in outputs.items():
+        if file is None:
+            continue
+        places = [Path(os.path.realpath(file)), Path(os.path.realpath(file.absolute().parent)) / file.name]
+        if any(_within(place, root) for place in places) or _hard_linked(places[0], root):
+            raise ValueError(f"{said(name, file)} is a file of the run in {str(run)!r}, which has its own; name one elsewhere")
+
+
+def _within(place: Path, root: Path) -> bool:
+    """Whether a place lies in a folder, both being without links."""
+    for folder in (place, *place.parents):
+        if folder == root or (str(folder).casefold() == str(root).casefold() and ignores_case(root)):
+            return True
+        with contextlib.suppress(OSError):
+            if os.path.samefile(folder, root):
+                return True
+    return False
+
+
+def _hard_linked(file: Path, root: Path) -> bool:
+    """Whether a file is, by another name, one in a folder."""
+    try:
+        status = file.stat()
+    except OSError:
+        return False
+    if status.st_nlink < 2:
+        return False
+    found = (os.path.join(folder, name) for folder, _, names in os.walk(root) for name in names)
+    return any(os.path.samestat(os.lstat(each), status) for each in found)

@@ -1,0 +1,148 @@
+"""Methods as people name them: a preset, with other settings where the name gives some, as in `gumbel:window=8`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, Literal, overload
+
+from vargen.decoding.accelerator import Accelerator
+from vargen.decoding.acceptance import RULES, FunctionRule
+from vargen.decoding.aggregators import LowerQuantile, last, lowest, mean
+from vargen.decoding.commits import Eager, Lazy, Window
+from vargen.decoding.naming import lookup, nearest
+from vargen.decoding.presets import PRESETS, Method
+from vargen.decoding.routing import Routing
+from vargen.decoding.schedule import Schedule
+from vargen.specs import read_spec
+from vargen.values import shown
+
+# Parts that a setting may name, by the name of the field that holds them.
+_NAMED: dict[str, Mapping[str, Any]] = {
+    "acceptance": RULES,
+    "aggregate": {"lowest": lowest, "mean": mean, "last": last, "lower-quantile": LowerQuantile()},
+    "commit": {"eager": Eager(), "lazy": Lazy(), "window": Window()},
+}
+_NO_SETTINGS = ("name", "rule", "stages", "summary", "source")
+_WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
+
+
+def methods_of(family: str) -> list[Method]:
+    """The presets for models of a family, such as `"next-token"`."""
+    return [preset for preset in PRESETS.values() if preset.family == family]
+
+
+@overload
+def resolve_accelerator(accelerator: str | Accelerator) -> Accelerator: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["next-token"]) -> Accelerator: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["next-scale"]) -> Schedule: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: Literal["video-block"]) -> Routing: ...
+@overload
+def resolve_accelerator(accelerator: str | Method, family: str) -> Any: ...
+def resolve_accelerator(accelerator: str | Method, family: str = Accelerator.family) -> Any:
+    """A preset by name, with other settings where it is followed by some, or the object itself.
+
+    Settings are those of the method's parts: of its drafter and rule, `gsd:budget=5,window=24`; of the stages of a schedule, by
+    their numbers, `code:until.1=-3`; of a routing and its policy, `sdvg:tau=2,longest_run=4`. `acceptance` is another rule of
+    the preset's drafts, by its name in `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`; `aggregate` and `commit` likewise.
+    The method is then called as it was written.
+
+    Args:
+        family: of the model that is to run it.
+
+    Raises:
+        ValueError: for an unknown name (names the nearest), a setting that is unknown or refused (names it, and what is
+            allowed), or a method for models of another family.
+        TypeError: for anything else.
+    """
+    names = [preset.name for preset in methods_of(family)]
+    options: dict[str, str] = {}
+    given = accelerator
+    if isinstance(accelerator, str):
+        name, options = read_spec(accelerator)
+        if name not in PRESETS:
+            raise ValueError(f"unknown accelerator {shown(name)}; {nearest(name, names)}")
+        accelerator = PRESETS[name]
+    if not isinstance(accelerator, Accelerator | Schedule | Routing):
+        wanted = {Accelerator.family: "an Accelerator", Schedule.family: "a Schedule"}.get(family, "a Routing")
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
+    if accelerator.family != family:
+        raise ValueError(
+            f"accelerator {accelerator.name!r} is for {accelerator.family} models, and this is a {family} one: it runs "
+            f"{', '.join(names)}"
+        )
+    if not options:
+        return accelerator
+    try:
+        return replace(_set(accelerator, options), name=str(given))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"accelerator {shown(given)}: {error}") from error
+
+
+def _set(method: Method, options: Mapping[str, str]) -> Method:
+    """The method with other settings.
+
+    Raises:
+        ValueError, TypeError: for an unknown setting, or a value that a part refuses.
+    """
+    parts, whole = _parts(method, options)
+    allowed = {
+        part: {f"{field}.{part}" if isinstance(method, Schedule) else field: field for field in _settable(value)}
+        for part, value in parts.items()
+    }
+    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    for key, text in options.items():
+        if key in whole:
+            continue
+        owner = next((part for part in parts if key in allowed[part]), None)
+        if owner is None:
+            names = sorted({*whole, *(key for each in allowed.values() for key in each)})
+            known = f"{nearest(key, names)}; it has {', '.join(names)}" if names else "it has none"
+            raise ValueError(f"method {method.name} has no setting {shown(key)}; {known}")
+        field = allowed[owner][key]
+        changes[owner][field] = _value(text, getattr(parts[owner], field))
+    for part, values in changes.items():  # all of a part at once: some are right only together
+        try:
+            parts[part] = replace(parts[part], **values) if values else parts[part]
+        except (ValueError, TypeError) as error:
+            named = any(field in str(error) for field in values)
+            raise ValueError(str(error) if named else f"{', '.join(values)}: {error}") from error
+    if isinstance(method, Schedule):
+        return replace(method, stages=tuple(parts.values()))
+    changed = parts.pop("", method)
+    return replace(changed, **parts)
+
+
+def _parts(method: Method, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The parts that have settings, by name (the method itself under an empty one), and those that are chosen by name."""
+    if isinstance(method, Schedule):
+        return {str(number): stage for number, stage in enumerate(method.stages, 1)}, []
+    own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy", "aggregate", "commit"]
+    named = [part for part in own if part in _NAMED]
+    parts = {part: getattr(method, part) for part in own}
+    parts |= {part: lookup(part, options[part], _NAMED[part]) for part in named if part in options}
+    return parts if isinstance(method, Accelerator) else {**parts, "": method}, named
+
+
+def _settable(part: Any) -> list[str]:
+    if not is_dataclass(part) or isinstance(part, type | FunctionRule):
+        return []
+    left_out = (*_NO_SETTINGS, *_NAMED, "policy") if isinstance(part, Routing) else _NO_SETTINGS
+    return [field.name for field in fields(part) if field.init and field.name not in left_out]
+
+
+def _value(text: str, instead_of: Any) -> Any:
+    """A word, a number, or the text itself; several with + between where there were several before."""
+    if isinstance(instead_of, tuple):
+        return () if text.lower() == "none" else tuple(_value(part, None) for part in text.split("+"))
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

@@ -1,0 +1,64 @@
+"""Files that others may have changed, opened without waiting: only regular ones, and of a text no more than it may hold."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from io import BufferedReader
+from pathlib import Path
+
+from vargen.files import expanded
+
+STDIN = "-"  # in place of a file's name: standard input
+
+
+def open_regular(path: str | Path) -> BufferedReader:
+    """Open a regular file for reading; a pipe would be waited for, and a device has no end.
+
+    Raises:
+        OSError: if it cannot be opened, or is something else, also where a link leads to it.
+    """
+    if stat.S_ISREG(os.stat(path).st_mode):  # to open a device may already do something
+        file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        if stat.S_ISREG(os.fstat(file).st_mode):
+            return os.fdopen(file, "rb")
+        os.close(file)
+    if os.path.isdir(path):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    raise OSError(errno.EINVAL, "not a regular file", str(path))
+
+
+def read_text(path: str | Path, name: str, most: int) -> str:
+    """UTF-8 text of a regular file, or of standard input where `path` is `-`.
+
+    Args:
+        name: of the argument, for errors. most: bytes.
+
+    Raises:
+        ValueError: for what is no regular file, more bytes than `most`, or no UTF-8; names the argument.
+        FileNotFoundError, IsADirectoryError, PermissionError: likewise.
+    """
+    if str(path) == STDIN:
+        if sys.stdin is None:
+            raise ValueError(f"{name} '-' is standard input, which is closed")
+        what, data = f"{name} '-', standard input,", sys.stdin.buffer.read(most + 1)
+    else:
+        path = expanded(path, name)
+        what = f"{name} {str(path)!r}"
+        try:
+            with open_regular(path) as file:
+                data = file.read(most + 1)
+        except FileNotFoundError:
+            raise FileNotFoundError(f"{what} does not exist") from None
+        except (IsADirectoryError, PermissionError) as error:
+            raise type(error)(f"{what} cannot be read: {error.strerror}") from None
+        except OSError as error:
+            raise ValueError(f"{what} cannot be read: {error.strerror or error}") from error
+    if len(data) > most:
+        raise ValueError(f"{what} must hold at most {most:,} bytes")
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{what} must be UTF-8 text: {error}") from error
