@@ -174,9 +174,3 @@ def test_wrong_folders_are_told(words: tuple[str, ...], told: str, run: Any) -> 
     Image.new("RGB", (16, 16)).save("pictures/a.png")
     done = run("score", *words)
     assert done.exit_code == 2 and told in done.stderr, done.stderr
-
-
-def test_without_ray_the_engine_says_how_to_get_it(run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vargen.evaluation.ray_engine.installed_version", lambda name: None)
-    done = run("draw", "--model", class_model, "-o", "out", "--engine", "ray")
-    assert done.exit_code != 0 and "ray[data]" in done.stderr and not Path("out").exists()
