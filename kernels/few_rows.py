@@ -45,6 +45,9 @@ class TransposableWeights(nn.Module):
     weights lie transposed: passes of other threads may read the weights meanwhile.
     """
 
+    device: Any  # of diffusers' ModelMixin, which type checkers do not see
+    dtype: Any
+
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
         if any(weight.device.type != "cpu" for weight in self.parameters()):

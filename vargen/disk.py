@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextmanager
@@ -23,7 +23,7 @@ def disk_errors(output: Path) -> Iterator[None]:
         yield
     except Exception as error:
         number = _number(error)
-        if number not in _FULL:
+        if number not in FULL:
             raise
         refused = OSError(f"{output} was not written: {os.strerror(number)}; nothing of it is kept")
         refused.errno = number

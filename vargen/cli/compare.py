@@ -23,6 +23,7 @@ from vargen.cli.options import (
     check_range,
     given_options,
     makes_video,
+    parse_integer,
 )
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
 from vargen.cli.subjects import read_prompts, say_names
@@ -54,7 +55,7 @@ def compare(
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures.")] = None,
     model: ModelName = "emoji",
-    seed: Annotated[int, typer.Option(metavar="N", help="Of the first picture; the next has seed + 1.")] = 0,
+    seed: Annotated[int, typer.Option(parser=parse_integer, metavar="N", help="Of the first; the next has seed + 1.")] = 0,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -145,6 +146,8 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
 
     kind = pipeline_class(describe(model).pipeline)
     names = split_specs(methods) if methods is not None else []
+    if methods is not None and not names:
+        raise ValueError(f"methods must name at least one method, got {methods!r}")
     names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window

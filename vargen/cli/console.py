@@ -92,8 +92,13 @@ def describe(error: Exception) -> str:
 
 
 def say(line: str) -> None:
-    """A line on stderr."""
-    print(line, file=sys.stderr, flush=True)
+    """A line on stderr; characters that would command the terminal, as a file's name may hold them, are escaped."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """The text with control characters, line breaks excepted, written as escapes."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 class Names:
@@ -110,7 +115,7 @@ class Names:
         if self.silent:
             return
         try:
-            print(path, flush=True)
+            print(printable(str(path)) if sys.stdout.isatty() else path, flush=True)
         except OSError as error:
             self.silent, gone = True, isinstance(error, BrokenPipeError)
             self.failed = not gone

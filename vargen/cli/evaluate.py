@@ -19,7 +19,7 @@ from vargen.cli.evaluation_options import (
     read_shard,
 )
 from vargen.cli.generate_video import check_picture_options
-from vargen.cli.options import Device, Dtype, check_range, makes_video, pick_device
+from vargen.cli.options import Device, Dtype, check_range, makes_video, parse_integer, pick_device
 from vargen.cli.outputs import Write, json_writes, result_file, write_each
 from vargen.cli.run_outputs import check_run_outputs
 from vargen.cli.subjects import read_prompts
@@ -52,7 +52,7 @@ _Batch = Annotated[int, typer.Option(metavar="N", help="Pictures at once.")]
 _Shard = Annotated[str, typer.Option(metavar="I/N", help="Draw the I-th of N parts, I from 1, beside other processes.")]
 _EngineName = Annotated[EngineName, typer.Option(help="ray: several processes or machines (extra ray).")]
 _Actors = Annotated[int | None, typer.Option(metavar="N", help="Processes of ray. Default: one per GPU, or core.")]
-_Seed = Annotated[int, typer.Option(metavar="N", help="Of picture 0; the next has seed + 1.")]
+_Seed = Annotated[int, typer.Option(parser=parse_integer, metavar="N", help="Of picture 0; the next has seed + 1.")]
 _Setting = typer.Option(metavar="X", help="Default: the model's.")
 _DeviceName = Annotated[Device, typer.Option()]
 _Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")]

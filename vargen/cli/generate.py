@@ -24,6 +24,7 @@ from vargen.cli.options import (
     check_range,
     given_options,
     makes_video,
+    parse_integer,
     pick_device,
     pick_dtype,
 )
@@ -79,7 +80,8 @@ def generate(
         typer.Option(metavar="X", help="Share of the scales drawn anew, 0 to 1. Default: 0.8, and 1 with a mask."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(metavar="N", help="Of the first image; the next has seed + 1. Default: random.")
+        int | None,
+        typer.Option(parser=parse_integer, metavar="N", help="Of the first image; the next has seed + 1. Default: random."),
     ] = None,
     num_images: Annotated[int, typer.Option("--num-images", "-n", metavar="N", help="Images of each prompt.")] = 1,
     accelerator: Annotated[

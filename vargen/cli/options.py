@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -70,6 +71,17 @@ def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> 
     if name is not Dtype.auto:
         return getattr(torch, name.value)
     return device.fast_dtype(place) if folder is None else default_dtype(folder, place)
+
+
+def parse_integer(text: Any) -> int:
+    """An option's whole number. Typer's own reading takes `0-7` for -7.
+
+    Raises:
+        typer.BadParameter: for anything else; typer names the option.
+    """
+    if not re.fullmatch(r"[+-]?[0-9]{1,40}", str(text)):
+        raise typer.BadParameter(f"must be a whole number, got {text!r}")
+    return int(text)
 
 
 def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:

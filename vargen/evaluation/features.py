@@ -130,7 +130,12 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"extractor {name} has no option {shown(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
-    return EXTRACTORS[name](**options, device=device) if name in EXTRACTORS else _tower(name, device=device)
+    if name in EXTRACTORS:
+        return EXTRACTORS[name](**options, device=device)
+    if name not in packaged_scorers() and not Path(name).expanduser().is_dir():
+        known = [*EXTRACTORS, *packaged_scorers()]
+        raise ValueError(f"unknown extractor {shown(name)}; known: {', '.join(known)}, a scorer's folder, or module:function")
+    return _tower(name, device=device)
 
 
 def _imported(spec: str, device: torch.device | str) -> Extractor:

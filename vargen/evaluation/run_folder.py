@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vargen.disk import FULL
 from vargen.evaluation.journal import Record, read_journal
 from vargen.files import whole_file
 from vargen.reading import open_regular
@@ -141,9 +142,10 @@ def _whole(record: Record) -> bool:
 
 
 def cannot_write(what: str, error: OSError) -> OSError:
-    """What to tell about a full disk, or another reason."""
+    """The error for a file of a run that cannot be written; its advice fits the reason."""
     reason = error.strerror or str(error)
-    return OSError(f"{what} was not written ({reason}). Nothing is lost: make room and give the same command, which goes on")
+    remedy = "make room" if error.errno in FULL else "give a folder that can be written, or mend this one,"
+    return OSError(f"{what} was not written ({reason}). Nothing is lost: {remedy} and give the same command, which goes on")
 
 
 def file_digest(file: Path) -> str:
