@@ -38,15 +38,15 @@ def transpose_weights(network: nn.Module, transposed: bool = True) -> None:
                         weight.data = weight.data.t().contiguous().t()
 
 
-class TransposableWeights(nn.Module):
+_Module: Any = nn.Module  # Any: for checkers, attributes of a network are what its own class says
+
+
+class TransposableWeights(_Module):
     """A base of networks that call `transpose_weights`: off the CPU, in training and in `state_dict`, weights are `[N, K]`.
 
     safetensors writes contiguous tensors alone, and other users of a state dict expect them, too. They are copies where the
     weights lie transposed: passes of other threads may read the weights meanwhile.
     """
-
-    device: Any  # of diffusers' ModelMixin, which type checkers do not see
-    dtype: Any
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
