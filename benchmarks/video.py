@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from vargen.decoding import PRESETS, BlockStats, Chance, Lazy, RelativeToFirst, Routing, RunningQuantile, Stride, Threshold
-from vargen.decoding.block_cost import BlockCosts, measured_costs
-from vargen.decoding.block_stats import mean_acceptance
-from vargen.decoding.blocks import decode_blocks
-from vargen.decoding.run import Clock
+from vargen.decoding.harness import Clock
+from vargen.decoding.video.loop import decode_blocks
+from vargen.decoding.video.stats import BlockCosts, mean_acceptance, measured_costs
 from vargen.evaluation.machine import describe_machine
 from vargen.evaluation.synthetic_video import (
     PUBLISHED,
@@ -207,10 +206,10 @@ def report(table: list[dict], costs: BlockCosts, about: dict) -> str:
     ]
     parts = ", ".join(f"{name} {1e3 * value:.2f}" for name, value in vars(costs).items() if value is not None)
     machine = about["machine"]
-    return f"""# Video: policies at equal time, {about['pair']}
+    return f"""# Video: policies at equal time, {about["pair"]}
 
-{machine['cpu']}, {machine['threads']} threads, load {machine['load']:.1f}, torch {machine['torch']};
-seconds of the processor; {about['videos']} videos of {about['blocks']} blocks. Command: `{about['command']}`.
+{machine["cpu"]}, {machine["threads"]} threads, load {machine["load"]:.1f}, torch {machine["torch"]};
+seconds of the processor; {about["videos"]} videos of {about["blocks"]} blocks. Command: `{about["command"]}`.
 
 Milliseconds of a block: {parts}. Break-even acceptance {100 * costs.break_even(4):.0f} %.
 

@@ -1,7 +1,7 @@
 """Compose a method from a drafter, a rule and a draft length; prove that it is exact; then draw with it.
 
-    python examples/compose.py "a red apple" --seed 7
-    vargen verify examples.compose:mine             # the same proof, from the command line
+python examples/compose.py "a red apple" --seed 7
+vargen verify examples.compose:mine             # the same proof, from the command line
 """
 
 from __future__ import annotations

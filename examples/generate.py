@@ -1,6 +1,6 @@
 """Draw a prompt one token a pass, and again with several tokens a pass: the same picture, sooner.
 
-    python examples/generate.py "a red apple" --seed 7
+python examples/generate.py "a red apple" --seed 7
 """
 
 from __future__ import annotations

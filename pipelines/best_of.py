@@ -49,9 +49,7 @@ class BestOf:
                 f"one call draws at most {MAX_IMAGES} images, got {images} x {self.count} candidates (num_candidates)"
             )
 
-    def choose(
-        self, result: Decoded, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]
-    ) -> Decoded:
+    def choose(self, result: Decoded, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]) -> Decoded:
         """The best candidate of each picture; all scores and seeds go into the statistics.
 
         Args:

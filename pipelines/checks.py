@@ -178,9 +178,7 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> d
     return dict(answer)
 
 
-def check_tokens(
-    tokens: Any, vocab: int, who: str = "tokens", least: int = 0, left_out: Tensor | None = None
-) -> Tensor:
+def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0, left_out: Tensor | None = None) -> Tensor:
     """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary, or from `least` on.
 
     Args:

@@ -146,9 +146,7 @@ class Conditioning:
             raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
         return [self.read_prompt(text).text for text in checks.check_prompts(prompt)]
 
-    def negative_condition(
-        self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int
-    ) -> Condition | None:
+    def negative_condition(self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int) -> Condition | None:
         """What guidance leads away from, a row per picture, `images` of `count` prompts; None where nothing is given."""
         if prompt is None and embeds is None and mask is None:
             return None

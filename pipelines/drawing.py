@@ -128,9 +128,7 @@ def _pictures(pipe: VisualPipeline, result: Decoded, output_type: str) -> Any:
     return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
 
-def _callback(
-    pipe: VisualPipeline, call: Call, bar: Any, on_step_end: OnStepEnd | None
-) -> Callable[[Progress], bool | None]:
+def _callback(pipe: VisualPipeline, call: Call, bar: Any, on_step_end: OnStepEnd | None) -> Callable[[Progress], bool | None]:
     """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
 
     def callback(progress: Progress) -> bool | None:

@@ -152,6 +152,4 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     try:  # not DiffusionPipeline.download, which refuses components that are classes of neither diffusers nor transformers
         return Path(snapshot_download(text, allow_patterns=_WANTED, **options))
     except Exception as error:
-        raise ValueError(
-            f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}"
-        ) from error
+        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error

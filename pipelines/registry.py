@@ -23,13 +23,13 @@ def pipeline_class(name: str) -> type[VisualPipeline]:
     return getattr(import_module(FAMILIES[name].module), name)
 
 
-def family_of(name: Any) -> str:
+def paradigm_of(name: Any) -> str:
     """The family of a model, such as `"next-token"`, by its index alone.
 
     Raises:
         ValueError: see `vargen.pipelines.loading.indexed_folder`.
     """
-    return pipeline_class(indexed_folder(name, None, {})[1]["_class_name"]).family
+    return pipeline_class(indexed_folder(name, None, {})[1]["_class_name"]).paradigm
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:

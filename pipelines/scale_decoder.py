@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Decoded, DecodeStats, Progress, Sampling, ScaleModel, Schedule, decode_scales
-from vargen.decoding.cost import timed
+from vargen.decoding.pass_costs import timed
 
 Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
 
@@ -85,18 +85,14 @@ def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
     raise ValueError(f"a pass feeds whole scales, of {', '.join(map(str, scale_tokens))} tokens; got {width}")
 
 
-def _times(
-    model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float, repeats: int
-) -> list[float]:
+def _times(model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float, repeats: int) -> list[float]:
     """Seconds of equal passes, behind the scales before `first`; the first pass, a warm-up, is left out."""
     pass_ = scale_pass(model, condition, batch, first, last, guidance)
     return [timed(pass_, model.device)[0] for _ in range(repeats + 1)][1:]
 
 
 @torch.no_grad()
-def scale_pass(
-    model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float
-) -> Callable[[], Any]:
+def scale_pass(model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float) -> Callable[[], Any]:
     """A function that runs one pass over some scales, of any tokens, behind those before; it can be called again and again."""
     canvas, inputs = model.canvas(batch), [None]
     for scale in range(last):

@@ -64,7 +64,7 @@ class PublishedLoop:
             shared = model.shared_ada_lin(vector_RD) if model.config.shared_aln else None
             for i, block in enumerate(model.blocks):
                 x, keys[i], values[i] = self._block(block, x, vector_RD, shared, visible, keys[i], values[i])
-            x = x[:, -scales[k] ** 2 :]
+            x = x[:, -(scales[k] ** 2) :]
             scale, shift = model.head_nm.ada_lin(vector_RD)[:, None].chunk(2, dim=-1)
             conditional, unconditional = model.head(_norm(x) * (1 + scale) + shift).chunk(2)
             strength = (guidance_scale - 1) * k / max(len(scales) - 1, 1)

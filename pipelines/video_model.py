@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.compat import tokenized
 from vargen.decoding import Routing
-from vargen.decoding.flow import warped_levels
+from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_stream import StreamDecoder
@@ -30,7 +30,7 @@ from vargen.specs import read_spec
 class VideoModel(StoredPipeline):
     """Networks of video as a video needs them; see `CausalVideoPipeline`."""
 
-    family: ClassVar[str] = Routing.family
+    paradigm: ClassVar[str] = Routing.paradigm
     baseline: ClassVar[str] = "target"
     default_method: ClassVar[str] = "sdvg"
 
@@ -81,9 +81,7 @@ class VideoModel(StoredPipeline):
 
     # -- parts of a call --------------------------------------------------------------------------------------------------
 
-    def block_model(
-        self, window: int | None = None, sinks: int | None = None, motion: int | None = None
-    ) -> VideoBlocks:
+    def block_model(self, window: int | None = None, sinks: int | None = None, motion: int | None = None) -> VideoBlocks:
         """The models as `vargen.decoding.decode_blocks` sees them; arguments as in a call."""
         guidance = float(self.default("guidance"))
         null = None if guidance == 1 else self.no_caption()

@@ -82,10 +82,7 @@ def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
 
 
 def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
-    code = (
-        "import os, vargen;"
-        "print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
-    )
+    code = "import os, vargen;print(os.environ.get('OMP_WAIT_POLICY'), os.environ.get('GOMP_SPINCOUNT'))"
 
     def policy(**own: str) -> str:
         inherited = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}

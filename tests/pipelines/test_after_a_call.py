@@ -14,8 +14,8 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_
 from tiny_video_folder import video_folder
 
 from vargen import Accelerator, CausalVideoPipeline, open_pipeline
-from vargen.decoding.acceptance import Pooled
-from vargen.decoding.drafters import Jacobi
+from vargen.decoding.next_token.acceptance import Pooled
+from vargen.decoding.next_token.drafters import Jacobi
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
 

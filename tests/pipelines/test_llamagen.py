@@ -38,8 +38,7 @@ def texts() -> LlamaGenPipeline:
 
 def test_output_types_agree(classes):
     calls = {
-        kind: classes(class_labels=3, generator=seeded(0)[0], output_type=kind).images
-        for kind in ("pil", "np", "pt", "latent")
+        kind: classes(class_labels=3, generator=seeded(0)[0], output_type=kind).images for kind in ("pil", "np", "pt", "latent")
     }
     assert isinstance(calls["pil"][0], Image.Image) and calls["pil"][0].size == (8, 8)
     assert calls["np"].shape == (1, 8, 8, 3) and calls["np"].min() >= 0 and calls["np"].max() <= 1

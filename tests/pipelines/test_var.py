@@ -162,8 +162,9 @@ def test_the_best_of_several_candidates(texts: VARPipeline) -> None:
         darkest = min(range(3), key=lambda k: alone[k].mean())
         np.testing.assert_allclose(alone[darkest], result.images[row], atol=1e-5, rtol=0)  # rounding follows the batch
         assert result.stats.seeds[row] == seeds[darkest]
-        assert np.array_equal(alone[0], texts(prompt, image=a_picture(row), strength=0.8, generator=seeded(row)[0],
-                                              output_type="np").images[0]), "the first candidate is the picture itself"
+        assert np.array_equal(
+            alone[0], texts(prompt, image=a_picture(row), strength=0.8, generator=seeded(row)[0], output_type="np").images[0]
+        ), "the first candidate is the picture itself"
 
 
 # -- while it draws ---------------------------------------------------------------------------------------------------------

@@ -205,7 +205,6 @@ def test_packaged_recipes_fit_the_packaged_model_in_four_mebibytes(kind: str) ->
     assert dataclasses.replace(given, pictures=128).held_out == 64
 
 
-
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> None:
     pipe = class_pipeline()

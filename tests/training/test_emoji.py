@@ -70,9 +70,7 @@ def _webp(color: tuple[int, int, int, int]) -> bytes:
 def packages() -> dict[str, dict[str, bytes]]:
     names = {
         "en/data.json": json.dumps(_ENTRIES).encode(),
-        "en/messages.json": json.dumps(
-            {"groups": [{"order": i, "message": name} for i, name in enumerate(_GROUPS)]}
-        ).encode(),
+        "en/messages.json": json.dumps({"groups": [{"order": i, "message": name} for i, name in enumerate(_GROUPS)]}).encode(),
     }
     icons = {name: {"body": _svg("#0000ff").decode()} for name in ("heart", "pickle", "old-heart")}
     icons["odd-sign-dark-skin-tone"] = icons["heart"]
@@ -202,13 +200,9 @@ def test_build(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
         build_emoji_dataset(tmp_path / "c", tmp_path / "cache", 4)
 
 
-def test_an_undrawable_picture_leaves_the_old_data_set(
-    tmp_path: Path, packages: dict[str, dict[str, bytes]]
-) -> None:
+def test_an_undrawable_picture_leaves_the_old_data_set(tmp_path: Path, packages: dict[str, dict[str, bytes]]) -> None:
     pytest.importorskip("resvg_py")
-    build_emoji_dataset(
-        tmp_path / "out", tmp_path / "good", 16, progress=False, sources=_pack(tmp_path / "good", packages)
-    )
+    build_emoji_dataset(tmp_path / "out", tmp_path / "good", 16, progress=False, sources=_pack(tmp_path / "good", packages))
     before = (tmp_path / "out/images.npy").read_bytes()
     packages["twemoji"]["1f34e.svg"] = b"<svg"
     sources = _pack(tmp_path / "bad", packages)
@@ -237,9 +231,7 @@ def test_a_wrong_checksum_leaves_nothing_behind(
     monkeypatch.setattr(emoji_sources.subprocess, "run", fake_npm)
     with pytest.raises(ValueError, match="SHA-256"):
         fetch_sources(tmp_path / "cache", sources)
-    assert sorted(p.name for p in tarball.parent.iterdir()) == sorted(
-        s.tarball for s in sources if s is not sources[1]
-    )
+    assert sorted(p.name for p in tarball.parent.iterdir()) == sorted(s.tarball for s in sources if s is not sources[1])
 
 
 def test_npm_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,9 +32,7 @@ def _record(**changes: Any) -> dict[str, Any]:
 def test_captions() -> None:
     found = captions(_record())
     assert found[0] == "red apple, 3d style"
-    assert {"a red apple, 3d style", "emoji of a red apple, 3d style", "fruit, 3d style", "red apple"} <= set(
-        found
-    )
+    assert {"a red apple, 3d style", "emoji of a red apple, 3d style", "fruit, 3d style", "red apple"} <= set(found)
     assert "red apple, apple, fruit, fr, 3d style" in found
     assert "fr, 3d style" not in found
     assert len(set(found)) == len(found) and all(c == c.lower() for c in found)

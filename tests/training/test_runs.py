@@ -168,9 +168,7 @@ def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
     vq = {"ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 32}
     VQModel(codebook_size=codes, **vq).save_pretrained(tmp_path / "vqvae")
     with pytest.raises(ValueError, match=message):
-        generator.train_generator(
-            generator_recipe(), data(size=side), tmp_path / "vqvae", ENCODER, tmp_path / "run", CPU
-        )
+        generator.train_generator(generator_recipe(), data(size=side), tmp_path / "vqvae", ENCODER, tmp_path / "run", CPU)
     assert not (tmp_path / "run").exists()
 
 
@@ -426,9 +424,9 @@ def test_training_brings_plain_patches_to_one_code(tmp_path):
     """Held-out pictures, each patch quantised by itself: fewer codes for a colour than without the shared targets."""
     schedule = Schedule(steps=150, learning_rate=3e-3, warmup_steps=2)
     apart, together = (
-        train_tokenizer(
-            tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=150, plain_weight=weight)
-        )["plain_perplexity"]
+        train_tokenizer(tmp_path / str(weight), tokenizer_recipe(schedule=schedule, evaluate_every=150, plain_weight=weight))[
+            "plain_perplexity"
+        ]
         for weight in (0.0, 10.0)
     )
     assert 1 <= together < apart

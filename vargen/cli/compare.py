@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.compare import Comparison
 
+
 def compare(
     prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line; each is one picture per method.")],
     methods: Annotated[
@@ -135,12 +136,12 @@ def compare(
 
 def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
     """The methods by name, the baseline first, with another window if one is given; by default all of the model's family
-    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `resolve_accelerator`.
+    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `resolve_method`.
 
     Raises:
         ValueError: for an unknown preset, setting or window.
     """
-    from vargen.decoding import DEFAULT, methods_of, resolve_accelerator
+    from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
     from vargen.pipelines.registry import describe, pipeline_class
     from vargen.specs import split_specs
 
@@ -148,10 +149,10 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     names = split_specs(methods) if methods is not None else []
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
-    names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
+    names = names or [preset.name for preset in list_methods(kind.paradigm) if preset.name != DEFAULT_METHOD]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found: dict[str, Any] = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
+    found: dict[str, Any] = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 

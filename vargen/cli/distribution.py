@@ -107,6 +107,5 @@ def _distribution_table(report: dict[str, Any]) -> str:
     ]
     return (
         f"{report['pictures']} pictures of each method against {report['baseline']}, p-values of {report['permutations']} "
-        "permutations\n\n"
-        + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
+        "permutations\n\n" + table(["method", "kind", "tokens/pass", "relaxation", *tests], rows, "<<>>" + ">" * len(tests))
     )

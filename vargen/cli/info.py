@@ -56,7 +56,7 @@ def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
     if as_json:
         print_json(found)
         return
-    for number, (family, members) in enumerate(itertools.groupby(found, lambda preset: preset["family"])):
+    for number, (family, members) in enumerate(itertools.groupby(found, lambda preset: preset["paradigm"])):
         print(f"{chr(10) * min(number, 1)}models: {family}")
         print("\n".join(line for preset in members for line in _told(preset)))
 
@@ -82,7 +82,7 @@ def presets() -> list[dict[str, Any]]:
     return [
         {
             "name": preset.name,
-            "family": preset.family,
+            "paradigm": preset.paradigm,
             "kind": preset.kind,
             "summary": preset.summary,
             "defaults": preset.settings,
@@ -99,7 +99,7 @@ def gather() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding import captured
+    from vargen.decoding.next_token import captured
     from vargen.device import fast_dtype
     from vargen.evaluation.machine import describe_machine
     from vargen.kernels.dispatch import explain
@@ -129,7 +129,7 @@ def thread_choice() -> str:
     """How many CPU threads passes run on, and why."""
     import torch
 
-    from vargen.decoding.cost import WORTH, pays, thread_choices
+    from vargen.decoding.pass_costs import WORTH, pays, thread_choices
     from vargen.device import chosen_threads, cores
 
     if (chosen := chosen_threads()) is not None:

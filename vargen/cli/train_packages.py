@@ -87,9 +87,9 @@ def package_var(
 
 @app.command()
 def package(
-    tokenizer: Annotated[
-        Path, typer.Option(metavar="DIR", help="A finished tokenizer run, or a packaged model.")
-    ] = Path("runs/tokenizer"),
+    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A finished tokenizer run, or a packaged model.")] = Path(
+        "runs/tokenizer"
+    ),
     generator: Annotated[Path, typer.Option(metavar="DIR", help="A finished generator run.")] = Path("runs/generator"),
     drafter: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A finished run of a smaller generator, for speculative decoding.")

@@ -28,9 +28,7 @@ from vargen.files import expanded
 if TYPE_CHECKING:
     from vargen.training.video_data import VideoDataset
 
-_Clips = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")
-]
+_Clips = Annotated[Path | None, typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")]
 
 
 def open_clips(folder: Path | None) -> VideoDataset:

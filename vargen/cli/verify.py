@@ -47,12 +47,12 @@ def find(name: str) -> Method:
     Raises:
         ValueError: if there is none. TypeError: if it is something else.
     """
-    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_accelerator
+    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_method
     from vargen.specs import imported
 
     preset, colon, rest = name.partition(":")
     if not colon or "=" in rest or preset in PRESETS:
-        return resolve_accelerator(name, PRESETS[preset].family if preset in PRESETS else Accelerator.family)
+        return resolve_method(name, PRESETS[preset].paradigm if preset in PRESETS else Accelerator.paradigm)
     try:
         part = imported(name, "method")
     except ValueError as error:

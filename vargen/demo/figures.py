@@ -69,9 +69,7 @@ def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
             continue
         shade = min(count, _LEVELS)
         pieces = list(_pieces(rows, position, position + count))
-        body = [
-            f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{_CELL - 3}" rx="6"/>' for x, y, wide in pieces
-        ]
+        body = [f'<rect x="{x + 1.5}" y="{y + 1.5}" width="{wide - 3}" height="{_CELL - 3}" rx="6"/>' for x, y, wide in pieces]
         if count > 1:
             x, y, _ = pieces[0]
             body.append(f'<text x="{x + _CELL / 2}" y="{y + _CELL / 2}">{count}</text>')

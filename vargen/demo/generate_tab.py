@@ -31,9 +31,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
             value=1, show_label=False, label="Candidates", container=False, min_width=130, scale=1, elem_id="best",
             visible=engine.scorer is not None,
         )  # fmt: skip
-        go = gr.Button(
-            "Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=inputs.START
-        )
+        go = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=inputs.START)
         stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80, scale=1, elem_id="stop")
     note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
     stage = gr.HTML(_stage([None], [], engine, 0, 0.0, "an empty frame"), elem_id="stage")

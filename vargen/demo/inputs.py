@@ -52,9 +52,7 @@ class Inputs:
         ]  # fmt: skip
 
 
-def settings(
-    engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1, num_candidates: int = 1
-) -> Settings:
+def settings(engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1, num_candidates: int = 1) -> Settings:
     """The checked settings of what the page holds.
 
     Raises:

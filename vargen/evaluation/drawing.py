@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.decoding import DecodeStats, Speculative, resolve_accelerator
+from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import fix_threads
 from vargen.evaluation.items import Items, Subject
 from vargen.evaluation.journal import Journal, Record
@@ -44,7 +44,7 @@ class Drawing:
 
     Attributes:
         model: name, folder or hub id. output: folder of the run, which every process reaches under this path.
-        methods: presets with settings, see `resolve_accelerator`.
+        methods: presets with settings, see `resolve_method`.
         sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
         batch: pictures at once. threads: of the CPU; None is measured.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
@@ -83,7 +83,7 @@ class Drawing:
             raise ValueError(f"model {self.model} draws {wanted}, and {given} are given")
         specs: dict[str, Any] = {}
         for method in self.methods:
-            accelerator = resolve_accelerator(method, kind.family)
+            accelerator = resolve_method(method, kind.paradigm)
             kind.check_method(opened, accelerator)
             if isinstance(getattr(accelerator, "drafter", None), Speculative) and not opened.has_draft:
                 raise ValueError(f"method {method} needs a draft_transformer, and model {self.model} has none")
@@ -133,7 +133,7 @@ class Drawer:
         dtype = None if drawing.dtype is None else getattr(torch, drawing.dtype)
         self.pipe = open_pipeline(drawing.model, torch_dtype=dtype).to(drawing.device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.methods = {method: resolve_accelerator(method, self.pipe.family) for method in drawing.methods}
+        self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in drawing.methods}
         for accelerator in self.methods.values():
             self.pipe.check_runs(accelerator)  # what only weights tell, before the first batch
 

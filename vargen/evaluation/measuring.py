@@ -158,7 +158,6 @@ class Measured:
     size: tuple[int, int] | None = None
 
 
-
 def measure(
     groups: dict[str, list[Picture]],
     instruments: Instruments,

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vargen.decoding.method import same_spec
 from vargen.disk import FULL
 from vargen.evaluation.journal import Record, read_journal
 from vargen.files import whole_file
@@ -81,7 +82,7 @@ class RunFolder:
             wrong += [
                 f"method {name} was {_short(held['methods'][name])}, now {_short(spec)}"
                 for name, spec in asked["methods"].items()
-                if held["methods"].get(name, spec) != spec
+                if not same_spec(held["methods"].get(name, spec), spec)
             ]
             if wrong:
                 told = "; ".join(wrong)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import View
-from vargen.decoding.flow import warped_levels
 from vargen.decoding.noise import Purpose, gaussian, uniform
+from vargen.decoding.video.denoising import warped_levels
 
 SHAPE = (3, 3, 8, 8)
 _SIZE = 192  # of the matrices that stand for work
@@ -89,9 +89,7 @@ class SyntheticModel:
     def room(self, state: _State) -> int:
         return 64 * SHAPE[0]
 
-    def forward(
-        self, state: _State, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0
-    ) -> Tensor | None:
+    def forward(self, state: _State, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         for _ in range(self.products * (len(clean) + (noisy is not None))):
             self._matrix @ self._matrix
         if clean:

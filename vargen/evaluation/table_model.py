@@ -164,9 +164,7 @@ class TableLowRes:
         picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
         return condition, picture, picture
 
-    def refresh(
-        self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         condition, drawn, _ = state
         shown = torch.arange(tokens.shape[1]) < committed[:, None]
         return condition, drawn, (drawn + (tokens * shown).sum(1)) % self.vocab

@@ -130,8 +130,6 @@ def two_sample_tests(
 
     return {
         "token marginals per position": cell_test(*both(lambda t: marginal_cells(t, V)), V * N, permutations),
-        "neighbouring tokens": cell_test(
-            *both(lambda t: pair_cells(t, columns, classes)), 2 * kinds * kinds, permutations
-        ),
+        "neighbouring tokens": cell_test(*both(lambda t: pair_cells(t, columns, classes)), 2 * kinds * kinds, permutations),
         "tokenizer features": mean_test(*both(lambda t: features(t, columns, codes_VC)), permutations),
     }

@@ -113,9 +113,7 @@ class KVCache:
                 ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
         return folded(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
 
-    def bias(
-        self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0
-    ) -> Tensor:
+    def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0) -> Tensor:
         """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:

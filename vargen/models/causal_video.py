@@ -238,9 +238,7 @@ def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
     return (timestep if timestep.ndim == 2 else timestep[:, None].expand(-1, frames)).to(latents_BFCYX.device)
 
 
-def _seen(
-    frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int
-) -> Tensor | None:
+def _seen(frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int) -> Tensor | None:
     """bool [rows, columns] over frames; None where everything is seen."""
     if cache is not None:
         if frames != cache.pending:

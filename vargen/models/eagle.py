@@ -151,9 +151,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         keys, values = span.write(0, k, v)
         return self.layer.finish(x, attention.attend(q, keys, values, bias)) * self.feature_scale
 
-    def unrolled(
-        self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None
-    ) -> list[Tensor]:
+    def unrolled(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
         """For training: what each of `steps` successive drafts would be at every slot, `[R, T, D]` each.
 
         At step s > 0 slot j takes its own output of step s - 1 at slot j - 1 and attends as a draft would: to true slots up to

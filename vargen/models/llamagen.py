@@ -132,9 +132,7 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
             LabelEmbedder(num_classes, dim) if condition == "class" else CaptionEmbedder(caption_dim, dim, cls_token_num)
         )
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
-        self.layers = nn.ModuleList(
-            TransformerBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer)
-        )
+        self.layers = nn.ModuleList(TransformerBlock(dim, n_head, n_kv_head, hidden, norm_eps, dropout) for _ in range(n_layer))
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)

@@ -81,15 +81,12 @@ class MiniLMTextEncoder(CompactModel, ConfigMixin):
         """
         if input_ids.ndim != 2 or input_ids.shape[1] > self.config.max_position_embeddings:
             raise ValueError(
-                f"input_ids must be [B, T] with T <= {self.config.max_position_embeddings}, "
-                f"got {list(input_ids.shape)}"
+                f"input_ids must be [B, T] with T <= {self.config.max_position_embeddings}, got {list(input_ids.shape)}"
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
         if attention_mask.shape != input_ids.shape:
-            raise ValueError(
-                f"attention_mask {list(attention_mask.shape)} does not fit input_ids {list(input_ids.shape)}"
-            )
+            raise ValueError(f"attention_mask {list(attention_mask.shape)} does not fit input_ids {list(input_ids.shape)}")
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
     def scales_of(self, name: str, weight: Tensor) -> int | None:

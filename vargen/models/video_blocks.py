@@ -127,9 +127,7 @@ def attend_by_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | 
 
 
 class SelfAttention(Attention):
-    def forward(
-        self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x_BTD: Tensor, table: tuple[Tensor, Tensor], plan: Plan | None, cache: LayerCache | None) -> Tensor:
         q, k, v = self.split(self.norm_q(self.q(x_BTD))), self.split(self.norm_k(self.k(x_BTD))), self.split(self.v(x_BTD))
         q, k, v = rotate(q, table).transpose(1, 2), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:

@@ -77,9 +77,7 @@ class Codebook:
         dead = first + (self.counts[first:last] < threshold).nonzero()[:, 0]
         if len(dead):
             miss = self.miss(z_NE, self.weight[:last]).clamp_min(1e-6)
-            picks = torch.multinomial(miss.cpu(), min(len(dead), len(z_NE)), generator=generator).to(
-                z_NE.device
-            )
+            picks = torch.multinomial(miss.cpu(), min(len(dead), len(z_NE)), generator=generator).to(z_NE.device)
             dead = dead[: len(picks)]
             self.weight[dead] = z_NE[picks]
             self.sums[dead] = z_NE[picks] * 0.1

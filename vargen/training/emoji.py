@@ -213,9 +213,7 @@ def _draw(blob: bytes, size: int) -> np.ndarray:
         import resvg_py
 
         # System fonts would make the pictures depend on the machine; no emoji here needs one.
-        blob = resvg_py.svg_to_bytes(
-            svg_string=blob.decode(), width=size, height=size, skip_system_fonts=True
-        )
+        blob = resvg_py.svg_to_bytes(svg_string=blob.decode(), width=size, height=size, skip_system_fonts=True)
     with opened_picture(io.BytesIO(blob)) as opened:
         return np.asarray(on_white(opened).resize((size, size), Image.Resampling.LANCZOS))
 
@@ -281,9 +279,7 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
     """
     for name in ("images.npy", "records.json"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder / name} is missing; build the data set with `vargen train data`"
-            )
+            raise FileNotFoundError(f"{folder / name} is missing; build the data set with `vargen train data`")
     try:
         images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
         records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
@@ -291,7 +287,5 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
         what = f"images.npy or records.json is damaged ({type(error).__name__})"
         raise ValueError(f"{folder}: {what}; build the data set again with `vargen train data`") from None
     if images.ndim != 4 or images.dtype != np.uint8 or len(images) != len(records):
-        raise ValueError(
-            f"{folder}: images.npy {images.dtype}{list(images.shape)} does not fit {len(records)} records"
-        )
+        raise ValueError(f"{folder}: images.npy {images.dtype}{list(images.shape)} does not fit {len(records)} records")
     return EmojiDataset(images, records)

@@ -52,9 +52,7 @@ SOURCES: tuple[Source, ...] = (
         "3e918d88fc945c0bb3d468dbace6f88caef67f01c9f0e7bcae0915a042e8f1ad",
         "noto",
     ),
-    Source(
-        "emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a", ""
-    ),
+    Source("emojibase-data", "17.0.0", "d01d0e2ca4e22cb402679532155342c71e2e871f25c32223c013b8b166ebdf5a", ""),
 )
 
 # One set of animations in four packages, each WebP file a sequence of code points; emojibase names them.
@@ -123,17 +121,13 @@ def _fetch(source: Source, path: Path) -> None:
     npm = shutil.which("npm")
     package = f"{source.name}@{source.version}"
     if npm is None:
-        raise OSError(
-            f"npm is not installed; install it or put {source.tarball} ({package}) into {path.parent}"
-        )
+        raise OSError(f"npm is not installed; install it or put {source.tarball} ({package}) into {path.parent}")
     # A private folder keeps an interrupted or wrong download from ever carrying the final name.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=".fetch-") as scratch:
         command = [npm, "pack", package, "--pack-destination", scratch]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode != 0:
-            raise OSError(
-                f"`npm pack {package}` failed with status {done.returncode}: {done.stderr.strip()[-500:]}"
-            )
+            raise OSError(f"`npm pack {package}` failed with status {done.returncode}: {done.stderr.strip()[-500:]}")
         fetched = Path(scratch) / source.tarball
         if not fetched.exists():
             raise OSError(f"`npm pack {package}` did not write {source.tarball}")

@@ -1,4 +1,5 @@
-"""Tokens of training pictures, to lie beside a model for drafters that look up (see `vargen.decoding.drafters.lookup`)."""
+"""Tokens of training pictures, to lie beside a model for drafters that look up (see
+`vargen.decoding.next_token.drafters.lookup`)."""
 
 from __future__ import annotations
 

@@ -48,9 +48,7 @@ class TokenPairs(VariantStore):
 
     fast = False
 
-    def __init__(
-        self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int
-    ):
+    def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int):
         self.vqvae, self.factor = vqvae.eval(), factor
         self.tokens_of = BlankAware(vqvae)
         side = images.shape[1] // vqvae.downsampling

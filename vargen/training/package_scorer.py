@@ -161,6 +161,6 @@ The swapped caption is that of another concept of the same group.
 
 ## Training
 
-{last['step']:.0f} steps in {last['seconds'] / 3600:.1f} hours. {note}
+{last["step"]:.0f} steps in {last["seconds"] / 3600:.1f} hours. {note}
 `vargen train scorer`, then `vargen train package-scorer`. Data and licences: `DATA_CARD.md` beside this folder.
 """

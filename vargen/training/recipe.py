@@ -186,9 +186,7 @@ def load_recipe(source: str | Path, kind: type[R], steps: int | None = None) -> 
         path = PACKAGED / f"{source}.toml"
         if not path.is_file():
             known = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
-            raise FileNotFoundError(
-                f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})"
-            )
+            raise FileNotFoundError(f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})")
     try:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
@@ -210,8 +208,7 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
         if key not in hints:
             near = difflib.get_close_matches(key, hints, n=1)
             raise ValueError(
-                f"{where}: unknown key {key!r}"
-                + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")
+                f"{where}: unknown key {key!r}" + (f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}")
             )
         expected = hints[key]
         if dataclasses.is_dataclass(expected) and isinstance(expected, type):
@@ -219,10 +216,8 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
         else:
             origin = typing.get_origin(expected) or expected
             accepted: Any = (int, float) if origin is float else origin
-            if (
-                isinstance(accepted, types.UnionType)
-                or (isinstance(value, accepted)
-                and not (isinstance(value, bool) and origin is not bool))
+            if isinstance(accepted, types.UnionType) or (
+                isinstance(value, accepted) and not (isinstance(value, bool) and origin is not bool)
             ):
                 value = float(value) if origin is float else value
             else:
@@ -231,9 +226,7 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
     missing = [
         f.name
         for f in dataclasses.fields(kind)  # type: ignore[arg-type]
-        if f.name not in arguments
-        and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
+        if f.name not in arguments and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
     ]
     if missing:
         raise ValueError(f"{where}: missing {', '.join(missing)}")

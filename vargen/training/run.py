@@ -125,9 +125,7 @@ class TrainingRun:
         return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
 
     def progress(self, start: int) -> tqdm:
-        return tqdm(
-            range(start, self.steps), initial=start, total=self.steps, desc=self.folder.name, mininterval=5
-        )
+        return tqdm(range(start, self.steps), initial=start, total=self.steps, desc=self.folder.name, mininterval=5)
 
     def plot(self, *panels: tuple[str, ...]) -> Path:
         """Write `curves.png`: one panel per tuple of logged names, against steps."""

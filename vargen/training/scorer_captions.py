@@ -88,4 +88,3 @@ def all_captions(records: Sequence[Record]) -> set[str]:
         for one in colours_of(record):
             found.update(recoloured_caption(text, one, other) for text in own for other in COLOURS if other != one)
     return found
-

@@ -43,9 +43,7 @@ class Batches:
         crop = size if whole else min(recipe.crop, size)
         count = max(1, recipe.batch_size * recipe.crop**2 // size**2) if whole else recipe.batch_size
         chosen = self.indices[
-            np.searchsorted(self.cumulative, random.random(count), side="right").clip(
-                max=len(self.indices) - 1
-            )
+            np.searchsorted(self.cumulative, random.random(count), side="right").clip(max=len(self.indices) - 1)
         ]
         batch = []
         for index in chosen:
@@ -58,9 +56,7 @@ class Batches:
 
 
 @torch.no_grad()
-def evaluate_tokenizer(
-    model: VQModel, images: np.ndarray, device: torch.device, batch_size: int = 16
-) -> dict[str, float]:
+def evaluate_tokenizer(model: VQModel, images: np.ndarray, device: torch.device, batch_size: int = 16) -> dict[str, float]:
     """Figures over uint8 pictures `[N, Y, X, 3]`.
 
     Returns `psnr` (mean, dB), `codebook_use` (share of codes), `perplexity` of their use, and `plain_perplexity`, that of the
@@ -94,9 +90,7 @@ def evaluate_tokenizer(
     }
 
 
-def train_tokenizer(
-    recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device
-) -> dict[str, float]:
+def train_tokenizer(recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
 
     The last `recipe.decoder_steps` leave encoder and codebook as they are, and with them the tokens of every picture.

@@ -101,9 +101,7 @@ def train_upsampler(
 class _Trainer:
     """An up-sampler and all that its training changes."""
 
-    def __init__(
-        self, recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device
-    ):
+    def __init__(self, recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)

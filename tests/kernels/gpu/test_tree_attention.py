@@ -62,9 +62,7 @@ class Case:
         self.words: Tensor | None = None if chain else per_image.words[:, earlier:].contiguous()
 
     def expected(self, **options: Tensor) -> Tensor:
-        return reference.tree_attention(
-            self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options
-        )
+        return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options)
 
     def got(self, start_R: Tensor | None = None, **options: object) -> Tensor:
         tensors = (each.to(DEVICE) if each is not None else None for each in (self.q, self.length, self.bias, self.words))
