@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vargen.decoding import PRESETS
-from vargen.decoding.drafters import Eagle, Jacobi, LayerSkip, Medusa, Speculative, SpeculativeTree
+from vargen.decoding.next_token.drafters import Eagle, Jacobi, LayerSkip, Medusa, Speculative, SpeculativeTree
 from vargen.pipelines.registry import open_pipeline
 
 DEFAULTS, PLAIN = "as packaged", "temperature 1, no filters"

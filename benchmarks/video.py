@@ -23,10 +23,9 @@ import numpy as np
 import torch
 
 from vargen.decoding import PRESETS, BlockStats, Chance, Lazy, RelativeToFirst, Routing, RunningQuantile, Stride, Threshold
-from vargen.decoding.block_cost import BlockCosts, measured_costs
-from vargen.decoding.block_stats import mean_acceptance
-from vargen.decoding.blocks import decode_blocks
-from vargen.decoding.run import Clock
+from vargen.decoding.harness import Clock
+from vargen.decoding.video.loop import decode_blocks
+from vargen.decoding.video.stats import BlockCosts, mean_acceptance, measured_costs
 from vargen.evaluation.machine import describe_machine
 from vargen.evaluation.synthetic_video import (
     PUBLISHED,

@@ -2,7 +2,8 @@
 
 `_traverse`, grid `(B,)`: a program owns one image. It goes through the slots that have children, in order, with the row of p
 behind each of them: every child gets its reach, min(1, r p(x) / q(x)), and the refusal of each changes r and p for the next
-(`vargen.decoding.acceptance.traversal` has the rule). Reaches depend on no coin; so the first slot that passes, children before
+(`vargen.decoding.next_token.acceptance.traversal` has the rule). Reaches depend on no coin; so the first slot that passes,
+children before
 their parents, is then found for all slots at once. What is left of p there is computed a second time instead of being kept for
 every slot. Nothing depends on the host.
 
@@ -163,7 +164,7 @@ def traverse_tree(
     position: Tensor,
     step: int | Tensor,
 ) -> TreeVerdict:
-    """The verdict of `vargen.decoding.acceptance.traversal`.
+    """The verdict of `vargen.decoding.next_token.acceptance.traversal`.
 
     Args:
         probs, tokens, q, valid, children, longest, seeds, position, step: as of `accept_tree.walk_tree`.

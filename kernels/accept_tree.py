@@ -4,7 +4,8 @@ probabilities, and `recursive_rejection`, for siblings that were drawn with or w
 Grid `(B,)`: a program owns one image and follows the accepted path; what is not reached is not looked at. `_match` compares
 each draft with the token that the image's own noise draws behind its parent. `_walk` holds the row of p behind the present
 slot: it tests the children in order, u < p(x) / q(x), and takes norm((p - q)+) from it at each refusal; where all are refused,
-or there is none, it draws from what is left by one coin. Coins are those of `vargen.decoding.acceptance.siblings`. Nothing
+or there is none, it draws from what is left by one coin. Coins are those of `vargen.decoding.next_token.acceptance.siblings`.
+Nothing
 depends on the host.
 
 Bytes moved by an image: `_match` a few; `_walk` 4 V for each slot on the path and each sibling that is tested.

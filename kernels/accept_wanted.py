@@ -130,7 +130,7 @@ def _rows(probs: Tensor) -> Tensor:
 def grouped_chances(
     p: Tensor, q: Tensor | None, tokens: Tensor, size: int, delta: float, distance: float | None, codes_CV: Tensor | None
 ) -> Tensor:
-    """What `vargen.decoding.acceptance.Grouped` wants, float32 `[B, S]`; may exceed 1.
+    """What `vargen.decoding.next_token.acceptance.Grouped` wants, float32 `[B, S]`; may exceed 1.
 
     Args:
         p, q: float32 `[B, S, V]`, of target and draft at each; q None for drafts that were not drawn.
@@ -173,7 +173,7 @@ def grouped_chances(
 def neighbour_chances(
     p: Tensor, q: Tensor | None, tokens: Tensor, nearest_VK: Tensor, ratio: float | None, delta: float | None
 ) -> Tensor:
-    """What `vargen.decoding.acceptance.Neighbourhood` wants, float32 `[B, S]`; may exceed 1.
+    """What `vargen.decoding.next_token.acceptance.Neighbourhood` wants, float32 `[B, S]`; may exceed 1.
 
     Args:
         p, q, tokens: as of `grouped_chances`.

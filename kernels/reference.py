@@ -2,7 +2,7 @@
 
 Nothing here is fast, and nothing is shared with the kernels: trees are walked by their parents, not by packed words, filters
 sort, and rules go image by image and draft by draft. On a CPU the library takes paths of its own (`few_queries`, `to_probs`,
-the rules of `vargen.decoding.acceptance`), which tests hold to the same.
+the rules of `vargen.decoding.next_token.acceptance`), which tests hold to the same.
 
 Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
 slots of a path, V vocabulary.

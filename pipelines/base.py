@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
-from vargen.decoding import DEFAULT
+from vargen.decoding import DEFAULT_METHOD
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
@@ -40,7 +40,7 @@ class VisualPipeline(StoredPipeline):
 
     output: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
-    default_method: ClassVar[str] = DEFAULT
+    default_method: ClassVar[str] = DEFAULT_METHOD
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
     _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and it takes turns with the transformer

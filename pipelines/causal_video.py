@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.decoding import Block, Routing, decode_blocks
-from vargen.decoding.block_stream import Progress
+from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE

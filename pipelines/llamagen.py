@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import DEFAULT, Accelerator, Decoded, DecodeStats, Jacobi, Progress, decode
-from vargen.decoding.drafters.features import FeatureTree
-from vargen.decoding.drafters.initial import LOW_RES, NO_LOW_RES
+from vargen.decoding import DEFAULT_METHOD, Accelerator, Decoded, DecodeStats, Jacobi, Progress, decode
+from vargen.decoding.next_token.drafters.heads import FeatureTree
+from vargen.decoding.next_token.drafters.initial import LOW_RES, NO_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -77,7 +77,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         ValueError: for parts that do not belong together, class names or defaults that a call could not use.
     """
 
-    family: ClassVar[str] = "next-token"
+    paradigm: ClassVar[str] = "next-token"
     output: ClassVar[Any] = LlamaGenPipelineOutput
     _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa", "low_res", "upsampler"]
     _optional_components: ClassVar[list[str]] = [
@@ -183,7 +183,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         negative_prompt: str | list[str] | None = None,
-        accelerator: str | Accelerator = DEFAULT,
+        accelerator: str | Accelerator = DEFAULT_METHOD,
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_mask: Tensor | None = None,
@@ -239,7 +239,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         inputs = callback_on_step_end_tensor_inputs
         check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         preset = self.resolved(accelerator)
-        if compile and preset.name == DEFAULT:  # which feeds many widths, each a graph of its own: the same picture by one
+        if compile and preset.name == DEFAULT_METHOD:  # its many widths would each be a graph: the same image by one
             preset = self.resolved("gumbel")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         scale, sampling = chosen_sampling(self, given)

@@ -22,7 +22,7 @@ def pipeline_class(name: str) -> type[VisualPipeline]:
     return getattr(import_module(FAMILIES[name].module), name)
 
 
-def family_of(name: Any) -> str:
+def paradigm_of(name: Any) -> str:
     """The family of a model, such as `"next-token"`, by its index alone.
 
     Raises:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Decoded, DecodeStats, Progress, Sampling, ScaleModel, Schedule, decode_scales
-from vargen.decoding.cost import timed
+from vargen.decoding.pass_costs import timed
 
 Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision
-from vargen.decoding import methods_of, resolve_accelerator
+from vargen.decoding import list_methods, resolve_method
 from vargen.files import expanded, whole_files
 
 # from_pretrained finds this class by module path, so the module must have been imported.
@@ -46,7 +46,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         examples: of models of pictures, tokens to look up.
     """
 
-    family: ClassVar[str]
+    paradigm: ClassVar[str]
     baseline: ClassVar[str]
     default_method: ClassVar[str]
     examples: Tensor | None = None
@@ -161,7 +161,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
     def methods(self) -> list[Method]:
         """The presets of this family: name, exact or relaxed, and the reason if this pipeline cannot run it."""
         found = []
-        for preset in methods_of(self.family):
+        for preset in list_methods(self.paradigm):
             reason = None
             try:
                 self.check_runs(preset)
@@ -176,7 +176,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         Raises:
             ValueError, TypeError: for anything else.
         """
-        return resolve_accelerator(accelerator, self.family)
+        return resolve_method(accelerator, self.paradigm)
 
     def _device_of(self, component: Any) -> torch.device:
         """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""

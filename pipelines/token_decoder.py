@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, Sampling, TokenModel, decode
-from vargen.decoding.cost import pass_costs, suitable_threads
+from vargen.decoding.pass_costs import pass_costs, suitable_threads
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
         ValueError: for parts that do not belong together, class names or defaults that a call could not use.
     """
 
-    family: ClassVar[str] = "next-scale"
+    paradigm: ClassVar[str] = "next-scale"
     output: ClassVar[Any] = VARPipelineOutput
     baseline: ClassVar[str] = "plain"
     default_method: ClassVar[str] = "plain"

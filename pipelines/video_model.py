@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Routing
-from vargen.decoding.flow import warped_levels
+from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_stream import StreamDecoder
@@ -28,7 +28,7 @@ from vargen.scoring.registry import PACKAGED, open_scorer
 class VideoModel(StoredPipeline):
     """Networks of video as a video needs them; see `CausalVideoPipeline`."""
 
-    family: ClassVar[str] = Routing.family
+    paradigm: ClassVar[str] = Routing.paradigm
     baseline: ClassVar[str] = "target"
     default_method: ClassVar[str] = "sdvg"
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from vargen.decoding.router import check_threshold
+from vargen.decoding.video.policies import check_threshold
 from vargen.models.causal_video import geometry_of
 from vargen.values import real, shown, whole
 

@@ -11,7 +11,7 @@ import torch
 
 from vargen import Accelerator
 from vargen.decoding import Grouped, Jacobi, Sampling, Speculative
-from vargen.decoding.draft_length import Adaptive, Auto
+from vargen.decoding.next_token.draft_length import Adaptive, Auto
 from vargen.options import OPTIONS, Option, options_table
 from vargen.pipelines import checks
 from vargen.values import real, shown, whole

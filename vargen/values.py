@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 _LONGEST = 100  # characters of a quoted value
@@ -35,3 +37,25 @@ def shown(value: Any) -> str:
     except Exception:  # Python refuses to print an integer of more than 4300 digits, for one
         text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
+
+
+def suggest_names(name: str, names: Iterable[str]) -> str:
+    """What to tell someone whose `name` is none of `names`."""
+    names = list(names)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
+    return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
+
+
+def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
+    """What `named` holds under `value`, or `value` itself if it is callable.
+
+    Raises:
+        ValueError: for an unknown name. TypeError: for what is neither a name nor callable.
+    """
+    if callable(value) and not isinstance(value, type):  # a class would be made, not asked
+        return value
+    if not isinstance(value, str):
+        raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {shown(value)}")
+    if value not in named:
+        raise ValueError(f"unknown {argument} {shown(value)}; {suggest_names(value, named)}")
+    return named[value]

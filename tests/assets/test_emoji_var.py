@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from vargen.assets import packaged_model_path
-from vargen.decoding import methods_of
+from vargen.decoding import list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.packaged import PackagedScorer
@@ -62,7 +62,7 @@ def test_rows_equal_the_picture_alone(pipe: Any) -> None:
         assert torch.equal(pipe(prompt, generator=seeded(row + 1)[0], output_type="latent").images[0], together[row])
 
 
-@pytest.mark.parametrize("method", [preset.name for preset in methods_of("next-scale")])
+@pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
 def test_by_every_method_pictures_show_what_was_asked_for(pipe: Any, method: str) -> None:
     pictures = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
     scorer = PackagedScorer()

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vargen.assets import packaged_model_path
-from vargen.decoding import PRESETS, Threshold, methods_of
+from vargen.decoding import PRESETS, Threshold, list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
@@ -88,7 +88,7 @@ def test_all_drafts_and_no_drafts_are_the_two_models_bit_for_bit(pipe: Any, tau:
     assert torch.equal(frames_of(pipe, "winking face", routed, 3), frames_of(pipe, "winking face", alone, 3))
 
 
-@pytest.mark.parametrize("method", [preset.name for preset in methods_of("video-block")])
+@pytest.mark.parametrize("method", [preset.name for preset in list_methods("video")])
 def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
     result = pipe("beating heart", accelerator=method, num_blocks=3, generator=torch.Generator().manual_seed(2))
     assert len(result.frames[0]) == 12 and result.frames[0][0].size == (64, 64)

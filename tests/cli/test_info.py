@@ -33,7 +33,7 @@ def test_info_for_people(run: Any) -> None:
 def test_presets(run: Any) -> None:
     document = json.loads(run("info", "presets", "--json").stdout)
     assert [preset["name"] for preset in document] == list(PRESETS)
-    assert all(set(preset) == {"name", "family", "kind", "summary", "defaults", "source"} for preset in document)
+    assert all(set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source"} for preset in document)
     lines = run("info", "presets").stdout.splitlines()
     assert lines[0].split() == ["name", "models", "kind", "summary", "defaults", "source"] and len(lines) == len(PRESETS) + 1
 
@@ -60,7 +60,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
 
     import torch
 
-    from vargen.decoding import cost
+    from vargen.decoding import pass_costs as cost
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.chosen_threads", lambda: None)

@@ -28,8 +28,8 @@ from vargen.decoding import (
     lowest,
     mean,
 )
-from vargen.decoding.follower import Follower, block_noise
 from vargen.decoding.noise import gaussian
+from vargen.decoding.video.denoising import Follower, block_noise
 from vargen.pipelines.video_blocks import VideoBlocks
 
 FREE = Routing(policy=Threshold(), forced=())

@@ -13,9 +13,11 @@ import torch
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
-from vargen.decoding import Accelerator, Decoded, Jacobi, Sampling, captured, decode, exact, resolve_accelerator, tokens
-from vargen.decoding.acceptance.pooled import Pooled
-from vargen.decoding.draft_length import Auto
+from vargen.decoding import Accelerator, Decoded, Jacobi, Sampling, decode, exact, resolve_method
+from vargen.decoding.next_token import captured
+from vargen.decoding.next_token import loop as tokens
+from vargen.decoding.next_token.acceptance.pooled import Pooled
+from vargen.decoding.next_token.draft_length import Auto
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
@@ -83,7 +85,7 @@ def same(found: Decoded, expected: Decoded) -> bool:
 @pytest.mark.parametrize("method", [*METHODS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 @pytest.mark.parametrize("images", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_captured_run_is_the_eager_one(method: str, images: int, graphs: SimpleNamespace) -> None:
-    method = resolve_accelerator(method).fitted(GRID**2)
+    method = resolve_method(method).fitted(GRID**2)
     expected = drawn(method, images)
     graphs.on = True
     found = drawn(method, images)
@@ -95,7 +97,7 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int, graphs: Simpl
 @pytest.mark.parametrize("method", ["mulo-exact", "mulo"])
 def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool, graphs: SimpleNamespace) -> None:
     """The small picture, which is drawn in the first pass, is a run of its own, and is captured for itself."""
-    method = resolve_accelerator(method).fitted(GRID**2)
+    method = resolve_method(method).fitted(GRID**2)
     if isinstance(method.acceptance, Pooled):  # with fewer neighbours, or so small a vocabulary stands in two passes
         method = replace(method, acceptance=Pooled(size=2))
     model = tiny(low_res=tiny_low_res(upsampled))
@@ -121,7 +123,7 @@ def test_a_small_picture_that_is_refreshed_is_run_one_by_one(
 
 def test_relaxation_is_carried_to_its_budget(graphs: SimpleNamespace) -> None:
     """What earlier passes granted counts against the budget, also in replays."""
-    method = resolve_accelerator("gsd")
+    method = resolve_method("gsd")
     free = drawn(method).stats.relaxation
     method = replace(method, acceptance=replace(method.acceptance, budget=0.6 * min(free)))
     expected = drawn(method)
@@ -201,8 +203,8 @@ def test_a_window_that_follows_measured_costs_is_run_one_by_one(
     """As on a CPU, where it is chosen in each pass."""
     monkeypatch.setattr(Auto, "start", graphs.chosen)
     costs = lambda model, condition, images, widths: {fed: 1 + 0.01 * fed for fed in widths}  # noqa: E731
-    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", costs)
-    method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_accelerator("gumbel").acceptance)
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", costs)
+    method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_method("gumbel").acceptance)
     expected = drawn(method)
     graphs.on = True
     with caplog.at_level(logging.WARNING, "vargen"):

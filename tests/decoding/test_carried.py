@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vargen.decoding.carried import CannotCarryError, Carried, Snapshot
+from vargen.decoding.next_token.carried import CannotCarryError, Carried, Snapshot
 
 
 @dataclass(frozen=True)

@@ -27,9 +27,9 @@ from vargen.decoding import (
     exact,
     shared_noise,
 )
-from vargen.decoding.acceptance import acceptance_rule, chances, judged, residual
-from vargen.decoding.draft_length import Adaptive
-from vargen.decoding.drafters.coupling import maximal
+from vargen.decoding.next_token.acceptance import acceptance_rule, chances, judged, residual
+from vargen.decoding.next_token.draft_length import Adaptive
+from vargen.decoding.next_token.drafters.jacobi import maximal
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
 from vargen.evaluation.table_model import TableModel
@@ -119,7 +119,7 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
         choice.fed = {3: 3, 2: 2, 1: 2}.get(choice.probes, 1)
         return choice.fed
 
-    monkeypatch.setattr("vargen.decoding.drafters.small_model.ByCost.next", turns)
+    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.ByCost.next", turns)
     small = TableModel(vocab=3, tokens=5, seed=77)
     accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=exact)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR

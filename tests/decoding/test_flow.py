@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.decoding.flow import clean_from, noised, warp, warped_levels
+from vargen.decoding.video.denoising import clean_from, noised, warp, warped_levels
 
 
 def test_the_warped_table_is_that_of_the_distilled_models():

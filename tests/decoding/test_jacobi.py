@@ -16,13 +16,12 @@ from vargen.decoding import (
     Tree,
     decode,
     exact,
-    methods_of,
+    list_methods,
     shared_noise,
 )
-from vargen.decoding.by_cost import ByCost, Geometric, Growth
-from vargen.decoding.cost import pass_costs
-from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters.initial import INITIAL_DRAFTS, Context
+from vargen.decoding.next_token.draft_length import Adaptive, Auto, ByCost, Fixed, Geometric, Growth
+from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context
+from vargen.decoding.pass_costs import pass_costs
 from vargen.evaluation.table_model import TableLowRes, TableModel
 
 METHODS = {
@@ -159,7 +158,7 @@ def test_one_controller_serves_chains_too():
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.fed) == fed
@@ -171,7 +170,7 @@ def chains(monkeypatch, target, small=0.05):
     def costs(model, condition, images, widths):
         return {width: small if model.vocab_of_small else target(width) for width in widths}
 
-    monkeypatch.setattr("vargen.decoding.drafters.small_model.pass_costs", costs)
+    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.pass_costs", costs)
 
 
 def speculative(small, rule=exact, **options):
@@ -211,7 +210,7 @@ def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch)
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
 def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.draft_length.pass_costs", lambda *_: costs)
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
@@ -223,7 +222,7 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
 def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(coupling, monkeypatch):
     """Widths go up and down, through 1, where nothing is drafted."""
     widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
-    monkeypatch.setattr("vargen.decoding.draft_length._Steered.widths", lambda self, length: (None, next(widths)))
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length._Steered.widths", lambda self, length: (None, next(widths)))
     model = TableModel(vocab=4, tokens=40)
     accelerator = Accelerator(drafter=Jacobi("auto", coupling, "mixture"), acceptance=exact)
     result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
@@ -326,9 +325,9 @@ def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_
 
 
 def test_presets_say_what_they_are():
-    relaxed = [preset.name for preset in methods_of("next-token") if preset.kind == "relaxed"]
+    relaxed = [preset.name for preset in list_methods("next-token") if preset.kind == "relaxed"]
     assert relaxed == ["gsd", "lantern-jacobi", "mulo", "wavefront", "lantern"]
-    for preset in methods_of("next-token"):
+    for preset in list_methods("next-token"):
         assert preset.summary and preset.source
         assert preset.topology in (None, "chain", "tree")
     assert Tree.of_chain(3).chain

@@ -14,7 +14,7 @@ from vargen.decoding import (
     Sampling,
     Tree,
     decode,
-    resolve_accelerator,
+    resolve_method,
     shared_noise,
 )
 from vargen.decoding.noise import race
@@ -146,9 +146,9 @@ def test_non_finite_logits_past_the_grid_do_not_matter():
 )
 def test_unknown_accelerators_name_the_nearest(name, message):
     with pytest.raises(ValueError, match=message):
-        resolve_accelerator(name)
+        resolve_method(name)
     with pytest.raises(TypeError, match="preset's name or an Accelerator"):
-        resolve_accelerator(3)  # type: ignore[arg-type]
+        resolve_method(3)  # type: ignore[arg-type]
 
 
 def test_trees():

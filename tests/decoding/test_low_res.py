@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, Wavefront, decode, exact
-from vargen.decoding.drafters import jacobi
+from vargen.decoding.next_token.drafters import jacobi
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableLowRes, TableModel

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from vargen import LlamaGenPipeline
-from vargen.decoding import DEFAULT
+from vargen.decoding import DEFAULT_METHOD
 
 RECORD = Path(__file__).parents[1] / "golden" / "recorded_tokens.json"
 METHODS = list(json.loads(RECORD.read_text())["methods"])
@@ -22,7 +22,7 @@ METHODS = list(json.loads(RECORD.read_text())["methods"])
 
 def recordable(pipe: LlamaGenPipeline) -> list[str]:
     """What the model can run, without the default: its windows follow measured costs, and its pictures are those of ar."""
-    return [method.name for method in pipe.methods() if method.reason is None and method.name != DEFAULT]
+    return [method.name for method in pipe.methods() if method.reason is None and method.name != DEFAULT_METHOD]
 
 
 def open_pipeline() -> LlamaGenPipeline:

@@ -28,10 +28,10 @@ from vargen.decoding import (
     decode,
     exact,
 )
-from vargen.decoding.acceptance import Relaxed, Siblings, acceptance_rule
-from vargen.decoding.acceptance.neighbours import nearest_tokens
+from vargen.decoding.next_token.acceptance import Relaxed, Siblings, acceptance_rule
+from vargen.decoding.next_token.acceptance.neighborhood import nearest_tokens
+from vargen.decoding.next_token.trees.shapes import k_ary
 from vargen.decoding.noise import Purpose
-from vargen.decoding.trees import k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
 from vargen.files import cache_folder
@@ -338,7 +338,7 @@ def test_a_ratio_that_tightens_falls_towards_one():
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
     """An empty cache folder, and nothing remembered in this process."""
-    from vargen.decoding.acceptance import neighbours
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     neighbours._kept.cache_clear()
@@ -370,7 +370,7 @@ def test_large_vocabularies_have_wider_numbers(own_cache):
 
 
 def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
-    from vargen.decoding.acceptance import neighbours
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     first = nearest_tokens(codes(40), 6)
     assert [path.suffix for path in own_cache.iterdir()] == [".npz"]
@@ -382,7 +382,7 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
 
 @pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
 def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache):
-    from vargen.decoding.acceptance import neighbours
+    from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     right = nearest_tokens(codes(40), 6)
     (path,) = own_cache.iterdir()

@@ -7,14 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from vargen.decoding import LEFT_OUT, PRESETS, Noise, Progress, Purpose, Sampling, Schedule, Stage, decode_scales, methods_of
-from vargen.decoding.acceptance.scales import joint, same_picture, token_wise
+from vargen.decoding import LEFT_OUT, PRESETS, Noise, Progress, Purpose, Sampling, Schedule, Stage, decode_scales, list_methods
+from vargen.decoding.next_scale.acceptance import joint, same_picture, token_wise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
 from vargen.evaluation.scale_table import ScaleTable
 
 RULES = (token_wise, joint, same_picture)
-PRESETS_OF_SCALES = [preset.name for preset in methods_of("next-scale")]
+PRESETS_OF_SCALES = [preset.name for preset in list_methods("next-scale")]
 
 
 def tables(**changed) -> ScaleTable:
@@ -206,7 +206,7 @@ def test_kinds_and_specs() -> None:
     kinds = {name: PRESETS[name].kind for name in PRESETS_OF_SCALES}
     assert kinds == {"plain": "exact", "code": "relaxed", "scale-spec": "exact", "economy": "relaxed"}
     assert speculative(joint).spec() != speculative(token_wise).spec() != speculative(token_wise, 1).spec()
-    assert "vargen.decoding.acceptance.scales.joint" not in str(PRESETS["plain"].settings)
+    assert "vargen.decoding.next_scale.acceptance.joint" not in str(PRESETS["plain"].settings)
     assert PRESETS["scale-spec"].settings == {"until 1": 4, "drafted 1": 3, "rule 1": "joint"}
 
 

@@ -19,11 +19,11 @@ from vargen.decoding import (
     Sampling,
     decode,
     exact,
-    resolve_accelerator,
+    resolve_method,
     shared_noise,
 )
-from vargen.decoding.acceptance import k_seq, recursive_rejection, traversal
-from vargen.decoding.drafters import features
+from vargen.decoding.next_token.acceptance import k_seq, recursive_rejection, traversal
+from vargen.decoding.next_token.drafters import heads as features
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
@@ -196,4 +196,4 @@ def test_trees_are_narrowed_to_the_vocabulary() -> None:
 def test_drafters_are_cut_to_the_grid() -> None:
     assert Eagle(9).fitted(5) == Eagle(4) and Eagle(4).fitted(5) == Eagle(4)
     assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fitted(4).tree.depth == 3
-    assert resolve_accelerator(Accelerator("x", Eagle(4), exact)).resized("auto").drafter == Eagle(4)
+    assert resolve_method(Accelerator("x", Eagle(4), exact)).resized("auto").drafter == Eagle(4)

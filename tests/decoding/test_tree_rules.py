@@ -22,7 +22,6 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
-    acceptance,
     decode,
     exact,
     k_seq,
@@ -30,8 +29,9 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding.acceptance import acceptance_rule, sibling_by_sibling
-from vargen.decoding.trees import fan, k_ary
+from vargen.decoding.next_token import acceptance
+from vargen.decoding.next_token.acceptance import acceptance_rule, sibling_by_sibling
+from vargen.decoding.next_token.trees.shapes import fan, k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
 from vargen.evaluation.tree_mistakes import WRONG_TREES

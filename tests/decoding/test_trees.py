@@ -19,19 +19,18 @@ from vargen.decoding import (
     SpeculativeTree,
     StaticTree,
     Tree,
-    cost,
     decode,
     k_seq,
     recursive_rejection,
     shared_noise,
     traversal,
 )
-from vargen.decoding.acceptance.siblings import offered_and_accepted
-from vargen.decoding.best_tree import best_tree, expected_tokens, tree_by_cost
-from vargen.decoding.growth import Frontier, grow
+from vargen.decoding import pass_costs as cost
+from vargen.decoding.next_token.acceptance.siblings import offered_and_accepted
+from vargen.decoding.next_token.trees.expand import Frontier, grow
+from vargen.decoding.next_token.trees.search import Ranks, best_tree, expected_tokens, tree_by_cost
+from vargen.decoding.next_token.trees.shapes import STATIC, branching, checked_parents, fan, k_ary, of_widths
 from vargen.decoding.noise import exponential
-from vargen.decoding.tree_choice import Ranks
-from vargen.decoding.trees import STATIC, branching, checked_parents, fan, k_ary, of_widths
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 
@@ -341,10 +340,9 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
 def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
     """A tree, a chain, nothing, another tree."""
     shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
-    monkeypatch.setattr("vargen.decoding.tree_choice.TreeChoice.next", lambda choice: choice.parents)
-    monkeypatch.setattr(
-        "vargen.decoding.tree_choice.TreeChoice.observe", lambda choice, step, total: setattr(choice, "parents", next(shapes))
-    )
+    monkeypatch.setattr("vargen.decoding.next_token.trees.search.TreeChoice.next", lambda choice: choice.parents)
+    observe = "vargen.decoding.next_token.trees.search.TreeChoice.observe"
+    monkeypatch.setattr(observe, lambda choice, step, total: setattr(choice, "parents", next(shapes)))
     accelerator = Accelerator(drafter=make(), acceptance=recursive_rejection)
     finding = measure(accelerator, CASES[0].model(), Sampling(), 50_000)
     assert finding.exact, finding

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, exact, shared_noise
-from vargen.decoding.drafters import best_layers
-from vargen.decoding.drafters.lookup import Index, surroundings
+from vargen.decoding.next_token.drafters import best_layers
+from vargen.decoding.next_token.drafters.lookup import Index, surroundings
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_model import TableModel
 

@@ -15,7 +15,7 @@ pytest.importorskip("gradio")
 
 from diffusers.configuration_utils import FrozenDict
 
-from vargen.decoding import methods_of
+from vargen.decoding import list_methods
 from vargen.demo import figures, inputs
 from vargen.demo.engine import Engine
 from vargen.demo.explore_tab import KNOBS
@@ -39,7 +39,7 @@ def test_the_pictures_are_the_pipelines(engine: Engine) -> None:
 
 
 def test_every_preset_is_listed_or_says_why_not(engine: Engine) -> None:
-    assert set(engine.methods) == {preset.name for preset in methods_of("next-token")}
+    assert set(engine.methods) == {preset.name for preset in list_methods("next-token")}
     assert "ar" in {each.name for each in engine.available}
     for each in engine.methods.values():
         assert each.reason is None or len(each.reason) > 10

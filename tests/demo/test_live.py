@@ -14,7 +14,7 @@ pytest.importorskip("gradio")
 
 from tiny_models import text_var_pipeline
 
-from vargen.decoding import methods_of
+from vargen.decoding import list_methods
 from vargen.demo.engine import Engine
 from vargen.demo.runs import Runs
 from vargen.demo.settings import Settings
@@ -34,7 +34,7 @@ def engine() -> Iterator[Engine]:
 
 
 def test_the_engine_runs_what_the_pipeline_runs(engine: Engine) -> None:
-    assert set(engine.methods) == {preset.name for preset in methods_of("next-scale")}
+    assert set(engine.methods) == {preset.name for preset in list_methods("next-scale")}
     assert (engine.default_method, engine.baseline, engine.live, engine.relaxes) == ("plain", "plain", True, False)
     drawn = engine.start(Settings("a cat", "code", 3)).result()
     assert drawn.images[0].size == (8, 8) and drawn.stats.passes == 4

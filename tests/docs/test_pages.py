@@ -19,7 +19,7 @@ from tiny_video_folder import video_folder
 import vargen.decoding
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
-from vargen.decoding.acceptance import scales
+from vargen.decoding.next_scale import acceptance as scales
 from vargen.options import options_table
 from vargen.training.recipe import PACKAGED
 
@@ -92,7 +92,7 @@ def test_the_readme_is_short() -> None:
 
 
 def test_the_readme_shows_a_pass_as_it_stands() -> None:
-    source = (ROOT / "vargen/decoding/tokens.py").read_text()
+    source = (ROOT / "vargen/decoding/next_token/loop.py").read_text()
     shown = next(block.code for block in blocks(README, "python") if "drafter.propose" in block.code)
     assert textwrap.indent(shown, " " * 8) in source
 

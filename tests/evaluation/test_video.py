@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRow, BlockStats, Replay, Routing, Threshold, Unscored, decode_blocks
-from vargen.decoding.block_cost import BlockCosts, measured_costs
+from vargen.decoding.video.stats import BlockCosts, measured_costs
 from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
 from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
 from vargen.pipelines.registry import open_pipeline

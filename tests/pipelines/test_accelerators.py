@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from vargen import Accelerator, LlamaGenPipeline
-from vargen.decoding import DEFAULT, PRESETS, Grouped, Jacobi, cost, methods_of
+from vargen.decoding import DEFAULT_METHOD, PRESETS, Grouped, Jacobi, list_methods
+from vargen.decoding import pass_costs as cost
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
 
@@ -40,7 +41,7 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
     monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1))
     monkeypatch.setattr(cost, "_known", lambda model, images: {})
-    result = draw(emoji, PROMPTS[:count], DEFAULT)
+    result = draw(emoji, PROMPTS[:count], DEFAULT_METHOD)
     assert torch.equal(result.images, sequential[count])
     if dear == 0.0:
         assert result.stats.tokens_per_pass > 2
@@ -49,10 +50,11 @@ def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequen
 
 
 def test_pictures_are_drawn_by_the_default(emoji):
-    assert emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True}).stats.accelerator == DEFAULT
+    output = emoji("a cat", output_type="latent", callback_on_step_end=lambda *_: {"stop": True})
+    assert output.stats.accelerator == DEFAULT_METHOD
 
 
-@pytest.mark.parametrize("name", [preset.name for preset in methods_of("next-token") if preset.name not in ("ar", DEFAULT)])
+@pytest.mark.parametrize("name", [each.name for each in list_methods("next-token") if each.name not in ("ar", DEFAULT_METHOD)])
 def test_presets_run_in_batches_and_commit_more_than_one_token_a_pass(emoji, name):
     if reason := next(method.reason for method in emoji.methods() if method.name == name):
         pytest.skip(reason)

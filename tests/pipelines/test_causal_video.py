@@ -17,7 +17,7 @@ from vargen.decoding import PRESETS, Eager, Routing
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
-from vargen.pipelines.registry import describe, family_of, open_pipeline
+from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
 from vargen.pipelines.video_files import save_video
 from vargen.scoring.frames import FrameScorer
 from vargen.training.caption_bank import CaptionBank
@@ -44,7 +44,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: CausalVideoPipeline) -> None:
-    assert isinstance(pipe, CausalVideoPipeline) and family_of(folder) == "video-block"
+    assert isinstance(pipe, CausalVideoPipeline) and paradigm_of(folder) == "video"
     said = describe(folder)
     assert (said.fps, said.tokens, said.has_draft, said.condition, said.steps) == (12, 6, True, "text", 3 * 5 - 1)
     methods = pipe.methods()

@@ -5,7 +5,7 @@ import torch
 from tiny_models import class_pipeline, tiny_transformer
 
 from vargen.decoding import Accelerator, LayerSkip, decode, exact
-from vargen.decoding.protocols import LayeredModel
+from vargen.decoding.next_token.protocols import LayeredModel
 from vargen.models.condition import Condition
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 

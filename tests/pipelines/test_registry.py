@@ -10,7 +10,7 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 import vargen
 from vargen import LlamaGenPipeline, open_pipeline
-from vargen.decoding import PRESETS, Accelerator, Jacobi, exact, methods_of, resolve_accelerator
+from vargen.decoding import PRESETS, Accelerator, Jacobi, exact, list_methods, resolve_method
 from vargen.pipelines.registry import check_network, describe, open_network, pipeline_class, random_networks
 from vargen.training.emoji_captions import STYLES
 
@@ -54,7 +54,7 @@ def test_a_description_says_what_the_pipeline_does(folder: Path) -> None:
 
 def test_methods_say_why_not() -> None:
     found = {method.name: method for method in class_pipeline().methods()}
-    assert list(found) == [preset.name for preset in methods_of("next-token")]
+    assert list(found) == [preset.name for preset in list_methods("next-token")]
     assert found["ar"].reason is None and found["ar"].kind == "exact" and found["gsd"].kind == "relaxed"
     assert "draft_transformer" in found["speculative"].reason
     parts = {"vqvae": tiny_vq(), "transformer": tiny_transformer("class")}
@@ -77,10 +77,10 @@ def test_a_reason_is_what_a_call_says(folder: Path) -> None:
 
 def test_methods_of_another_family_are_refused() -> None:
     with pytest.raises(ValueError, match="'ar' is for next-token models, and this is a next-scale one"):
-        resolve_accelerator("ar", "next-scale")
+        resolve_method("ar", "next-scale")
     with pytest.raises(ValueError, match="unknown accelerator 'sdj'; did you mean 'sjd'"):
-        resolve_accelerator("sdj", "next-token")
-    assert resolve_accelerator("sjd") is PRESETS["sjd"]
+        resolve_method("sdj", "next-token")
+    assert resolve_method("sjd") is PRESETS["sjd"]
 
 
 def test_styles_of_the_packaged_model_are_those_of_its_captions() -> None:

@@ -15,7 +15,7 @@ from vargen.decoding import (
     recursive_rejection,
     traversal,
 )
-from vargen.decoding.trees import fan
+from vargen.decoding.next_token.trees.shapes import fan
 from vargen.models.condition import Condition
 from vargen.pipelines.llamagen_tokens import LlamaGenTokens
 

@@ -39,7 +39,7 @@ class _Reads(TorchDispatchMode):
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A `vargen.decoding.captured.Graph`.
+    """A `vargen.decoding.next_token.captured.Graph`.
 
     Class attributes:
         made: graphs that were captured. replays: of all of them. before: called before each operation that is recorded.

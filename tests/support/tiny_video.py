@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from vargen.decoding import BlockStream, Routing, View, decode_blocks
-from vargen.decoding.flow import warped_levels
+from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_preview import PreviewDecoder

@@ -8,7 +8,7 @@ from pathlib import Path
 from tiny_video import SHAPE, randomised
 
 import vargen.assets
-from vargen.decoding.flow import warped_levels
+from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE

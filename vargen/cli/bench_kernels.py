@@ -78,7 +78,7 @@ def _acceptance(V: int, T: int, device: Any) -> list[Any]:
     import torch
 
     from vargen.decoding import Draft, Tree
-    from vargen.decoding.acceptance import exact, recursive_rejection
+    from vargen.decoding.next_token.acceptance import exact, recursive_rejection
     from vargen.decoding.noise import Noise
     from vargen.kernels.measure import acceptance_operation
 

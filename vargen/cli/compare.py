@@ -139,17 +139,17 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     Raises:
         ValueError: for an unknown preset, setting or window.
     """
-    from vargen.decoding import DEFAULT, methods_of
+    from vargen.decoding import DEFAULT_METHOD, list_methods
     from vargen.evaluation.items import method_of
     from vargen.pipelines.registry import describe, pipeline_class
     from vargen.scoring.registry import split_specs
 
     kind = pipeline_class(describe(model).pipeline)
     names = split_specs(methods) if methods is not None else []
-    names = names or [preset.name for preset in methods_of(kind.family) if preset.name != DEFAULT]
+    names = names or [preset.name for preset in list_methods(kind.paradigm) if preset.name != DEFAULT_METHOD]
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
-    found: dict[str, Any] = {name: method_of(name, kind.family) for name in (kind.baseline, *names)}
+    found: dict[str, Any] = {name: method_of(name, kind.paradigm) for name in (kind.baseline, *names)}
     return found if size is None else {name: method.resized(size) for name, method in found.items()}
 
 

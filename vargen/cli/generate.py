@@ -250,12 +250,12 @@ def _check_against(
     Raises:
         ValueError: for a model that is none, or one that cannot draw what is asked.
     """
-    from vargen.decoding import Sampling, resolve_accelerator
+    from vargen.decoding import Sampling, resolve_method
     from vargen.pipelines.registry import describe, pipeline_class
 
     model = describe(name)
     kind = pipeline_class(model.pipeline)
-    method = resolve_accelerator(kind.default_method if accelerator is None else accelerator, kind.family)
+    method = resolve_method(kind.default_method if accelerator is None else accelerator, kind.paradigm)
     Sampling(top_k=given.get("top_k")).check_vocabulary(model.vocab)
     if model.condition == "class" and not by_class:
         raise ValueError(f"this model draws classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt")

@@ -56,7 +56,7 @@ def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
         return
     head = ["name", "models", "kind", "summary", "defaults", "source"]
     rows = [
-        [*(preset[part] for part in ("name", "family", "kind", "summary")), _plain(preset["defaults"]), preset["source"]]
+        [*(preset[part] for part in ("name", "paradigm", "kind", "summary")), _plain(preset["defaults"]), preset["source"]]
         for preset in found
     ]
     print(table(head, rows, "<<<<<<"))
@@ -72,7 +72,7 @@ def presets() -> list[dict[str, Any]]:
     return [
         {
             "name": preset.name,
-            "family": preset.family,
+            "paradigm": preset.paradigm,
             "kind": preset.kind,
             "summary": preset.summary,
             "defaults": preset.settings,
@@ -89,7 +89,7 @@ def gather() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding import captured
+    from vargen.decoding.next_token import captured
     from vargen.device import fast_dtype
     from vargen.evaluation.machine import describe_machine
     from vargen.kernels.dispatch import explain
@@ -119,7 +119,7 @@ def thread_choice() -> str:
     """How many CPU threads passes run on, and why."""
     import torch
 
-    from vargen.decoding.cost import WORTH, pays, thread_choices
+    from vargen.decoding.pass_costs import WORTH, pays, thread_choices
     from vargen.device import chosen_threads, cores
 
     if (chosen := chosen_threads()) is not None:

@@ -82,9 +82,9 @@ def check_range(value: int | None, name: str, low: int, high: int | None = None)
 def makes_video(model: str) -> bool:
     """By the index of the model's folder alone; what is wrong with a folder is said later."""
     from vargen.decoding import Routing
-    from vargen.pipelines.registry import family_of
+    from vargen.pipelines.registry import paradigm_of
 
     try:
-        return family_of(model) == Routing.family
+        return paradigm_of(model) == Routing.paradigm
     except ValueError:
         return False

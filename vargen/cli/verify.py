@@ -47,11 +47,11 @@ def find(name: str) -> Method:
     Raises:
         ValueError: if there is none. TypeError: if it is something else.
     """
-    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_accelerator
+    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_method
 
     module, colon, attribute = name.partition(":")
     if not colon:
-        return resolve_accelerator(name, PRESETS[name].family if name in PRESETS else Accelerator.family)
+        return resolve_method(name, PRESETS[name].family if name in PRESETS else Accelerator.paradigm)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:

@@ -36,14 +36,14 @@ def chosen_methods(setting: VideoSetting) -> dict[str, Any]:
     Raises:
         ValueError: for one that is unknown, or that the model cannot run.
     """
-    from vargen.decoding import methods_of, resolve_accelerator
+    from vargen.decoding import list_methods, resolve_method
     from vargen.pipelines.registry import describe, pipeline_class
 
     described = describe(setting.model)
     kind = pipeline_class(described.pipeline)
     names = [part.strip() for text in setting.methods or [] for part in text.split(",") if part.strip()]
-    found = {name: resolve_accelerator(name, kind.family) for name in (kind.baseline, *names)}
-    for method in () if names else methods_of(kind.family):
+    found = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
+    for method in () if names else list_methods(kind.paradigm):
         try:
             kind.check_method(described, method)
         except ValueError as error:

@@ -1,7 +1,17 @@
 """Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
-from vargen.decoding.accelerator import Accelerator
-from vargen.decoding.acceptance import (
+# Importing these registers the presets.
+import vargen.decoding.next_scale.presets
+import vargen.decoding.next_token.presets
+import vargen.decoding.video.presets  # noqa: F401
+from vargen.decoding.harness import Decoded, NonFiniteLogitsError, Progress
+from vargen.decoding.method import DEFAULT_METHOD, PRESETS, Method, list_methods, resolve_method
+from vargen.decoding.next_scale.loop import decode_scales
+from vargen.decoding.next_scale.protocols import ScaleModel
+from vargen.decoding.next_scale.schedule import Schedule, Stage
+from vargen.decoding.next_scale.state import LEFT_OUT
+from vargen.decoding.next_token.accelerator import Accelerator
+from vargen.decoding.next_token.acceptance import (
     Grouped,
     Neighbourhood,
     Pooled,
@@ -15,17 +25,9 @@ from vargen.decoding.acceptance import (
     shared_noise,
     traversal,
 )
-from vargen.decoding.aggregators import LowerQuantile, last, lowest, mean
-from vargen.decoding.block_pixels import BlockDecoder
-from vargen.decoding.block_protocols import BlockModel
-from vargen.decoding.block_score import View
-from vargen.decoding.block_stats import BlockRow, BlockStats
-from vargen.decoding.block_stream import Block, BlockStream, NonFiniteLatentsError
-from vargen.decoding.blocks import decode_blocks
-from vargen.decoding.commits import Eager, Lazy, Window
-from vargen.decoding.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.draft_length import Adaptive, Auto, Fixed
-from vargen.decoding.drafters import (
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
+from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
     JacobiTree,
@@ -37,25 +39,22 @@ from vargen.decoding.drafters import (
     SpeculativeTree,
     Wavefront,
 )
-from vargen.decoding.feature_protocols import FeatureHeads, FeatureModel
+from vargen.decoding.next_token.loop import decode
+from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, FeatureHeads, FeatureModel, TokenModel
+from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.placements import Chance, Replay, Stride, Unscored
-from vargen.decoding.policies import Budget, RelativeToFirst, RunningQuantile, Threshold
-from vargen.decoding.presets import DEFAULT, PRESETS, Method, methods_of, resolve_accelerator
-from vargen.decoding.protocols import AcceptanceRule, Drafter, TokenModel
-from vargen.decoding.routing import Routing
-from vargen.decoding.run import Decoded, NonFiniteLogitsError, Progress
 from vargen.decoding.sampling import Sampling
-from vargen.decoding.scale_images import LEFT_OUT
-from vargen.decoding.scale_protocols import ScaleModel
-from vargen.decoding.scales import decode_scales
-from vargen.decoding.schedule import Schedule, Stage
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.tokens import decode
-from vargen.decoding.trees import AutoTree, DynamicTree, StaticTree
+from vargen.decoding.video.denoising import Eager, Lazy, Window
+from vargen.decoding.video.loop import Block, BlockStream, NonFiniteLatentsError, decode_blocks
+from vargen.decoding.video.method import Routing
+from vargen.decoding.video.policies import Budget, Chance, RelativeToFirst, Replay, RunningQuantile, Stride, Threshold, Unscored
+from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.scoring import BlockDecoder, LowerQuantile, View, last, lowest, mean
+from vargen.decoding.video.stats import BlockRow, BlockStats
 
 __all__ = [
-    "DEFAULT",
+    "DEFAULT_METHOD",
     "LEFT_OUT",
     "PRESETS",
     "Accelerator",
@@ -130,11 +129,11 @@ __all__ = [
     "exact",
     "k_seq",
     "last",
+    "list_methods",
     "lowest",
     "mean",
-    "methods_of",
     "recursive_rejection",
-    "resolve_accelerator",
+    "resolve_method",
     "shared_noise",
     "traversal",
 ]

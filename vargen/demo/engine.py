@@ -47,7 +47,7 @@ class Engine:
         self.by_class: bool = pipe.by_class
         self.grids, self.total = pipe.grids, pipe.tokens  # of a picture: in drawing order, and all of its tokens
         self.baseline: str = pipe.baseline
-        self.relaxes = pipe.family == Accelerator.family  # rules that relax are of such methods
+        self.relaxes = pipe.paradigm == Accelerator.paradigm  # rules that relax are of such methods
         self.live = pipe.steps <= _LIVE_PASSES  # quick enough to draw while someone types
         self.vocab: int = pipe.vocab
         self.pictures = PictureFolder()

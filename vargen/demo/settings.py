@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from vargen.decoding import DEFAULT
+from vargen.decoding import DEFAULT_METHOD
 from vargen.options import OPTIONS
 
 LONGEST_PROMPT = 300  # characters
@@ -44,7 +44,7 @@ class Settings:
     """
 
     prompt: str
-    method: str = DEFAULT
+    method: str = DEFAULT_METHOD
     seed: int = 0
     guidance_scale: float = 4.0
     temperature: float = 1.0

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import Block, BlockStats, Routing, resolve_accelerator
+from vargen.decoding import Block, BlockStats, Routing, resolve_method
 from vargen.demo import figures, inputs
 from vargen.demo.runs import Runs, told_plainly
 
@@ -54,7 +54,7 @@ class VideoEngine:
         Raises:
             ValueError: as a call of the pipeline.
         """
-        threshold = tau if resolve_accelerator(method, Routing.family).threshold is not None else None
+        threshold = tau if resolve_method(method, Routing.paradigm).threshold is not None else None
         stream = self.pipe.stream(
             prompt, num_blocks=blocks, accelerator=method, tau=threshold, scorer=self.scorer,
             generator=torch.Generator().manual_seed(seed),

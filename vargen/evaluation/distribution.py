@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding import Method, resolve_accelerator
+from vargen.decoding import Method, resolve_method
+from vargen.decoding.method import same_spec
 from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import whole_file
 from vargen.models.weights import read_arrays, weights_digest
@@ -35,7 +36,8 @@ def claim(folder: Path, made_of: dict[str, Any]) -> None:
             temporary.write_text(json.dumps(made_of, indent=1))
         return
     held = json.loads(label.read_text())
-    differing = [f"{key} {held.get(key)!r} (now {made_of.get(key)!r})" for key in made_of if held.get(key) != made_of[key]]
+    changed = [key for key in made_of if not same_spec(held.get(key), made_of[key])]
+    differing = [f"{key} {held.get(key)!r} (now {made_of.get(key)!r})" for key in changed]
     if differing:
         raise ValueError(
             f"cache {str(folder)!r} holds tokens made otherwise: {'; '.join(differing)[:400]}. Give another cache, or remove it"
@@ -127,7 +129,7 @@ def distribution_report(
 
     The baseline itself, with a third set of seeds, shows what the tests say where there is no difference.
     """
-    sequential = resolve_accelerator(pipe.baseline, pipe.family)
+    sequential = resolve_method(pipe.baseline, pipe.paradigm)
     used = {**pipe.default_sampling, **(settings or {})}
     weights = weights_digest(pipe.transformer, pipe.draft_transformer)
     shared: tuple[Any, ...] = (used, weights, progress, not_kept)

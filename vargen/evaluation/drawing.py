@@ -83,7 +83,7 @@ class Drawing:
             raise ValueError(f"model {self.model} draws {wanted}, and {given} are given")
         specs: dict[str, Any] = {}
         for method in self.methods:
-            accelerator = method_of(method, kind.family)
+            accelerator = method_of(method, kind.paradigm)
             kind.check_method(opened, accelerator)
             if isinstance(getattr(accelerator, "drafter", None), Speculative) and not opened.has_draft:
                 raise ValueError(f"method {method} needs a draft_transformer, and model {self.model} has none")
@@ -133,7 +133,7 @@ class Drawer:
         dtype = None if drawing.dtype is None else getattr(torch, drawing.dtype)
         self.pipe = open_pipeline(drawing.model, torch_dtype=dtype).to(drawing.device)
         self.pipe.set_progress_bar_config(disable=True)
-        self.methods = {method: method_of(method, self.pipe.family) for method in drawing.methods}
+        self.methods = {method: method_of(method, self.pipe.paradigm) for method in drawing.methods}
         for accelerator in self.methods.values():
             self.pipe.check_runs(accelerator)  # what only weights tell, before the first batch
 

@@ -35,7 +35,7 @@ from vargen.decoding import (
     decode_scales,
     exact,
 )
-from vargen.decoding.acceptance.scales import scale_rule, token_wise
+from vargen.decoding.next_scale.acceptance import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.scale_table import ScaleTable
@@ -183,6 +183,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
         raise ValueError(f"chains must be at least 1000, got {chains}")
     if isinstance(accelerator, Routing):
         raise ValueError(f"accelerator {accelerator.name!r} is for video: latents have no probabilities to enumerate")
+    assert isinstance(accelerator, Accelerator | Schedule)
     cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
     wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
     if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":

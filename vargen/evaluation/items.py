@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding import Method, Schedule, resolve_accelerator
-from vargen.decoding.acceptance import RULES
-from vargen.decoding.naming import lookup, nearest
+from vargen.decoding import Method, Schedule, resolve_method
+from vargen.decoding.next_token.acceptance import RULES
 from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
 from vargen.scoring.registry import read_spec
-from vargen.values import shown, whole
+from vargen.values import resolve_name, shown, suggest_names, whole
 
 Subject = str | int  # a prompt, or a class
 
@@ -88,13 +87,13 @@ def method_of(spec: str, family: str) -> Method:
         ValueError: for an unknown preset, rule or setting, or a value that the part refuses.
     """
     name, options = read_spec(spec)
-    accelerator = resolve_accelerator(name, family)
+    accelerator = resolve_method(name, family)
     if isinstance(accelerator, Schedule):
         parts: dict[str, Any] = {f".{number}": stage for number, stage in enumerate(accelerator.stages, 1)}
         allowed = {part: [each + part for each in _settable(stage) if each != "rule"] for part, stage in parts.items()}
     else:
         rule = options.pop("acceptance", None)
-        acceptance = accelerator.acceptance if rule is None else lookup("acceptance", rule, RULES)
+        acceptance = accelerator.acceptance if rule is None else resolve_name("acceptance", rule, RULES)
         parts = {"drafter": accelerator.drafter, "acceptance": acceptance}
         allowed = {part: _settable(value) for part, value in parts.items()}
     changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -102,7 +101,8 @@ def method_of(spec: str, family: str) -> Method:
         owner = next((part for part in parts if key in allowed[part]), None)
         if owner is None:
             names = sorted({name for each in allowed.values() for name in each})
-            raise ValueError(f"method {name} has no setting {shown(key)}; {nearest(key, names) if names else 'it has none'}")
+            known = suggest_names(key, names) if names else "it has none"
+            raise ValueError(f"method {name} has no setting {shown(key)}; {known}")
         changes[owner][key.removesuffix(owner)] = _value(text)
     for part, values in changes.items():  # all of a part at once: some are right only together
         parts[part] = replace(parts[part], **values) if values else parts[part]

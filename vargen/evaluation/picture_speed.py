@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vargen.decoding.cost import timed
+from vargen.decoding.pass_costs import timed
 from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork

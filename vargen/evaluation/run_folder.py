@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vargen.decoding.method import same_spec
 from vargen.evaluation.journal import Record, read_journal
 from vargen.files import whole_file
 from vargen.values import shown
@@ -75,7 +76,7 @@ class RunFolder:
             wrong += [
                 f"method {name} was {_short(held['methods'][name])}, now {_short(spec)}"
                 for name, spec in asked["methods"].items()
-                if held["methods"].get(name, spec) != spec
+                if not same_spec(held["methods"].get(name, spec), spec)
             ]
             if wrong:
                 told = "; ".join(wrong)

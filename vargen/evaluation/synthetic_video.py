@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import View
-from vargen.decoding.flow import warped_levels
 from vargen.decoding.noise import Purpose, gaussian, uniform
+from vargen.decoding.video.denoising import warped_levels
 
 SHAPE = (3, 3, 8, 8)
 _SIZE = 192  # of the matrices that stand for work

@@ -24,8 +24,8 @@ from vargen.decoding import (
     recursive_rejection,
     traversal,
 )
-from vargen.decoding.acceptance import Siblings, Tested, sibling_by_sibling
-from vargen.decoding.trees import fan, k_ary
+from vargen.decoding.next_token.acceptance import Siblings, Tested, sibling_by_sibling
+from vargen.decoding.next_token.trees.shapes import fan, k_ary
 
 TREE = ("chain", "tree")
 PAIRS = StaticTree(k_ary(2, 2))

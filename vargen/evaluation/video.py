@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import BlockStats, Routing
-from vargen.decoding.block_cost import BlockCosts, measured_costs
-from vargen.decoding.block_stats import mean_acceptance
+from vargen.decoding.video.stats import BlockCosts, mean_acceptance, measured_costs
 from vargen.evaluation.distances import frechet_distance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.statistics_files import Statistics

@@ -1,4 +1,4 @@
-"""Tokens of training pictures, to lie beside a model for drafters that look up (see `vargen.decoding.drafters.lookup`)."""
+"""Tokens of training images, stored beside a model for lookup drafters (`vargen.decoding.next_token.drafters.lookup`)."""
 
 from __future__ import annotations
 

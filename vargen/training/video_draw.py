@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vargen.decoding.flow import TIMESTEPS, clean_from, noised
+from vargen.decoding.video.denoising import TIMESTEPS, clean_from, noised
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_cache import TextCache
 

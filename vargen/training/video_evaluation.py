@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.decoding.flow import TIMESTEPS, noised
+from vargen.decoding.video.denoising import TIMESTEPS, noised
 from vargen.device import fast_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_vae import CausalVideoVAE

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding.flow import TIMESTEPS, clean_from, noised, warp, warped_levels
+from vargen.decoding.video.denoising import TIMESTEPS, clean_from, noised, warp, warped_levels
 from vargen.device import fast_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.caption_bank import CaptionBank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vargen.decoding.flow import warped_levels
+from vargen.decoding.video.denoising import warped_levels
 from vargen.training.recipe import Schedule, at_least
 
 

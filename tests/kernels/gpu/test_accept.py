@@ -1,5 +1,4 @@
-"""Acceptance in one launch against the rules of `vargen.decoding.acceptance`, which are proved exact elsewhere: of the same
-probabilities, draft and noise the same verdict."""
+"""The rules of `vargen.decoding.next_token.acceptance` through kernels, against their torch paths, on a GPU."""
 
 import random
 from collections.abc import Callable
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Draft, Tree
-from vargen.decoding.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
-from vargen.decoding.draft import Verdict
+from vargen.decoding.next_token.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
 from vargen.kernels.accept_chain import judge_chain
 from vargen.kernels.accept_traversal import traverse_tree

@@ -1,0 +1,143 @@
+"""What the methods of all three paradigms share: name, description, and the registry of presets."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, ClassVar, Literal
+
+from vargen.values import shown, suggest_names
+
+DEFAULT_METHOD = "auto"  # what pipelines, page, and command line use
+PRESETS: dict[str, Any] = {}  # methods by name; each paradigm's `presets.py` fills it
+
+
+@dataclass(frozen=True)
+class Method(ABC):
+    """A named way to generate with a model: an `Accelerator`, a `Schedule`, or a `Routing`.
+
+    Attributes:
+        name: what statistics and messages call it.
+        summary: one line for people.
+        source: paper.
+        experimental: whether lists put it after the core methods.
+        paradigm: of models that can run it.
+
+    Raises:
+        TypeError: if `name` is not a string.
+    """
+
+    name: str = "custom"
+    summary: str = field(default="", kw_only=True)
+    source: str = field(default="", kw_only=True)
+    experimental: bool = field(default=False, kw_only=True)
+    paradigm: ClassVar[Literal["next-token", "next-scale", "video"]]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):  # statistics and reports are keyed by it
+            raise TypeError(f"name must be a string, got {shown(self.name)}")
+
+    @property
+    @abstractmethod
+    def kind(self) -> Literal["exact", "relaxed"]:
+        """`"exact"` if the output follows the target model's own probabilities."""
+
+    @property
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """The parameters of the method, by name, for people."""
+
+    @abstractmethod
+    def spec(self) -> dict[str, Any]:
+        """Everything that decides the output, as plain values: two methods with equal specs generate alike.
+
+        Raises:
+            ValueError: for a part that has no name, such as a lambda.
+        """
+
+
+def register_methods(*methods: Method) -> None:
+    """Add presets. Raises ValueError for a name that is taken."""
+    for method in methods:
+        if method.name in PRESETS:
+            raise ValueError(f"a method named {method.name!r} is registered already")
+        PRESETS[method.name] = method
+
+
+def list_methods(paradigm: str) -> list[Any]:
+    """The presets for models of a paradigm, such as `"next-token"`; core methods first."""
+    found = [preset for preset in PRESETS.values() if preset.paradigm == paradigm]
+    return sorted(found, key=lambda preset: preset.experimental)
+
+
+def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
+    """A preset by name, or the method itself.
+
+    Args:
+        paradigm: of the model that is to run it.
+
+    Raises:
+        ValueError: for an unknown name (suggests the nearest), or a method for models of another paradigm.
+        TypeError: for anything else.
+    """
+    names = [preset.name for preset in list_methods(paradigm)]
+    if isinstance(accelerator, str):
+        if accelerator not in PRESETS:
+            raise ValueError(f"unknown accelerator {shown(accelerator)}; {suggest_names(accelerator, names)}")
+        accelerator = PRESETS[accelerator]
+    if not isinstance(accelerator, Method):
+        wanted = {"next-token": "an Accelerator", "next-scale": "a Schedule"}.get(paradigm, "a Routing")
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
+    if accelerator.paradigm != paradigm:
+        raise ValueError(
+            f"accelerator {accelerator.name!r} is for {accelerator.paradigm} models, and this is a {paradigm} one: it runs "
+            f"{', '.join(names)}"
+        )
+    return accelerator
+
+
+def part_name(part: Any) -> str:
+    """What a rule or a drafter is called: the name of the function or of the class."""
+    return getattr(part, "__name__", type(part).__name__)
+
+
+def describe_part(part: Any) -> Any:
+    """Plain values that describe all of `part`: scalars as they are, dataclasses by class name and fields, functions by name.
+
+    Parts of vargen are written without their module, so that a spec outlives a move; see `same_spec` for older ones.
+
+    Raises:
+        ValueError: for what none of these describes.
+    """
+    if part is None or isinstance(part, str | bool | int | float):
+        return part
+    if isinstance(part, list | tuple):
+        return [describe_part(each) for each in part]
+    if is_dataclass(part) and not isinstance(part, type):
+        return {"name": _qualified_name(type(part)), **init_fields(part)}
+    if callable(part) and getattr(part, "__module__", None) and "<" not in getattr(part, "__qualname__", "<"):
+        return _qualified_name(part)  # lambdas and local functions, with "<" in their names, may be anything
+    raise ValueError(f"cannot say what {shown(part)} is: give it as a dataclass of plain values, or as a function of a module")
+
+
+def same_spec(one: Any, other: Any) -> bool:
+    """Whether two specs, also ones that vargen 0.1 wrote with the modules of its parts, describe the same."""
+    return _without_modules(one) == _without_modules(other)
+
+
+def _qualified_name(part: Any) -> str:
+    return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
+
+
+def _without_modules(spec: Any) -> Any:
+    if isinstance(spec, str) and spec.startswith("vargen."):
+        return spec.rpartition(".")[2]
+    if isinstance(spec, Mapping):
+        return {name: _without_modules(value) for name, value in spec.items()}
+    return [_without_modules(each) for each in spec] if isinstance(spec, list | tuple) else spec
+
+
+def init_fields(part: Any) -> dict[str, Any]:
+    """The fields of a dataclass that its constructor takes, as plain values."""
+    return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}

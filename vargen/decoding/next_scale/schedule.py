@@ -1,0 +1,173 @@
+"""Schedules of next-scale models as data: which model draws which scales, how, and which scales are drafted or left out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Literal
+
+from vargen.decoding.method import Method, describe_part
+from vargen.decoding.next_scale.acceptance import ScaleRule, joint
+from vargen.decoding.next_scale.protocols import ScaleModel
+from vargen.decoding.sampling import Sampling
+from vargen.values import real, shown, whole
+
+MODELS = ("target", "draft", "none")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Some scales, one behind the other, that are drawn in the same manner.
+
+    Args:
+        until: the first scale that is not of this stage, counted from 0, or from the end where negative; None: all that remain.
+        model: `"target"`, `"draft"` for the smaller model, or `"none"`: the scales are left out, and add nothing.
+        drafted: scales that the draft model proposes for each pass of the target; 0 drafts none. A pass judges them, and draws
+            the scale behind them if all are kept.
+        rule: what judges drafted scales; see `vargen.decoding.next_scale.acceptance`.
+        guidance: factor of the guidance; 0 runs the scales without the unconditional rows, which halves their work.
+        temperature: factor of the temperature. top_k: at most the call's; the lesser of the two counts.
+
+    Raises:
+        ValueError, TypeError: for a value that is none of these.
+    """
+
+    until: int | None = None
+    model: Literal["target", "draft", "none"] = "target"
+    drafted: int = 0
+    rule: ScaleRule = joint
+    guidance: float = 1.0
+    temperature: float = 1.0
+    top_k: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.model not in MODELS:
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {shown(self.model)}")
+        if self.until is not None and (whole(self.until, -(2**31)) is None or self.until == 0):
+            raise ValueError(f"until must be a whole number other than 0, or None for all that remain, got {shown(self.until)}")
+        if whole(self.drafted, 0) is None:
+            raise ValueError(f"drafted must be a whole number of at least 0, got {shown(self.drafted)}")
+        if self.drafted and self.model != "target":
+            raise ValueError(f"drafted scales are judged by the target, so model must be 'target', got {shown(self.model)}")
+        if not isinstance(self.rule, ScaleRule):
+            raise TypeError(f"rule must be a ScaleRule, such as joint, token_wise or same_picture, got {shown(self.rule)}")
+        for name in ("guidance", "temperature"):
+            value = real(getattr(self, name))
+            if value is None or value < 0:
+                raise ValueError(f"{name} must be a finite factor of at least 0, got {shown(getattr(self, name))}")
+        if self.top_k is not None and whole(self.top_k, 1) is None:
+            raise ValueError(f"top_k must be a whole number of at least 1, or None, got {shown(self.top_k)}")
+
+    @property
+    def exact(self) -> bool:
+        """Whether its scales follow the target's own probabilities."""
+        plain = self.guidance == 1 and self.temperature == 1 and self.top_k is None
+        return self.model == "target" and plain and (not self.drafted or self.rule.exact)
+
+    def sampling(self, asked: Sampling, codes: int) -> Sampling:
+        """The sampling of a scale of so many codes, where a call asks for `asked`."""
+        limits = [limit for limit in (asked.top_k, self.top_k) if limit is not None and limit < codes]
+        return Sampling(asked.temperature * self.temperature, min(limits, default=None), asked.top_p)
+
+
+@dataclass(frozen=True)
+class Schedule(Method):
+    """A method for next-scale models.
+
+    Attributes:
+        stages: one behind the other; the last must reach the last scale.
+
+    Raises:
+        TypeError: if a stage is no `Stage`. ValueError: for no stage.
+    """
+
+    stages: tuple[Stage, ...] = (Stage(),)
+    paradigm: ClassVar[Literal["next-scale"]] = "next-scale"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        stages = tuple(self.stages) if isinstance(self.stages, list | tuple) else self.stages
+        if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
+            raise TypeError(f"stages must be a sequence of Stage, got {shown(self.stages)}")
+        if not stages:
+            raise ValueError("stages must hold at least one Stage, got none")
+        object.__setattr__(self, "stages", stages)
+
+    @property
+    def kind(self) -> Literal["exact", "relaxed"]:
+        """`"exact"` when every scale follows the target's own probabilities."""
+        return "exact" if all(stage.exact for stage in self.stages) else "relaxed"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What the stages set, for people: `until`, `model` and the like, by stage."""
+        plain = Stage()
+        found = {}
+        for number, stage in enumerate(self.stages, 1):
+            for each in fields(stage):
+                value = getattr(stage, each.name)
+                if value != getattr(plain, each.name) or (each.name == "rule" and stage.drafted):
+                    found[f"{each.name} {number}"] = value.__name__ if isinstance(value, ScaleRule) else value
+        return found
+
+    @property
+    def drafts(self) -> bool:
+        """Whether it needs the smaller model."""
+        return any(stage.model == "draft" or stage.drafted for stage in self.stages)
+
+    def spec(self) -> dict[str, Any]:
+        """What the method is, whole, as plain values: two with equal specs draw alike.
+
+        Raises:
+            ValueError: for a rule that cannot be named.
+        """
+        return {"stages": describe_part(self.stages)}
+
+    def check_scales(self, scales: int) -> tuple[Stage, ...]:
+        """The stage of each of so many scales.
+
+        Raises:
+            ValueError: if a stage ends beyond the last scale or has no scale, or the stages do not end with the last one.
+        """
+        found: list[Stage] = []
+        for number, stage in enumerate(self.stages, 1):
+            end = scales if stage.until is None else stage.until + scales * (stage.until < 0)
+            if not len(found) < end <= scales:
+                if len(found) == scales:
+                    raise ValueError(
+                        f"stage {number} of {self.name!r} has no scale left: the stages before it draw all {scales} of them"
+                    )
+                allowed = f"{len(found) + 1} to {scales}, or from {len(found) + 1 - scales} to -1 counted from the end"
+                raise ValueError(
+                    f"until of stage {number} of {self.name!r} must be from {allowed}, for a model of {scales} scales, got "
+                    f"{stage.until}"
+                )
+            found += [stage] * (end - len(found))
+        if len(found) < scales:
+            raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
+        return tuple(found)
+
+    def fitted(self, scales: int) -> Schedule:
+        """The schedule for a model of so many scales: a stage that ends beyond the last one ends with it."""
+        ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
+        last = ends.index(None) + 1 if None in ends else len(ends)
+        return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
+
+    def resized(self, window: int | str) -> Schedule:
+        """The schedule itself: it has no window."""
+        return self
+
+    def bind(self, model: ScaleModel) -> tuple[Stage, ...]:
+        """The stage of each of the model's scales.
+
+        Raises:
+            ValueError: if this model cannot run it, saying why.
+        """
+        if self.drafts:
+            small = model.draft_model
+            if small is None:
+                raise ValueError(f"{self.name} needs a smaller model of the same image tokenizer: a draft_transformer")
+            for name in ("scale_tokens", "scale_codes", "vocab"):
+                own, its = getattr(model, name), getattr(small, name)
+                if own != its:
+                    raise ValueError(f"the draft model must be of the same image tokenizer: its {name} is {its}, not {own}")
+        return self.check_scales(len(model.scale_tokens))

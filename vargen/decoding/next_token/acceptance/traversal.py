@@ -1,0 +1,62 @@
+"""Traversal verification: a tree is judged from its leaves to its root, whole paths at a time.
+
+Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.next_token.acceptance.base import acceptance_rule
+from vargen.decoding.next_token.acceptance.siblings import path_to
+from vargen.decoding.next_token.draft import Draft, Verdict
+from vargen.decoding.noise import Noise, Purpose
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), needs=("fresh",))
+def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Accept the first path, from the leaves on, that passes (Weng et al. 2025, traversal verification).
+
+    Each slot has a reach r, 1 for the root; a child's is min(1, r p(x) / q(x)) of its parent's r and p. A slot is accepted,
+    with all before it, while u < r, its children first. A child that fails leaves its parent p' = norm((r p - q)+) and, with S
+    the sum of (r p - q)+, r' = S / (S + 1 - r). On a chain this is block verification (Sun et al. 2024).
+
+    A refused path has been looked at to its leaf, so all drafts have to be drawn anew in every pass, and each branch with coins
+    of its own. Reaches do not depend on the rule's coins, so slots are gone through once, in order, and then the first that
+    passes is found. Arguments: see `AcceptanceRule`.
+    """
+    if fused.applies(probs):
+        return fused.traversed(probs, draft, noise)
+    B, T, _ = probs.shape
+    tree, image = draft.tree, torch.arange(B, device=probs.device)
+    parents = tree.parents.expand(B, T)
+    left, reach = probs.clone(), torch.ones_like(probs[..., 0])
+    for slot in range(1, T):
+        parent, token = parents[:, slot], draft.tokens[:, slot - 1, None]
+        p, r = left[image, parent], reach[image, parent]
+        reachable = p * r[:, None]
+        own = reachable.gather(1, token)[:, 0]
+        if draft.probs is None:
+            chance, rest = own, reachable.scatter(1, token, 0.0)
+        else:
+            q = draft.probs[:, slot - 1]
+            chance, rest = own / q.gather(1, token)[:, 0], (reachable - q).clamp_min_(0)
+        total = rest.sum(1)
+        fixed = torch.where((total > 0) | (r < 1), total / (total + 1 - r), 1.0)  # p equals q: the child never fails
+        rest = torch.where(total[:, None] > 0, rest / total[:, None], p)
+        chance = chance.clamp(max=1.0).nan_to_num(0.0)  # q is 0 of what was not drawn
+        if draft.valid is not None:
+            valid = draft.valid[:, slot - 1]
+            chance, fixed = torch.where(valid, chance, 0.0), torch.where(valid, fixed, r)
+            rest = torch.where(valid[:, None], rest, p)
+        reach[:, slot] = chance
+        left[image, parent], reach[image, parent] = rest, fixed
+    slots = torch.arange(T, device=probs.device)
+    passes = noise.branch(slots).uniform(Purpose.ACCEPT) < reach
+    passes[:, 0] = True
+    last = torch.where(passes, tree.postorder, T).argmin(1)
+    path, count = path_to(last, tree)
+    next_token = noise.at(last).draw(left[image, last][:, None], Purpose.RESIDUAL)[:, 0]
+    return Verdict(path=path, count=count, next_token=next_token)

@@ -1,0 +1,27 @@
+"""Drafters: who proposes tokens, and with which probabilities."""
+
+from vargen.decoding.next_token.drafters.base import Sequential
+from vargen.decoding.next_token.drafters.draft_model import LayerSkip, Speculative, best_layers
+from vargen.decoding.next_token.drafters.draft_model_tree import SpeculativeTree
+from vargen.decoding.next_token.drafters.eagle import Eagle
+from vargen.decoding.next_token.drafters.jacobi import Jacobi
+from vargen.decoding.next_token.drafters.jacobi_tree import JacobiTree
+from vargen.decoding.next_token.drafters.lookup import Lookup
+from vargen.decoding.next_token.drafters.medusa import Medusa
+from vargen.decoding.next_token.drafters.recycle import Recycle
+from vargen.decoding.next_token.drafters.wavefront import Wavefront
+
+__all__ = [
+    "Eagle",
+    "Jacobi",
+    "JacobiTree",
+    "LayerSkip",
+    "Lookup",
+    "Medusa",
+    "Recycle",
+    "Sequential",
+    "Speculative",
+    "SpeculativeTree",
+    "Wavefront",
+    "best_layers",
+]

@@ -1,0 +1,280 @@
+"""Speculative drafting: a smaller model of the same vocabulary draws a chain that the target then judges.
+
+Leviathan et al. 2023; Chen et al. 2023. The small model keeps a cache of its own, rolled back by moving its pointer.
+
+Shape suffixes: B images, S drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.draft_length import ByCost, Geometric
+from vargen.decoding.next_token.protocols import LayeredModel, TokenModel
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.pass_costs import pass_costs
+from vargen.decoding.sampling import Sampling, to_probs
+from vargen.values import real, shown, whole
+
+_LONGEST = 8  # drafts of an automatic chain
+
+
+def _drafting(small: dict[int, float], drafts: int) -> float:
+    """Seconds of the small model's passes behind a chain: one over two tokens (see `propose`), then one a draft."""
+    return small[2] + (drafts - 1) * small[1] if drafts else 0.0
+
+
+@dataclass
+class _State:
+    model: TokenModel
+    held: Any
+    sampling: Sampling
+    seeds: Tensor
+    total: int
+    length: int
+    choice: ByCost | None
+
+
+@dataclass(frozen=True)
+class Speculative:
+    """Drafts from a smaller model.
+
+    Args:
+        length: drafted tokens a pass, 1 or more; each takes a pass of the small model. Or `"auto"`: up to 8, whatever draws
+            most tokens a second by the measured cost of both models' passes and recent acceptance, and none from where
+            drafting does not pay. That follows a clock and the batch, as the window `Auto` does: the
+            distribution is the same, but a picture repeats only with the rule `shared_noise`. On a GPU the length is settled
+            before the first pass.
+        model: the small model. None: the target's own `draft_model`, as a pipeline with a `draft_transformer` has it.
+        shared_noise: draw drafts with the image's own noise, which couples them to what the target draws with it: for the rule
+            `shared_noise`. Otherwise the drafts have coins of their own.
+
+    Raises:
+        ValueError: for a length below 1; by `bind` for one that the grid does not hold, if there is no small model, or one of
+            another vocabulary or grid.
+    """
+
+    length: int | Literal["auto"] = 4
+    model: TokenModel | None = None
+    shared_noise: bool = False
+    topology: str = field(default="chain", init=False)
+
+    def __post_init__(self) -> None:
+        if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
+            raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), or None, got {shown(self.model)}")
+        if not isinstance(self.shared_noise, bool):
+            raise TypeError(f"shared_noise must be True or False, got {shown(self.shared_noise)}")
+        if isinstance(self.length, str) and self.length == "auto":
+            return
+        length = whole(self.length, 1)
+        if length is None:
+            given = shown(self.length)
+            raise ValueError(
+                f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {given}"
+            )
+        object.__setattr__(self, "length", length)
+
+    @property
+    def longest(self) -> int:
+        return _LONGEST if isinstance(self.length, str) else self.length
+
+    @property
+    def max_fed(self) -> int:
+        return self.longest + 1
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """See `OfferingDrafter`."""
+        return () if self.shared_noise else ("fresh",)
+
+    def small_model(self, model: TokenModel) -> TokenModel:
+        """The small model that drafts for `model`.
+
+        Raises:
+            ValueError: if there is none, or it has another vocabulary or grid.
+        """
+        small = self.model or model.draft_model
+        if small is None:
+            raise ValueError(
+                "speculative decoding needs a draft model, and this pipeline has none: load one with a draft_transformer, "
+                "or pass Accelerator(drafter=Speculative(model=...))"
+            )
+        if (small.vocab, small.grid) != (model.vocab, model.grid):
+            raise ValueError(
+                f"the draft model must share the target's vocabulary and grid, {model.vocab} tokens on {model.grid}, "
+                f"got {small.vocab} on {small.grid}"
+            )
+        return small
+
+    def bind(self, model: TokenModel) -> Speculative:
+        """This drafter.
+
+        Raises:
+            ValueError: if there is no small model that fits, or the chain does not fit behind the first token of the grid.
+        """
+        self.small_model(model)
+        self.check_grid(model.grid[0] * model.grid[1])
+        return self
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        if not isinstance(self.length, str) and self.length >= tokens:
+            given = shown(self.length)
+            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
+
+    def fitted(self, tokens: int) -> Speculative:
+        """The drafter with a chain that fits behind the first of so many tokens."""
+        return replace(self, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
+
+    def resized(self, window: int | str) -> Speculative:
+        """`"auto"` sets the length; numbers are for windows, and a chain has none."""
+        return replace(self, length="auto") if window == "auto" else self
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        small, choice, length = self.small_model(model), None, self.longest
+        if isinstance(self.length, str):
+            images = len(seeds)
+            costs = pass_costs(model, condition, images, range(1, _LONGEST + 2))
+            drafting = pass_costs(small, condition, images, [1, 2])
+            steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
+            choice = ByCost(steps, Geometric())
+            length = choice.next() - 1
+        held, _ = small.prefill(condition, max(2, self.longest))
+        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
+
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of the small model's passes behind a chain of `drafts`, measured."""
+        return _drafting(pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;
+        then each draft but the last."""
+        model, held, device = state.model, state.held, tokens.device
+        if state.length == 0:
+            return Draft.empty(len(tokens), model.vocab, device)
+        start = (length - 2).clamp(min=0)
+        model.rollback(held, start)
+        pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
+        root = (length - 1 - start)[:, None]  # slot of the root: 0 when only one token is committed
+        two, one = Tree.of_chain(1, device), Tree.of_chain(0, device)
+        logits = model.forward(pair, held, two).logits
+        logits = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[-1]))
+        model.commit(held, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
+        purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
+        drafted: list[Tensor] = []
+        probs: list[Tensor] = []
+        position = length[:, None]
+        for drafts in range(state.length):
+            if drafts:
+                logits = model.forward(drafted[-1], held, one).logits
+                model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
+            probs.append(to_probs(logits, state.sampling))
+            drafted.append(Noise(state.seeds, position + drafts, step).draw(probs[-1], purpose))
+        slots = torch.arange(state.length, device=device)
+        valid = length[:, None] + slots < state.total
+        return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
+
+    def observe(self, state: _State, step: Step) -> None:
+        """Of the drafts nothing: the next proposal rolls the small model back to what was committed."""
+        if state.choice and step.count.device.type == "cpu":
+            state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+            state.length = state.choice.next() - 1
+
+
+@dataclass(frozen=True)
+class LayerSkip(Speculative):
+    """Drafts from the target itself, some of whose layers are skipped (Zhang et al. 2023, Draft & Verify).
+
+    The network with fewer layers is a small model that needs neither training nor memory for weights; its cache is its own.
+
+    Args:
+        length, shared_noise: see `Speculative`.
+        skip: the share of the layers that is left out, above 0 and below 1: as many, evenly spread between the first two and
+            the last, which matter most. Or which, as numbers from 0, `(3, 5, 6)` or `"3+5+6"`; `best_layers` finds a model's.
+
+    Raises:
+        ValueError: for a share or numbers that are none; by `bind` if the model cannot skip layers, or has not these.
+    """
+
+    model: TokenModel | None = field(default=None, init=False, repr=False)
+    skip: float | str | tuple[int, ...] = 0.4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        share = real(self.skip)
+        if share is None:
+            parts = self.skip.split("+") if isinstance(self.skip, str) else self.skip
+            found = [_layer(part) for part in parts] if isinstance(parts, list | tuple) else []
+            if not found or None in found or len(set(found)) < len(found):
+                given = shown(self.skip)
+                raise ValueError(f"skip must be a share of the layers, or layers, each once, as in '3+5+6', got {given}")
+            object.__setattr__(self, "skip", tuple(found))
+            return
+        if not 0 < share < 1:
+            raise ValueError(f"skip, the share of the layers left out, must be above 0 and below 1, got {shown(self.skip)}")
+        object.__setattr__(self, "skip", share)
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """Those of `count` that are skipped."""
+        if isinstance(self.skip, tuple):
+            return self.skip
+        assert isinstance(self.skip, float)
+        first, last = min(2, count - 2), count - 2
+        left_out = max(1, min(round(self.skip * count), last - first + 1))
+        return tuple(torch.linspace(last, first, left_out).round().int().sort().values.tolist())
+
+    def small_model(self, model: TokenModel) -> TokenModel:
+        """The target without the skipped layers.
+
+        Raises:
+            ValueError: if it cannot skip layers, or has not these.
+        """
+        if not isinstance(model, LayeredModel) or model.layers < 3:
+            raise ValueError("skipping layers needs a model that can, and has at least three of them")
+        return model.skipping(self.layers(model.layers))
+
+
+def _layer(given: Any) -> int | None:
+    return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 9 else whole(given, 0)
+
+
+def best_layers(
+    model: LayeredModel, condition: Any, tokens: Tensor, sampling: Sampling, most: int
+) -> list[tuple[tuple[int, ...], float]]:
+    """Which layers to skip: one at a time, the one without which drafts are accepted most often.
+
+    SWIFT (Xia et al. 2024) searches for the layers whose drafts match what is drawn; here what counts is the mean acceptance,
+    the sum of min(p, q), over the positions of pictures that the model has drawn. Sets are found greedily: n (n - 1) / 2 passes
+    over whole pictures at most for n layers.
+
+    Args:
+        condition: of the pictures, B rows.
+        tokens: int64 `[B, N]`.
+        most: sets of 1 to so many layers are found.
+
+    Returns:
+        Of each size the layers, in order, and their acceptance.
+    """
+
+    def probs(each: Any) -> Tensor:
+        state, _ = each.prefill(condition, tokens.shape[1])
+        return to_probs(each.forward(tokens, state, Tree.of_chain(tokens.shape[1] - 1, tokens.device)).logits, sampling)
+
+    target = probs(model)
+    found: list[tuple[tuple[int, ...], float]] = []
+    skipped: tuple[int, ...] = ()
+    for _ in range(min(most, model.layers - 1)):
+        accepted = {
+            layer: float(torch.minimum(target, probs(model.skipping((*skipped, layer)))).sum(-1).mean())
+            for layer in range(model.layers)
+            if layer not in skipped
+        }
+        best = max(accepted, key=lambda layer: accepted[layer])
+        skipped = tuple(sorted((*skipped, best)))
+        found.append((skipped, accepted[best]))
+    return found

@@ -1,0 +1,146 @@
+"""Speculative drafting of trees: a smaller model of the same vocabulary grows a tree that the target then judges.
+
+Shape suffixes: B images, F slots of one level, E slots that were expanded so far, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.drafters.base import Shaped
+from vargen.decoding.next_token.drafters.draft_model import Speculative
+from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.trees.expand import DRAWINGS, Drawing, Frontier, check_drawing, check_vocabulary, grow
+from vargen.decoding.next_token.trees.search import TreeChoice, best_tree, sizes
+from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape, tree_of
+from vargen.decoding.noise import Noise
+from vargen.decoding.pass_costs import interpolated, pass_costs
+from vargen.decoding.sampling import Sampling, to_probs
+
+
+@dataclass
+class _State:
+    """`choice`: of the tree of each pass, where it is chosen."""
+
+    model: TokenModel
+    held: Any
+    sampling: Sampling
+    seeds: Tensor
+    total: int
+    choice: TreeChoice | None = None
+
+
+@dataclass(frozen=True)
+class SpeculativeTree(Shaped):
+    """Trees from a smaller model: one pass of it for each level.
+
+    Args:
+        shape: a `DynamicTree`, or a `StaticTree`, also by name or by its parents; `"auto"` or an `AutoTree` chooses static
+            trees by measured costs and recent acceptance, and drafts nothing where that does not pay.
+        drawing: how the children of a slot are chosen: `"sampled"`, without replacement; `"independent"`, with replacement, in
+            static trees; `"best"`, the most probable; `"coupled"`, with the image's own noise, for the rule `shared_noise`.
+        model: the small model. None: the target's own `draft_model`.
+
+    Raises:
+        ValueError: for an unknown tree or drawing; by `bind` for a tree that the grid does not hold or with more children than
+            there are tokens, if there is no small model, or one of another vocabulary or grid.
+        TypeError: for a shape that is none, or a model that is none.
+    """
+
+    shape: TreeShape | AutoTree | str | tuple[int, ...] = field(default_factory=DynamicTree)
+    drawing: Drawing = "sampled"
+    model: TokenModel | None = None
+    topology: str = field(default="tree", init=False)
+
+    def __post_init__(self) -> None:
+        check_drawing(self.drawing, self.tree)
+        Speculative(model=self.model)
+
+    @property
+    def tree(self) -> TreeShape | AutoTree:
+        """The shape."""
+        return tree_of(self.shape)
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """See `OfferingDrafter`."""
+        return DRAWINGS[self.drawing]
+
+    def bind(self, model: TokenModel) -> SpeculativeTree:
+        """This drafter; an automatic tree is cut to the grid."""
+        tokens = model.grid[0] * model.grid[1]
+        Speculative(1, self.model).small_model(model)
+        check_vocabulary(self.tree, model.vocab)
+        self.check_grid(tokens)
+        return self.fitted(tokens)
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        small, choice = Speculative(1, self.model).small_model(model), None
+        if isinstance(self.tree, AutoTree):
+            images, settled = len(seeds), model.device.type != "cpu"
+            drafting = pass_costs(small, condition, images, sizes(self.tree))
+            seconds = pass_costs(model, condition, images, sizes(self.tree))
+            choice = TreeChoice(self.tree, seconds, lambda parents: self._drafting(drafting, StaticTree(parents)), settled)
+        held, _ = small.prefill(condition, max(self.tree.depth + 2, self.tree.expanded))
+        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], choice)
+
+    def _drafting(self, seconds: Mapping[int, float], tree: TreeShape) -> float:
+        """Seconds of the small model's passes behind a tree, of those over some numbers of tokens."""
+        fed = [self.tree.depth + 2, *accumulate(tree.widths())][: tree.depth + 1]
+        del fed[1:2]  # the first level is the pass that catches up
+        return sum(interpolated(seconds, tokens) for tokens in fed)
+
+    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Seconds of the small model's passes behind a tree of `drafts`, measured."""
+        if not drafts:
+            return 0.0
+        tree = self.tree
+        if isinstance(tree, AutoTree):
+            tree = StaticTree(best_tree([tree.acceptance], drafts, tree.depth))
+        widths = [1, 2, 4, 8, 16, 32, 64]
+        return self._drafting(pass_costs(Speculative(1, self.model).small_model(model), condition, images, widths), tree)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        """Level by level. The small model keeps no drafts: each level feeds the root and all that was expanded, and the first
+        one what was committed in the meantime."""
+        model, held = state.model, state.held
+
+        def expand(frontier: Frontier) -> Tensor:
+            if frontier.depth:
+                logits = model.forward(frontier.fed, held, frontier.tree).logits[:, -frontier.tokens.shape[1] :]
+            else:
+                logits = self._catch_up(model, held, tokens, length)
+            return to_probs(logits, state.sampling)
+
+        shape = self.tree
+        if state.choice is not None:
+            parents = state.choice.next()
+            if len(parents) == 1:
+                return Draft.empty(len(tokens), model.vocab, tokens.device)
+            shape = StaticTree(parents)
+        assert not isinstance(shape, AutoTree)
+        root = tokens.gather(1, length[:, None] - 1)[:, 0]
+        return grow(expand, shape, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
+
+    def _catch_up(self, model: TokenModel, held: Any, tokens: Tensor, length: Tensor) -> Tensor:
+        """Logits `[B, 1, V]` behind the root; all before it is held then. A pass commits no more than depth + 1 tokens."""
+        W = self.tree.depth + 2
+        start = (length - W).clamp(min=0)
+        last, slots = Tree.of_chain(W - 1, tokens.device), torch.arange(W, device=tokens.device)
+        model.rollback(held, start)
+        logits = model.forward(tokens.gather(1, start[:, None] + slots), held, last).logits
+        root = length - 1 - start
+        model.commit(held, slots.expand(len(tokens), W), root, last)
+        return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
+
+    def observe(self, state: _State, step: Step) -> None:
+        """Of the drafts nothing: the next proposal catches up with what was committed."""
+        if state.choice is not None:
+            state.choice.observe(step, state.total)

@@ -1,0 +1,172 @@
+"""Initial drafts: what a Jacobi window proposes at positions that no pass has seen yet, and with which probabilities.
+
+Each returns tokens int64 `[B, S]` and the probabilities they are drawn with, float32 `[B, S, V]` or `[1, 1, V]` where all are
+alike, for S consecutive positions per image, of which those that are not fresh are not used.
+
+Shape suffixes: B images, S positions, N tokens of the grid, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.protocols import LowResModel, TokenModel, UpscaledModel
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.sampling import Sampling
+
+
+@dataclass(frozen=True)
+class Context:
+    """What is known when initial drafts are made.
+
+    Attributes:
+        vocab, columns: V and the width of the grid.
+        tokens: int64 `[B, M]`, by position: committed tokens, then the window's older drafts; later entries are meaningless.
+        known: int64 `[B]`, how many of them are meaningful, at least 1. Every fresh position is at or past it.
+        last_probs: float32 `[B, V]`, the target's probabilities at the last position that the window has seen, or None before
+            the first pass.
+        noise: coins at the S positions.
+        committed: int64 `[B]`, how many of the tokens are committed. None: all that are known.
+    """
+
+    vocab: int
+    columns: int
+    tokens: Tensor
+    known: Tensor
+    last_probs: Tensor | None
+    noise: Noise
+    committed: Tensor | None = None
+
+    @property
+    def uniform_probs(self) -> Tensor:
+        return torch.full((1, 1, self.vocab), 1.0 / self.vocab, device=self.tokens.device)
+
+    @property
+    def left(self) -> Tensor:
+        """int64 `[B, S]`: the last known token; beyond the first fresh position the nearest on the left that is known."""
+        return self.tokens.gather(1, self.known[:, None] - 1).expand_as(self.noise.position)
+
+    @property
+    def above(self) -> tuple[Tensor, Tensor]:
+        """int64 `[B, S]`, the token one row up, and whether it is known."""
+        up = self.noise.position - self.columns
+        known = (up >= 0) & (up < self.known[:, None])
+        return self.tokens.gather(1, torch.where(known, up, 0)), known
+
+
+InitialDraft = Callable[[Context], tuple[Tensor, Tensor]]
+
+
+def uniform(context: Context) -> tuple[Tensor, Tensor]:
+    """Any token alike, with that as its probability (a one-hot record would be exact too, and is accepted far less often)."""
+    coin = context.noise.uniform(Purpose.DRAFT)
+    return (coin * context.vocab).long().clamp_(max=context.vocab - 1), context.uniform_probs
+
+
+def left(context: Context) -> tuple[Tensor, Tensor]:
+    """A copy of the token on the left."""
+    return _copy(context.left, context.vocab)
+
+
+def above(context: Context) -> tuple[Tensor, Tensor]:
+    """A copy of the token above; uniform where there is none yet."""
+    copied, known = context.above
+    drawn, probs = uniform(context)
+    tokens = torch.where(known, copied, drawn)
+    return tokens, torch.where(known[..., None], _copy(tokens, context.vocab)[1], probs)
+
+
+def previous(context: Context) -> tuple[Tensor, Tensor]:
+    """A draw from the target's probabilities at the last position that the window has seen; uniform before the first pass.
+
+    It is drawn with the image's own noise, so it agrees often with what that noise draws later.
+    """
+    if context.last_probs is None:
+        return uniform(context)
+    probs = context.last_probs[:, None].expand(-1, context.noise.position.shape[1], -1)
+    return context.noise.draw(probs, Purpose.TOKEN), probs
+
+
+def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1, 0.25, 0.25, 0.4)) -> tuple[Tensor, Tensor]:
+    """A mixture of uniform, left, above and previous, recorded as the mixture it is.
+
+    Where a part is missing (no row above, no earlier pass) its weight goes to uniform.
+
+    Args:
+        weights: of the four, in this order, summing to 1.
+    """
+    even, west, north, last = weights
+    above_token, known = context.above
+    left_token = context.left
+    north_weight = known * north
+    base = context.uniform_probs.expand(len(left_token), 1, -1) * (even + (last if context.last_probs is None else 0.0))
+    if context.last_probs is not None:
+        base = base + last * context.last_probs[:, None]
+    probs = base + (north - north_weight)[..., None] * context.uniform_probs
+    probs = probs.scatter_add(2, left_token[..., None], torch.full_like(probs[..., :1], west))
+    probs = probs.scatter_add(2, above_token[..., None], north_weight[..., None])
+    return context.noise.draw(probs, Purpose.DRAFT), probs
+
+
+def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    probs = torch.zeros(*tokens.shape, vocab, device=tokens.device)
+    return tokens, probs.scatter_(2, tokens[..., None], 1.0)
+
+
+NO_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
+
+
+def from_low_res(
+    model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling, refreshed: bool = False
+) -> InitialDraft:
+    """What a picture at a low resolution makes likely, which its model draws before the first draft.
+
+    Args:
+        refreshed: the model is shown what was committed, and goes on from there (MuLo-SD).
+    """
+    held: Any = None
+
+    def low_res(context: Context) -> tuple[Tensor, Tensor]:
+        nonlocal held
+        if held is None:
+            held = model.start(condition, seeds, sampling)
+        if refreshed:
+            held = model.refresh(held, context.tokens, context.known if context.committed is None else context.committed)
+        last = model.grid[0] * model.grid[1] - 1
+        probs = model.probs(held, context.tokens, context.known, context.noise.position.clamp(max=last))
+        return context.noise.draw(probs, Purpose.DRAFT), probs
+
+    return low_res
+
+
+def low_res_model(model: TokenModel) -> LowResModel:
+    """The low-resolution model beside a target.
+
+    Raises:
+        ValueError: if there is none, or one that draws other tokens or another grid.
+    """
+    found = model.low_res if isinstance(model, UpscaledModel) else None
+    if found is None:
+        raise ValueError(NO_LOW_RES)
+    if (found.vocab, found.grid) != (model.vocab, model.grid):
+        raise ValueError(
+            f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"
+        )
+    return found
+
+
+INITIAL_DRAFTS: dict[str, InitialDraft] = {
+    "uniform": uniform,
+    "left": left,
+    "above": above,
+    "previous": previous,
+    "mixture": mixture,
+    "low-res": uniform,  # these stand for what `from_low_res` makes of a model
+    "low-res-refreshed": uniform,
+}
+LOW_RES = frozenset({"low-res", "low-res-refreshed"})

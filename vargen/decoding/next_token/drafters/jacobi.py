@@ -1,0 +1,227 @@
+"""Jacobi drafting: a window of tokens is fed at once, and what the pass says of them drafts the next window.
+
+No second model and no training: the drafts of a pass are drawn from the target's own probabilities of the pass before, one pass
+stale (Teng et al. 2024, speculative Jacobi decoding). A draft may be anything whose probabilities given the earlier positions
+are known, which leaves open how drafts that were not committed are redrawn (`coupling`) and how positions begin that no pass
+has seen (`initial`).
+
+Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens of the grid, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.acceptance import chances, redrawn
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.draft_length import Fixed, Window, WindowState, window_of
+from vargen.decoding.next_token.drafters.initial import (
+    INITIAL_DRAFTS,
+    LOW_RES,
+    Context,
+    InitialDraft,
+    from_low_res,
+    low_res_model,
+)
+from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.sampling import Sampling
+from vargen.kernels.dispatch import eager_on_cpu
+from vargen.values import resolve_name, shown
+
+Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
+
+
+@dataclass
+class _Pass:
+    """What the last pass left: its probabilities `[B, T, V]`, redrawn tokens `[B, T]`, committed counts `[B]`, and how many of
+    the T fed tokens were the image's own, `[B]`."""
+
+    probs: Tensor
+    redrawn: Tensor
+    count: Tensor
+    own: Tensor
+
+
+@dataclass
+class _State:
+    """Of B images. `own`: fed tokens of the present pass that are the image's own `[B]`; None: all."""
+
+    vocab: int
+    total: int
+    columns: int
+    seeds: Tensor
+    window: WindowState
+    initial: InitialDraft
+    own: Tensor | None = None
+    last: _Pass | None = None
+
+
+@dataclass(frozen=True)
+class Jacobi:
+    """Drafts from the last pass.
+
+    Args:
+        window: fed tokens of a pass, the last committed one included: a whole number from 2 to the grid, a `Window`, or its
+            name: `"adaptive"` or `"auto"`.
+        coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
+            `"judged"` (by the rule: MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
+        initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from a
+            picture at a low resolution), `"low-res-refreshed"` (one that is mended by what was committed), or a function like
+            those in `vargen.decoding.next_token.drafters.initial`.
+
+    Raises:
+        ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid, or where
+            the model has no low-resolution model, or one of another vocabulary or grid.
+    """
+
+    window: int | str | Window = 16
+    coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
+    initial: Initial | InitialDraft = "uniform"
+    topology: str = field(default="chain", init=False)
+
+    def __post_init__(self) -> None:
+        policy = window_of(self.window)
+        if isinstance(policy, Fixed):
+            object.__setattr__(self, "window", policy.max_fed)  # also where NumPy's number was given
+        resolve_name("coupling", self.coupling, COUPLINGS)
+        resolve_name("initial", self.initial, INITIAL_DRAFTS)
+
+    @property
+    def max_fed(self) -> int:
+        return window_of(self.window).max_fed
+
+    def bind(self, model: TokenModel) -> Jacobi:
+        """This drafter.
+
+        Raises:
+            ValueError: for a window above the grid that does not shrink to it.
+        """
+        self.check_grid(model.grid[0] * model.grid[1])
+        if self.initial in LOW_RES:
+            low_res_model(model)
+        return self
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
+        window = window_of(self.window)
+        if window.max_fed > tokens and not window.shrinks:
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.max_fed)}")
+
+    def fitted(self, tokens: int) -> Jacobi:
+        """The drafter with a window of at most so many tokens."""
+        return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
+
+    def resized(self, window: int | str) -> Jacobi:
+        """The drafter with another window; see `window` above."""
+        return replace(self, window=window)
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        rows, columns = model.grid
+        window = window_of(self.window).start(model, condition, len(seeds))
+        initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
+        if self.initial in LOW_RES:
+            refreshed = self.initial == "low-res-refreshed"
+            initial = from_low_res(low_res_model(model), condition, seeds, sampling, refreshed)
+        return _State(model.vocab, rows * columns, columns, seeds, window, initial)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        state.own, T = state.window.widths(length)
+        S, device = T - 1, tokens.device
+        if S == 0:  # no drafts; should the window widen again, it begins with initial ones
+            state.last = None
+            return Draft.empty(len(tokens), state.vocab, device)
+        slots = torch.arange(S, device=device)
+        position = length[:, None] + slots
+        valid = position < state.total
+        if state.own is not None:
+            valid &= slots < state.own[:, None] - 1
+        noise = Noise(state.seeds, position, step)
+        if state.last is None:
+            drafted, probs = state.initial(Context(state.vocab, state.columns, tokens, length, None, noise))
+            probs = probs.expand(len(tokens), S, -1)
+        else:
+            drafted, probs = _shifted(state, state.last, tokens, length, noise)
+        return Draft(drafted, Tree.of_chain(S, device), probs, valid)
+
+    def observe(self, state: _State, step: Step) -> None:
+        T = step.probs.shape[1]
+        if T > 1:
+            coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
+            own = torch.full_like(step.count, T) if state.own is None else state.own
+            state.last = _Pass(step.probs, coupling(step), step.verdict.count, own)
+        state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+
+
+def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+    """Drafts `[B, S]` and their probabilities `[B, S, V]`: what was committed shifts out, initial drafts fill the end.
+
+    Row t of the last pass is of the position (old length + t).
+    """
+    (B, T_old, _), device = last.probs.shape, tokens.device
+    at = torch.arange(B, device=device)
+    source = last.count[:, None] + torch.arange(noise.position.shape[1], device=device)
+    fresh = source >= last.own[:, None]
+    kept = last.redrawn.gather(1, source.clamp(max=T_old - 1))
+    known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
+    reach = length + (last.own - last.count).clamp(min=0)
+    first = _first_fresh(last, noise.position.shape[1])
+    coins = replace(noise, position=noise.position[:, first:])
+    context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], coins, length)
+    drafted, probs = state.initial(context)
+    drafted = torch.where(fresh, torch.cat([kept[:, :first], drafted], dim=1), kept)
+    if probs.shape[1] == 1:  # alike for all: an extra row to pick, which is cheaper than selecting element by element
+        rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
+        return drafted, rows[at[:, None], torch.where(fresh, T_old, source)]
+    old = last.probs[at[:, None], source.clamp(max=T_old - 1)]
+    new = torch.where(fresh[:, first:, None], probs, old[:, first:])
+    return drafted, torch.cat([old[:, :first], new], dim=1)
+
+
+def _first_fresh(last: _Pass, slots: int) -> int:
+    """From which slot on an image may need initial drafts: of the others none are made, where the host knows. At least one is,
+    to say how these look; elsewhere all are, so that passes are alike and nobody waits for the device."""
+    if not eager_on_cpu(last.count):
+        return 0
+    return min(max(int((last.own - last.count).min()), 0), slots - 1)
+
+
+Coupling = Callable[[Step], Tensor]
+
+
+def independent(step: Step) -> Tensor:
+    """Fresh draws, whatever was drafted (Teng et al. 2024, SJD)."""
+    return step.noise.draw(step.probs, Purpose.REDRAW)
+
+
+def maximal(step: Step) -> Tensor:
+    """Maximal coupling: keep the old draft d with probability min(1, p(d) / q(d)), else draw norm((p - q)+).
+
+    The old and the new token agree with probability 1 - TV(p, q), which no coupling exceeds (SCD, section 4; the same step is
+    called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
+    """
+    p, q = chances(step.probs, step.draft)
+    return redrawn(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
+
+
+def gumbel(step: Step) -> Tensor:
+    """Gumbel coupling: argmax(log p + G) with the image's own noise G of the position, the same in every pass.
+
+    The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). The rule `shared_noise` has
+    drawn the same tokens already.
+    """
+    drawn = step.verdict.drawn
+    return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
+
+
+def judged(step: Step) -> Tensor:
+    """What the rule itself kept and drew (`Verdict.drawn`, as of `Pooled`); of rules that draw nothing, as `maximal`."""
+    return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
+
+
+COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel, "judged": judged}

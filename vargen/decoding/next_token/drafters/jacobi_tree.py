@@ -1,0 +1,229 @@
+"""Jacobi drafting of trees: several candidates at the positions where the first draft is likely to fall.
+
+A window is drafted as `Jacobi` drafts it; from the same stale probabilities come second and third candidates of its positions.
+All slots of a depth share the candidates of that position, because the pass before said one thing of it (SJD-PAC 2026,
+proactive drafting). Once a path is accepted, the window goes on from what the pass said behind it.
+
+Shape suffixes: B images, T fed tokens of one pass, L positions behind the root, K candidates of a position, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.drafters.base import Shaped
+from vargen.decoding.next_token.drafters.initial import InitialDraft
+from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
+from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.trees.expand import check_vocabulary
+from vargen.decoding.next_token.trees.search import AlwaysTree, TreeChoice, sizes
+from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, tree_of
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.pass_costs import pass_costs
+from vargen.decoding.sampling import Sampling
+from vargen.modes import ordinary_tensors
+
+
+@dataclass
+class _State:
+    """`chain`: the state of `drafter`, which drafts the window's first candidates, as many as `window` says. `choice`: of the
+    tree of each pass. `parents`: of the present one."""
+
+    seeds: Tensor
+    total: int
+    drafter: Jacobi
+    chain: Any
+    window: _Led
+    choice: TreeChoice | AlwaysTree
+    parents: tuple[int, ...] = (-1,)
+
+
+@dataclass
+class _Led:
+    """The window of first candidates (`Window`), as wide as the tree of the pass is deep."""
+
+    max_fed: int
+    shrinks: bool = True
+    present: int = 2
+
+    def start(self, model: TokenModel, condition: Any, images: int) -> _Led:
+        return self
+
+    def widths(self, length: Tensor) -> tuple[None, int]:
+        return None, self.present
+
+    def observe(self, count: Tensor, active: Tensor) -> None: ...
+
+
+class _Plan(NamedTuple):
+    """What the shape says, on the device.
+
+    Attributes:
+        tree: the shape.
+        depth, rank: int64 `[T - 1]`, of each draft; depths from 0.
+        younger: int64, the drafts that have elder siblings.
+        first: int64 `[L]`, the slot of the first candidate of each position, on the path of first children.
+        onwards: int64 `[T, L + 1]`, behind an accepted slot: the slot that speaks of each depth, along first children, and
+            where these end along those of the root.
+        several: positions that have more than one candidate: the first so many.
+    """
+
+    tree: Tree
+    depth: Tensor
+    rank: Tensor
+    younger: Tensor
+    first: Tensor
+    onwards: Tensor
+    several: int
+
+
+@lru_cache(maxsize=16)
+@ordinary_tensors()
+def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
+    shape = Tree.of(parents)
+    depth, rank, children = shape.depth.tolist(), shape.rank.tolist(), shape.children[:, 0].tolist() if shape.widest else [0]
+    first = [0]
+    while children[first[-1]]:
+        first.append(children[first[-1]])
+    onwards = []
+    for slot in range(len(parents)):
+        row, at = list(first), slot
+        for step in range(depth[slot], len(first)):
+            row[step] = at
+            at = children[at] or first[min(step + 1, len(first) - 1)]
+        onwards.append(row)
+    several = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
+    tree = Tree.of(parents, device)
+    reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], onwards))
+    younger = (shape.rank[1:] > 0).nonzero()[:, 0].to(device)
+    return _Plan(tree, tree.depth[1:] - 1, tree.rank[1:], younger, reached, table, several)
+
+
+@dataclass(frozen=True)
+class JacobiTree(Shaped):
+    """Drafts from the last pass, with several candidates where the shape has siblings.
+
+    Args:
+        shape: a `StaticTree`, also by name or by its parents, whose first children reach its depth: they are the window.
+            `"auto"` or an `AutoTree` chooses by measured costs and recent acceptance, and drafts nothing where that does not
+            pay.
+        coupling, initial: of the first candidates, see `Jacobi`. With `"gumbel"` the others are the next largest of
+            log q + G, with the image's own noise G, for the rule `shared_noise`; else they are drawn without replacement, by
+            coins of their own.
+
+    Raises:
+        ValueError: for another shape, or an unknown name; by `bind` for a tree that the grid does not hold, or with more
+            children than there are tokens.
+    """
+
+    shape: StaticTree | AutoTree | str | tuple[int, ...]
+    coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
+    initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
+    topology: str = field(default="tree", init=False)
+
+    def __post_init__(self) -> None:
+        tree = self.tree
+        if isinstance(tree, StaticTree) and (reached := len(_plan(tree.slots, torch.device("cpu")).first)) != tree.depth:
+            raise ValueError(
+                f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
+            )
+        Jacobi(2, self.coupling, self.initial)
+
+    @property
+    def tree(self) -> StaticTree | AutoTree:
+        """The shape."""
+        tree = tree_of(self.shape)
+        if isinstance(tree, DynamicTree):
+            raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
+        return tree
+
+    def bind(self, model: TokenModel) -> JacobiTree:
+        """This drafter; an automatic tree is cut to the grid."""
+        tokens = model.grid[0] * model.grid[1]
+        check_vocabulary(self.tree, model.vocab)
+        self.check_grid(tokens)
+        return self.fitted(tokens)
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        tree, window = self.tree, _Led(self.tree.depth + 1)
+        drafter = Jacobi(window, self.coupling, self.initial)
+        chain = drafter.start(model, condition, seeds, sampling, first)
+        choice: TreeChoice | AlwaysTree
+        if isinstance(tree, AutoTree):
+            seconds = pass_costs(model, condition, len(seeds), sizes(tree))
+            choice = TreeChoice(tree, seconds, settled=model.device.type != "cpu")
+        else:
+            choice = AlwaysTree(tree.slots)
+        return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        state.parents = state.choice.next()
+        plan = _plan(state.parents, tokens.device)
+        state.window.present = len(plan.first) + 1
+        chain = state.drafter.propose(state.chain, tokens, length, step)
+        if len(state.parents) == 1:
+            return chain
+        assert chain.probs is not None and chain.valid is not None
+        noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
+        candidates, there = self._candidates(chain, noise, plan)  # as many of each position as any has
+        drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
+        probs = chain.probs[:, plan.depth]
+        if len(plan.younger):
+            rows = plan.younger
+            elder = candidates[:, plan.depth[rows]], plan.rank[rows]
+            probs = probs.index_copy_(1, rows, _less_elders(probs[:, rows], *elder))
+        return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
+
+    def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
+        """Of each position `[B, L, K]`: tokens, the window's own first, and whether there are so many."""
+        assert chain.probs is not None
+        tokens, K, several = chain.tokens[..., None], plan.tree.widest, plan.several
+        if K == 1:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        V = chain.probs.shape[-1]
+        purpose = Purpose.TOKEN if self.coupling == "gumbel" else Purpose.CHOICE
+        others = chain.probs[:, :several].scatter(2, tokens[:, :several], 0.0) / noise.exponential(V, purpose)
+        value, further = others.topk(K - 1, dim=-1)
+        pad = (0, 0, 0, tokens.shape[1] - several)
+        further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
+        return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
+
+    def observe(self, state: _State, step: Step) -> None:
+        """The window sees a chain: at each depth the slot that speaks of it, and the first candidates."""
+        plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
+        state.choice.observe(step, state.total)
+        if len(state.parents) == 1:
+            return
+        image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
+        last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
+        slots = plan.onwards[last]  # [B, L + 1]
+        L, first = len(plan.first), plan.first - 1
+        assert draft.probs is not None and draft.valid is not None
+        chain = Draft(draft.tokens[:, first], Tree.of_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
+        position = step.noise.position[:, :1] + torch.arange(L + 1, device=first.device)
+        drawn = None if verdict.drawn is None else verdict.drawn.gather(1, slots)
+        seen = replace(
+            step,
+            draft=chain,
+            probs=step.probs[image, slots],
+            features=None,
+            verdict=replace(verdict, drawn=drawn),
+            noise=replace(step.noise, position=position),
+        )
+        state.drafter.observe(state.chain, seen)
+
+
+def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
+    """q `[B, S, V]` of each draft, less the candidates `[B, S, K]` of a lesser rank than its own `[S]`."""
+    K = candidates.shape[-1]
+    elder = torch.arange(K, device=rank.device) < rank[:, None]  # [S, K]
+    own = candidates.gather(2, rank[:, None].expand(len(candidates), -1, 1))
+    kept = q.gather(2, own)
+    left = q.scatter(2, torch.where(elder, candidates, own), 0.0).scatter(2, own, kept)
+    return left / left.sum(-1, keepdim=True).clamp_min(1e-30)

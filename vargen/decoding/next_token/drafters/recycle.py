@@ -1,0 +1,123 @@
+"""Token recycling: what the target has said behind a token before drafts what follows that token now.
+
+Shape suffixes: B images, T fed tokens of one pass, K kept candidates, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.noise import Noise, Purpose
+from vargen.decoding.sampling import Sampling
+from vargen.values import shown, whole
+
+
+@dataclass
+class _State:
+    """Of B images. `candidates` int64 and `weights` float32 `[B, V, K]`: what the target last held likely behind each token;
+    weights of 0 behind tokens that it has not seen. `fed` `[B, T]`: of the present pass."""
+
+    seeds: Tensor
+    total: int
+    candidates: Tensor
+    weights: Tensor
+    fed: Tensor
+
+
+@dataclass(frozen=True)
+class Recycle:
+    """Drafts from the target's last probabilities behind the same token (Luo et al. 2024, token recycling).
+
+    Every pass says what follows each fed token, refused drafts included. The likeliest `kept` candidates of it are remembered
+    by token, within the picture, and the next time the token comes up a draft is drawn from them, and another one behind that.
+    The paper takes the likeliest and makes a tree of them; a draw with its probabilities recorded stands more often where, as
+    in pictures, no token is likely. Behind a token that the picture has not seen there is no draft.
+
+    Args:
+        drafts: drafted tokens a pass, 1 or more.
+        kept: candidates that are remembered of each token, 1 or more.
+
+    Raises:
+        ValueError: for values outside these ranges; by `bind` if the chain does not fit the grid.
+    """
+
+    drafts: int = 3
+    kept: int = 64
+    topology: str = field(default="chain", init=False)
+
+    def __post_init__(self) -> None:
+        for name in ("drafts", "kept"):
+            number = whole(getattr(self, name), 1)
+            if number is None:
+                raise ValueError(f"{name} must be a whole number of at least 1, got {shown(getattr(self, name))}")
+            object.__setattr__(self, name, number)
+
+    @property
+    def max_fed(self) -> int:
+        return self.drafts + 1
+
+    def bind(self, model: TokenModel) -> Recycle:
+        """This drafter.
+
+        Raises:
+            ValueError: if the chain does not fit behind the first token of the grid.
+        """
+        self.check_grid(model.grid[0] * model.grid[1])
+        return self
+
+    def check_grid(self, tokens: int) -> None:
+        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        if self.drafts >= tokens:
+            raise ValueError(f"drafts must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.drafts}")
+
+    def fitted(self, tokens: int) -> Recycle:
+        """The drafter with a chain that fits behind the first of so many tokens."""
+        return replace(self, drafts=min(self.drafts, tokens - 1))
+
+    def resized(self, window: int | str) -> Recycle:
+        """The drafter itself: numbers are for windows, and a chain has none."""
+        return self
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+        rows, columns = model.grid
+        shape = (len(seeds), model.vocab, min(self.kept, model.vocab))
+        candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
+        return _State(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device), seeds[:, None])
+
+    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        image = torch.arange(len(tokens), device=tokens.device)
+        fed, probs = [tokens.gather(1, length[:, None] - 1)[:, 0]], []
+        known = torch.ones_like(length, dtype=torch.bool)
+        valid = []
+        for slot in range(self.drafts):
+            weights = state.weights[image, fed[-1]]  # [B, K]
+            known = known & (weights.sum(1) > 0) & (length + slot < state.total)
+            q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
+            q.scatter_add_(1, state.candidates[image, fed[-1]], weights)
+            noise = Noise(state.seeds, (length + slot)[:, None], step)
+            fed.append(torch.where(known, noise.draw(q[:, None], Purpose.DRAFT)[:, 0], 0))
+            probs.append(q)
+            valid.append(known)
+        state.fed = torch.stack(fed, 1)
+        return Draft(
+            state.fed[:, 1:], Tree.of_chain(self.drafts, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1)
+        )
+
+    def observe(self, state: _State, step: Step) -> None:
+        """Remember the target's likeliest tokens behind each that was fed; of two alike, the one nearer to the root counts."""
+        image = torch.arange(len(state.fed), device=state.fed.device)
+        weights, candidates = step.probs.topk(state.weights.shape[2], dim=2)
+        weights = weights / weights.sum(2, keepdim=True)
+        seen = step.noise.position < state.total
+        if step.draft.valid is not None:
+            seen = seen & torch.nn.functional.pad(step.draft.valid, (1, 0), value=True)
+        for slot in reversed(range(state.fed.shape[1])):
+            token, own = state.fed[:, slot], seen[:, slot, None]
+            state.weights[image, token] = torch.where(own, weights[:, slot], state.weights[image, token])
+            state.candidates[image, token] = torch.where(own, candidates[:, slot], state.candidates[image, token])

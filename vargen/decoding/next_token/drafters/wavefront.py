@@ -1,0 +1,85 @@
+"""Wavefront drafting: rows below begin before the row above has ended.
+
+After ZipAR (He et al. 2024, arXiv 2412.04062): what lies far to the right in the row above says little about a token, so a row
+may be drawn as soon as the row above is a few columns ahead. Here the rows are drafts of a Jacobi window, so that drafts stand
+for what is not drawn yet (as in parallel Jacobi decoding), and what is kept in spite of it is counted as relaxation.
+
+Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens of the grid.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.draft import Draft, Output, Step
+from vargen.decoding.next_token.drafters.jacobi import Jacobi
+from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.sampling import Sampling
+from vargen.values import shown, whole
+
+
+@dataclass
+class _State:
+    """Beside the state of the window, which positions are kept, bool `[B, N + 1]`; the last stands for those past the grid."""
+
+    jacobi: Any
+    kept: Tensor
+    rows: int
+    columns: int
+    length: Tensor
+
+
+@dataclass(frozen=True)
+class Wavefront(Jacobi):
+    """A Jacobi window over several rows, in each of which tokens are settled from the left: one is kept, by rules that heed it
+    (`Pooled`), once it was drawn behind its settled left neighbour and `reach` settled columns more of the row above.
+
+    Args:
+        window, coupling, initial: see `Jacobi`; the coupling has to be `"judged"`, which keeps what the rule keeps.
+        reach: columns, 0 or more, that the row above is ahead of the place that is drawn.
+
+    Raises:
+        ValueError: also for a reach that is no such number, or another coupling.
+    """
+
+    window: Any = 48
+    coupling: Any = "judged"
+    reach: int = field(default=4)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        reach = whole(self.reach, 0)
+        if reach is None:
+            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {shown(self.reach)}")
+        if self.coupling != "judged":
+            raise ValueError(f"coupling of a wavefront must be 'judged', got {shown(self.coupling)}")
+        object.__setattr__(self, "reach", reach)
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
+        rows, columns = model.grid
+        kept = torch.zeros(len(seeds), rows * columns + 1, dtype=torch.bool, device=seeds.device)
+        inner = super().start(model, condition, seeds, sampling, first)
+        return _State(inner, kept, rows, columns, torch.ones_like(seeds))
+
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        draft = super().propose(state.jacobi, tokens, length, step)
+        position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
+        state.length = length
+        return replace(draft, kept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
+
+    def observe(self, state: Any, step: Step) -> None:
+        """What the pass drew with enough of its surroundings settled is kept from now on."""
+        N, columns, device = state.rows * state.columns, state.columns, step.count.device
+        place = torch.arange(N, device=device)
+        column = place % columns
+        settled = state.kept[:, :N] | (place < state.length[:, None])  # as they were fed
+        left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
+        above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # the last that has to be, and so all before it
+        over = settled[:, above.clamp(min=0)] | (place < columns)
+        fed = place < state.length[:, None] + step.probs.shape[1]
+        state.kept[:, :N] |= left & over & fed
+        super().observe(state.jacobi, step)

@@ -1,0 +1,355 @@
+"""A video that is being made: perhaps draft a block, decode and score it; keep it, or let the large model draw.
+
+Latents cross between models, keys and values never do. A refused draft needs no undoing: the small model's cache holds finished
+blocks alone, and the decoder's state is an immutable value, so going on from the older one takes the block back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vargen.compat import outside_autocast
+from vargen.decoding.harness import Clock
+from vargen.decoding.method import resolve_method
+from vargen.decoding.video.denoising import Follower, Lazy, block_noise
+from vargen.decoding.video.method import Routing
+from vargen.decoding.video.policies import Router, Unscored, check_threshold
+from vargen.decoding.video.protocols import BlockModel
+from vargen.decoding.video.scoring import BlockDecoder, BlockPixels, Score, Scored, View, scored
+from vargen.decoding.video.stats import BlockRow, BlockStats
+from vargen.modes import ordinary_tensors
+from vargen.values import shown, whole
+
+
+class NonFiniteLatentsError(RuntimeError):
+    """A model drew NaN or infinite latents; no frame is made of them."""
+
+
+class Progress(NamedTuple):
+    """What a callback sees after every pass: the block that is being made, and how many passes were made in all."""
+
+    block: int
+    blocks: int
+    passes: int
+
+
+Callback = Callable[[Progress], bool | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """A finished block.
+
+    Attributes:
+        number: from 0. latents: float32 `[F, C, Y, X]`. frames: float32 `[F', 3, Y, X]` in [0, 1]. row: how it was made.
+    """
+
+    number: int
+    latents: Tensor
+    frames: Tensor
+    row: BlockRow
+
+
+class _Stopped(Exception):
+    """A callback, or `cancel`, ends the run."""
+
+
+class BlockStream(Iterator[Block]):
+    """A video that is being made; see `decode_blocks`.
+
+    Attributes:
+        stats: a row for each finished block. target, drafter: the models in this video; None behind its end, and where the
+            method has no drafter.
+    """
+
+    def __init__(
+        self,
+        model: BlockModel,
+        condition: Any,
+        seed: int,
+        routing: Routing,
+        blocks: int,
+        decoder: BlockDecoder,
+        preview: BlockDecoder | None,
+        score: Score | None,
+        given: Sequence[Tensor],
+        callback: Callback | None,
+        profile: bool,
+    ):
+        self.model, self.seed, self.routing, self.blocks = model, seed, routing, blocks
+        self.score, self.callback = score, callback
+        self.stats = BlockStats(routing.name, seed, threads=torch.get_num_threads())
+        self.router: Router = routing.policy.start(seed)
+        self._full = BlockPixels(decoder)
+        self._cheap = BlockPixels(preview) if preview is not None and routing.policy.scored else None
+        self._clock = Clock(model.device, profile)
+        self._condition, self._given = condition, given
+        self._number = self._run = self._rejected = self._off = 0
+        self._cancelled = False
+        self.target: Follower | None = None
+        self.drafter: Follower | None = None
+
+    # -- what may be done while the video is made ------------------------------------------------------------------------
+
+    @property
+    def tau(self) -> float | None:
+        """The threshold just now, None where the method has none; what is set counts from the next decision on."""
+        return self.router.tau
+
+    @tau.setter
+    def tau(self, value: float) -> None:
+        if self.router.tau is None:
+            raise ValueError(f"tau cannot be set: accelerator {self.routing.name!r} compares no score with a threshold")
+        self.router.tau = check_threshold(value)
+
+    def switch(self, condition: Any, score: Score | None = None) -> None:
+        """Go on with another prompt from the next block on; what was made stays. `score` must be of the new prompt.
+
+        Raises:
+            ValueError: if the method scores, and no `score` is given.
+        """
+        if score is None and self.score is not None:
+            raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
+        self._condition, self.score = condition, score
+        with torch.no_grad():
+            for _, follower in self._followers():
+                follower.switch(condition)
+
+    def cancel(self) -> None:
+        """End the run within a pass; the block that is being made is dropped."""
+        self._cancelled = True
+
+    def close(self) -> None:
+        """Free caches; nothing more is made."""
+        self.target = self.drafter = None
+        self._full.state = None
+        self._number = self.blocks
+
+    # -- making it -------------------------------------------------------------------------------------------------------
+
+    def __next__(self) -> Block:
+        if self._number >= self.blocks:
+            self.close()
+            raise StopIteration
+        try:
+            if self._cancelled:
+                raise _Stopped
+            with torch.no_grad(), ordinary_tensors():
+                return self._next()
+        except _Stopped:
+            self.stats.stopped = True
+            self.close()
+            raise StopIteration from None
+        except BaseException:
+            self.close()
+            raise
+
+    @outside_autocast
+    def _next(self) -> Block:
+        started, before = self._clock.now(), dict(self._clock.parts)
+        passes, fed = self._passes(), self._fed()
+        if self.target is None:
+            self._start()
+        row = BlockRow(self._number, self.stats.seed)
+        latents, frames = self._made(row)
+        self._see(latents, last=self._number + 1 == self.blocks)
+        row.seconds = self._clock.now() - started
+        row.seconds_by_part = {k: v - before.get(k, 0.0) for k, v in self._clock.parts.items() if v > before.get(k, 0.0)}
+        row.passes = {name: count - passes.get(name, 0) for name, count in self._passes().items()}
+        row.fed = {name: count - fed.get(name, 0) for name, count in self._fed().items()}
+        self.router.observe(row)
+        self._count(row)
+        self.stats.blocks.append(row)
+        self.stats.seconds += row.seconds
+        self._number += 1
+        return Block(row.number, latents[0], frames, row)
+
+    def _start(self) -> None:
+        frames = self.blocks * self.model.block_shape[0] + sum(latents.shape[1] for latents in self._given)
+        rest = (frames, self.routing.fused, self._on_pass)
+        self.target = Follower(self.model, self._condition, self.routing.commit, *rest)
+        if self.routing.drafts and self.model.draft_model is not None:
+            self.drafter = Follower(self.model.draft_model, self._condition, Lazy(), *rest)
+        for latents in (each.to(self.model.device, torch.float32) for each in self._given):
+            self._see(latents, last=False)
+            self._full.keep(latents)
+            if self._cheap is not None:
+                self._cheap.keep(latents)
+
+    def _made(self, row: BlockRow) -> tuple[Tensor, Tensor]:
+        """The algorithm: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]` of a block."""
+        draft = None
+        if self._drafting(row):
+            draft = self._draw("draft")
+            if self._accepted(row, draft):
+                row.maker = "draft"
+                return draft, self._kept(draft, row)
+        first = self._refined_from(row, draft)
+        latents = self._draw("target", first, draft if first else None)
+        row.maker = "refined" if first else "target"
+        if row.number == 0 and self.routing.policy.reference:
+            row.score, row.scores, row.note = self._scored(latents, row.number)
+        return latents, self._kept(latents, row)
+
+    def _drafting(self, row: BlockRow) -> bool:
+        """Whether the block is drafted; else `row` says why not."""
+        routing = self.routing
+        if self.drafter is None or row.number in routing.forced:
+            row.verdict = "forced" if self.drafter is not None else "undrafted"
+        elif routing.longest_run is not None and self._run >= routing.longest_run:
+            row.verdict = "forced"
+        elif self._off or not self.router.drafts(row.number):
+            row.verdict = "undrafted"
+        else:
+            return True
+        return False
+
+    def _draw(self, who: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
+        follower = self.target if who == "target" else self.drafter
+        assert follower is not None
+        shape, device = follower.model.block_shape, follower.model.device
+        if not self.routing.fused:
+            with self._part("commit"):
+                follower.prepare()
+        with self._part(who):
+            return follower.draw(lambda step: block_noise(self.seed, self._number, step, shape, device), first, draft)
+
+    def _accepted(self, row: BlockRow, draft: Tensor) -> bool:
+        """Whether a draft stands."""
+        row.tau = self.router.tau
+        if not isinstance(self.routing.policy, Unscored) and not bool(draft.isfinite().all()):
+            row.note, stands = "the drafter's latents are not finite", False
+        elif self.routing.policy.scored:
+            row.score, row.scores, row.note = self._scored(draft, row.number)
+            stands = row.score is not None and self.router.accepts(row.number, row.score)
+        else:
+            stands = self.router.accepts(row.number, None)
+        row.verdict = "accepted" if stands else "rejected"
+        return stands
+
+    def _scored(self, latents: Tensor, number: int) -> Scored:
+        assert self.score is not None
+        pixels = self._cheap or self._full
+        with self._part("decode"):
+            frames = pixels.decoded(latents).frames
+        with self._part("score"):
+            return scored(self.score, self.routing.aggregate, View(number, latents[0], frames, pixels.last))
+
+    def _refined_from(self, row: BlockRow, draft: Tensor | None) -> int:
+        """The target's first step: 0 draws the block anew."""
+        margin = self.routing.refine_margin
+        if draft is None or not bool(draft.isfinite().all()):
+            return 0
+        if margin is not None and (row.score is None or row.tau is None or row.score < row.tau - margin):
+            return 0
+        return self.routing.refine
+
+    def _kept(self, latents: Tensor, row: BlockRow) -> Tensor:
+        """The frames of a block that stands."""
+        if not bool(latents.isfinite().all()):
+            who = "drafter" if row.maker == "draft" else "target"
+            raise NonFiniteLatentsError(
+                f"the {who} drew NaN or infinite latents in block {row.number} of {self.blocks}; nothing is made of them. "
+                "Check the checkpoint, or run with torch_dtype=torch.float32"
+            )
+        with self._part("decode"):
+            if self._cheap is not None:
+                self._cheap.keep(latents)
+            return self._full.keep(latents)
+
+    def _see(self, latents: Tensor, last: bool) -> None:
+        """Both models see a finished block, each when it wants to."""
+        with self._part("commit"):
+            for _, follower in self._followers():
+                follower.see(latents, last)
+
+    def _count(self, row: BlockRow) -> None:
+        """Runs of drafts that stood, and of rejections."""
+        self._run = self._run + 1 if row.verdict == "accepted" else 0
+        self._off = max(0, self._off - 1) if row.verdict == "undrafted" else self._off
+        if row.verdict in ("accepted", "rejected"):
+            self._rejected = self._rejected + 1 if row.verdict == "rejected" else 0
+            if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
+                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # one more, and it is off again
+
+    def _followers(self) -> list[tuple[str, Follower]]:
+        named = (("target", self.target), ("draft", self.drafter))
+        return [(name, follower) for name, follower in named if follower is not None]
+
+    def _passes(self) -> dict[str, int]:
+        return {name: follower.passes for name, follower in self._followers()}
+
+    def _fed(self) -> dict[str, int]:
+        return {name: follower.fed for name, follower in self._followers()}
+
+    def _part(self, name: str) -> Any:
+        return self._clock.part(name)
+
+    def _on_pass(self) -> None:
+        with ordinary_tensors():
+            made = Progress(self._number, self.blocks, sum(self._passes().values()))
+            if self.callback is not None and self.callback(made) is False:
+                self._cancelled = True
+        if self._cancelled:
+            raise _Stopped
+
+
+MOST_BLOCKS = 1_000_000
+
+
+def decode_blocks(
+    model: BlockModel,
+    condition: Any,
+    seed: int,
+    method: str | Routing = "target",
+    *,
+    blocks: int,
+    decoder: BlockDecoder,
+    preview: BlockDecoder | None = None,
+    score: Score | None = None,
+    given: Sequence[Tensor] = (),
+    callback: Callback | None = None,
+    profile: bool = False,
+) -> BlockStream:
+    """Make a video of `blocks` blocks, one at a time, as the result is iterated over.
+
+    Args:
+        model: the large model, with the small one as its `draft_model`.
+        condition: passed to `start` of both.
+        seed: of all noise. A block's depends on seed, block and step alone, so no decision shifts the noise of later blocks.
+        method: a preset's name or a `Routing`.
+        decoder: of the frames that come out. preview: a cheaper one, of the frames that are scored.
+        score: of drafts, for methods that ask for it. What it raises, or a score that is not finite, is a rejection.
+        given: latents `[1, F', C, Y, X]` that the video begins with, such as those of a picture; they are not yielded.
+        callback: called after every pass; returning False ends the run before the block is finished.
+        profile: on CUDA, wait for the device between parts so that seconds are known by part.
+
+    Raises:
+        ValueError: for an unknown method or one that these models cannot run, or a number out of range.
+        TypeError: for arguments of another type.
+        NonFiniteLatentsError: while iterating, where the target's latents are not finite, or a draft's in the method `draft`.
+    """
+    if isinstance(model, type) or not isinstance(model, BlockModel):
+        raise TypeError(f"model must be a BlockModel, got {shown(model)}")
+    routing = resolve_method(method, Routing.paradigm)
+    if whole(blocks, 1, MOST_BLOCKS) is None:
+        raise ValueError(f"blocks must be a whole number from 1 to {MOST_BLOCKS}, got {shown(blocks)}")
+    if whole(seed, -(2**63), 2**63 - 1) is None:
+        raise ValueError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
+    for name, function in (("callback", callback), ("score", score)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function or None, got {shown(function)}")
+    for latents in given:
+        if not isinstance(latents, Tensor) or latents.ndim != 5 or latents.shape[2:] != torch.Size(model.block_shape[1:]):
+            raise ValueError(f"given must be latents [1, F, *{list(model.block_shape[1:])}], got {_shape(latents)}")
+    routing.check(model, score is not None)
+    return BlockStream(model, condition, int(seed), routing, int(blocks), decoder, preview, score, given, callback, profile)
+
+
+def _shape(value: Any) -> str:
+    return str(list(value.shape)) if isinstance(value, Tensor) else shown(value)
