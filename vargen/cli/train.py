@@ -124,6 +124,9 @@ def var(
     teacher: Annotated[
         Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, that a small one imitates.")
     ] = None,
+    init: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Start from these weights: a run, or a saved transformer.")
+    ] = None,
     text_encoder: TextEncoder = None,
     output: Run = Path("runs/var"),
     steps: Steps = None,
@@ -140,9 +143,10 @@ def var(
     encoder = text_encoder_folder(text_encoder)
     codes = saved(tokenizer, "vqvae", "tokenizer")
     guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
+    start = saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_var(recipe, pictures, codes, encoder, output, place, guide)
+    figures = train_var(recipe, pictures, codes, encoder, output, place, guide, start)
     print_json({"model": str(output / "transformer"), **figures})
 
 

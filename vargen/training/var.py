@@ -159,6 +159,26 @@ class Losses:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
+def _initial_model(recipe: VARRecipe, init_folder: Path | None) -> tuple[VARTransformer, str | None]:
+    """The model to train, and the digest of the weights that it starts from.
+
+    Raises:
+        ValueError: if these are damaged or of another shape than the recipe's.
+    """
+    options = {"condition": "text", **recipe.model}
+    model = VARTransformer(**options)
+    if init_folder is None:
+        return model, None
+    check_component(init_folder, VARTransformer)
+    given = VARTransformer.from_pretrained(init_folder)
+    other = {name: given.config[name] for name in options if given.config[name] != model.config[name]}
+    if other:
+        asked = {name: model.config[name] for name in other}
+        raise ValueError(f"init {str(init_folder)!r} holds a model of {other}, and the recipe asks for {asked}")
+    model.load_state_dict(given.state_dict())
+    return model, weights_digest(given)
+
+
 def train_var(
     recipe: VARRecipe,
     data: EmojiDataset,
@@ -167,12 +187,13 @@ def train_var(
     folder: Path,
     device: torch.device,
     teacher_folder: Path | None = None,
+    init_folder: Path | None = None,
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the last weights land in `folder/transformer`.
 
     Args:
         tokenizer_folder: a saved `MultiScaleVQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
-        teacher_folder: a saved `VARTransformer` to imitate.
+        teacher_folder: a saved `VARTransformer` to imitate. init_folder: a saved one of the recipe's shape to start from.
 
     Raises:
         ValueError: if a saved network is damaged; if data set, tokenizer, model and teacher do not fit each other; if a run
@@ -184,7 +205,8 @@ def train_var(
     if teacher_folder is not None:
         check_component(teacher_folder, VARTransformer)
     torch.manual_seed(recipe.seed)
-    model = VARTransformer(**{"condition": "text", **recipe.model}).to(device)
+    model, init = _initial_model(recipe, init_folder)
+    model = model.to(device)
     vq = MultiScaleVQModel.from_pretrained(tokenizer_folder).to(device).eval().requires_grad_(False)
     check_var_fit(model, vq, data.images.shape[1])
     teacher = None
@@ -194,6 +216,8 @@ def train_var(
     fingerprint = {"kind": "var", "model": dict(recipe.model), "seed": recipe.seed, "tokenizer": tokenizer_digest(vq)}
     if teacher is not None:
         fingerprint["teacher"] = weights_digest(teacher)
+    if init is not None:
+        fingerprint["init"] = init
     run = TrainingRun(folder, fingerprint, recipe.schedule.steps)
     state: dict[str, Any] | None = run.resume(device)
     store = LatentStore(folder, data.images, vq, recipe, device)
