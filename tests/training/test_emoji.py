@@ -262,7 +262,7 @@ def test_loading_checks_the_files(tmp_path: Path) -> None:
         load_emoji_dataset(tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((2, 8, 8, 3), np.uint8))
     (tmp_path / "records.json").write_text("[]")
-    with pytest.raises(ValueError, match="does not fit 0 records"):
+    with pytest.raises(ValueError, match=r"images\.npy .*0 records"):
         load_emoji_dataset(tmp_path)
 
 
@@ -279,6 +279,6 @@ def test_a_damaged_data_set_is_named(tmp_path, damage):
     whole = (tmp_path / damage).read_bytes()
     for content in (b"", whole[:-1], b"\x93NUMPY" + b"x" * 200, np.array([{}]).dumps()):
         (tmp_path / damage).write_bytes(content)
-        with pytest.raises(ValueError, match=r"images\.npy or records\.json is damaged .*vargen train data") as caught:
+        with pytest.raises(ValueError, match=rf"{damage} is damaged .*vargen train data") as caught:
             load_emoji_dataset(tmp_path)
         assert "pickle" not in str(caught.value)

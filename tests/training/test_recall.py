@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from vargen.evaluation.sheet import blind_sheet
-from vargen.training.caption_choice import candidate_captions, choice, evaluation_groups, spread
+from vargen.training.dataset import spread
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
 from vargen.training.focus import Focus
+from vargen.training.generator_evaluation import choice
 from vargen.training.recall import Recall
 
 
@@ -67,7 +68,7 @@ def test_captions_are_as_many_as_asked_for_and_hold_those_that_are_drawn():
 
 def test_groups_are_what_they_say():
     pictures = data(400)
-    groups = evaluation_groups(pictures, Focus(), seen=40, styles=9)
+    groups = pictures.evaluation_groups(Focus(), seen=40, styles=9)
     records = pictures.records
     assert len(groups["seen"]) == 40 and len(groups["styles"]) == 9
     assert all(records[i]["style"] in ("3d", "flat") and not is_held_out_cell(records[i]) for i in groups["seen"])
@@ -79,7 +80,7 @@ def test_groups_are_what_they_say():
 
 def test_candidates_are_of_one_style_and_the_right_one_is_first():
     pictures = data()
-    for i, texts in zip((1, 9, 17), candidate_captions(pictures, (1, 9, 17), 3), strict=True):
+    for i, texts in zip((1, 9, 17), pictures.candidate_captions((1, 9, 17), 3), strict=True):
         assert texts[0] == f"thing {i // 4}, flat style" and len(set(texts)) == 3
         assert all(text.endswith("flat style") for text in texts)
 

@@ -22,8 +22,9 @@ from vargen.models.vq import VQModel
 from vargen.training import generator, generator_data, generator_losses, tokenizer, variants
 from vargen.training.blanks import BlankAware
 from vargen.training.codebook import Codebook, quantise_together
+from vargen.training.dataset import to_pixels
 from vargen.training.emoji import EmojiDataset
-from vargen.training.pixels import plain_colours, to_pixels
+from vargen.training.pixels import plain_colours
 from vargen.training.recipe import Schedule, TokenizerRecipe
 from vargen.training.run import TrainingRun
 

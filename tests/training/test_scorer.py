@@ -17,11 +17,10 @@ from vargen.models.image_text import ImageTextModel
 from vargen.scoring.packaged import PackagedScorer
 from vargen.training import scorer
 from vargen.training.emoji import EmojiDataset, is_held_out_cell, split_of
-from vargen.training.emoji_captions import STYLES
+from vargen.training.emoji_captions import STYLES, can_flip
 from vargen.training.package_scorer import package_scorer
 from vargen.training.recipe import Schedule, ScorerRecipe
 from vargen.training.scorer_captions import CaptionTable, colours_of, full_captions, recoloured_caption, without_style
-from vargen.training.variants import mirrors
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -149,7 +148,7 @@ def test_only_pictures_without_sides_or_writing_are_mirrored() -> None:
     cases = [("objects", "hammer", True), ("objects", "left luggage", False), ("flags", "flag: Fiji", False),
            ("symbols", "plus", False), ("travel & places", "eight o’clock", False)]  # fmt: skip
     for group, label, expected in cases:
-        assert mirrors({"group": group, "label": label}) is expected
+        assert can_flip({"group": group, "label": label}) is expected
 
 
 def test_captions_are_encoded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

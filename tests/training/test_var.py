@@ -18,12 +18,12 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training import var
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.caption_choice import evaluation_groups
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
+from vargen.training.emoji_captions import can_recolor
 from vargen.training.focus import Focus
 from vargen.training.head_loss import head_loss
 from vargen.training.recipe import Schedule, load_recipe
-from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
+from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, recoloured_caption, turned
 from vargen.training.self_correction import Corrector
 from vargen.training.var_data import Batches, LatentStore
 from vargen.training.var_draw import draw_tokens
@@ -264,7 +264,7 @@ def test_held_out_cells_and_concepts_are_never_drawn(tmp_path):
     store = LatentStore(tmp_path, pictures.images, tiny_vq(), recipe(), CPU)
     batches = Batches(pictures, store, CaptionBank(ENCODER, 12, CPU), recipe())
     assert not held & set(batches.looks.indices.tolist())
-    groups = evaluation_groups(pictures, Focus())
+    groups = pictures.evaluation_groups(Focus())
     assert set(groups["styles"]) | set(groups["concepts"]) <= held and not set(groups["seen"]) & held
 
 
@@ -323,9 +323,9 @@ def test_pictures_of_many_colours_or_none_have_no_dominant_one():
     mixed[:8, :, 1:], mixed[8:, :, :2] = 0, 0
     assert dominant_hue(grey) is None and dominant_hue(mixed) is None
     assert dominant_hue(np.full((16, 16, 3), 255, dtype=np.uint8)) is None
-    assert not may_change({"label": "black cat", "group": "animals & nature"})
-    assert not may_change({"label": "flag: japan", "group": "flags"})
-    assert may_change({"label": "red apple", "group": "food & drink"})
+    assert not can_recolor({"label": "black cat", "group": "animals & nature"})
+    assert not can_recolor({"label": "flag: japan", "group": "flags"})
+    assert can_recolor({"label": "red apple", "group": "food & drink"})
 
 
 @pytest.mark.parametrize(

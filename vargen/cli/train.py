@@ -103,6 +103,7 @@ def generator(
     """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
     quiet_libraries()
     from vargen.training.generator import train_generator
+    from vargen.training.recall import caption_recall
     from vargen.training.recipe import GeneratorRecipe
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
@@ -112,7 +113,7 @@ def generator(
     start = saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_generator(recipe, pictures, codes, encoder, output, place, start)
+    figures = train_generator(recipe, pictures, codes, encoder, output, place, start, caption_recall(pictures, recipe, place))
     print_json({"model": str(output / "transformer"), **figures})
 
 

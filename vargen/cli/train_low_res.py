@@ -52,6 +52,7 @@ def low_res(
     from vargen.models.vq import VQModel
     from vargen.training.generator import train_generator
     from vargen.training.low_res import at_low_resolution
+    from vargen.training.recall import caption_recall
     from vargen.training.recipe import GeneratorRecipe
 
     output = expanded(output, "output")
@@ -60,7 +61,8 @@ def low_res(
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
     small = at_low_resolution(pictures, recipe, VQModel.from_pretrained(codes).downsampling)
-    print_json({"model": str(output / "transformer"), **train_generator(recipe, small, codes, encoder, output, place)})
+    figures = train_generator(recipe, small, codes, encoder, output, place, None, caption_recall(small, recipe, place))
+    print_json({"model": str(output / "transformer"), **figures})
 
 
 @app.command()

@@ -24,8 +24,8 @@ from vargen.models.condition import Condition
 from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines import checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.training.dataset import CaptionedImages
 from vargen.training.drafter_recipe import DrafterRecipe
-from vargen.training.emoji import EmojiDataset, sample_caption
 
 logger = logging.getLogger("vargen")
 
@@ -45,13 +45,13 @@ class Prompts:
         self.pipe, self.texts, self.name = pipe, {False: list(train), True: list(held_out)}, name
 
     @classmethod
-    def of_data(cls, pipe: LlamaGenPipeline, data: EmojiDataset, count: int) -> Prompts:
+    def of_data(cls, pipe: LlamaGenPipeline, data: CaptionedImages, count: int) -> Prompts:
         """Captions of the data set's two splits, as training samples them."""
         texts = {}
         for split in ("train", "validation"):
-            rng, records = random.Random(f"drafter {split}"), [data.records[i] for i in data.indices(split)]
-            weights = [record["weight"] for record in records]
-            texts[split] = [sample_caption(record, rng) for record in rng.choices(records, weights, k=count)]
+            rng, indices = random.Random(f"drafter {split}"), data.indices(split).tolist()
+            weights = [data.records[i].get("weight", 1.0) for i in indices]
+            texts[split] = [data.sample_caption(i, rng) for i in rng.choices(indices, weights, k=count)]
         return cls(pipe, texts["train"], texts["validation"], "captions of the data set")
 
     @classmethod
@@ -99,17 +99,17 @@ class CaptionFile:
 def subjects_of(
     pipe: LlamaGenPipeline,
     count: int,
-    data: Callable[[], EmojiDataset],
+    data: Callable[[], CaptionedImages] | None,
     prompts: Path | None = None,
     features: Path | None = None,
 ) -> Subjects:
     """What to draw of: classes for a model of classes; else caption features, or prompts, or captions of the data set.
 
     Args:
-        count: how many. data: opens the data set, which only captions are taken of.
+        count: how many. data: opens a data set, of which only the captions are used.
 
     Raises:
-        ValueError: for files that the model takes none of, both, or prompts without a text encoder.
+        ValueError: for files that the model takes none of, both, or none, or prompts without a text encoder.
     """
     if pipe.by_class:
         if prompts or features:
@@ -121,7 +121,11 @@ def subjects_of(
         return CaptionFile(pipe, features)
     if pipe.text_encoder is None:
         raise ValueError("this model has no text encoder: give features, a .npz file with embeds [n, P, C] and mask [n, P]")
-    return Prompts.of_file(pipe, prompts) if prompts else Prompts.of_data(pipe, data(), count)
+    if prompts is not None:
+        return Prompts.of_file(pipe, prompts)
+    if data is None:
+        raise ValueError("this model draws from text: give prompts, a file with one a line, or a data set with captions")
+    return Prompts.of_data(pipe, data(), count)
 
 
 class Drawn:

@@ -10,11 +10,12 @@ import hashlib
 import io
 import json
 import os
+import random
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,10 @@ from PIL import Image
 from tqdm import tqdm
 
 from vargen.files import cache_folder
-from vargen.training.emoji_captions import STYLES, captions, sample_caption, style_phrase
+from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, spread
+from vargen.training.emoji_captions import STYLES, can_flip, can_recolor, captions, sample_caption, style_phrase
 from vargen.training.emoji_sources import SOURCES, Source, fetch_sources, read_tarball
+from vargen.training.focus import Focus
 
 __all__ = [
     "SOURCES",
@@ -43,8 +46,6 @@ __all__ = [
     "style_phrase",
 ]
 
-Record = dict[str, Any]
-
 TONES = {
     "1F3FB": "light",
     "1F3FC": "medium-light",
@@ -62,24 +63,56 @@ _SYNONYM_MAX_CONCEPTS = 6
 
 
 @dataclass(frozen=True)
-class EmojiDataset:
-    """The built data set.
+class EmojiDataset(CaptionedImages):
+    """The built data set; its records are those of `plan_records`, and captions are made of them."""
 
-    Attributes:
-        images: uint8 array [N, size, size, 3] in 0..255, memory-mapped read-only.
-        records: N dictionaries aligned with ``images``.
-        report: counts made while building (empty after `load_emoji_dataset`).
-    """
+    def training_indices(self) -> np.ndarray:
+        """Positions (int64) of the training split without its held-out cells."""
+        return np.array([i for i in self.indices("train") if not is_held_out_cell(self.records[i])], dtype=np.int64)
 
-    images: np.ndarray
-    records: list[Record]
-    report: dict[str, Any] = field(default_factory=dict)
+    def captions(self, i: int) -> list[str]:
+        return captions(self.records[i])
 
-    def indices(self, split: str) -> np.ndarray:
-        """Positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
-        if split not in ("train", "validation"):
-            raise ValueError(f"unknown split {split!r}; expected 'train' or 'validation'")
-        return np.array([i for i, r in enumerate(self.records) if r["split"] == split], dtype=np.int64)
+    def sample_caption(self, i: int, rng: random.Random) -> str:
+        return sample_caption(self.records[i], rng)
+
+    def can_flip(self, i: int) -> bool:
+        return can_flip(self.records[i])
+
+    def can_recolor(self, i: int) -> bool:
+        return can_recolor(self.records[i])
+
+    def caption_like(self, i: int, other: int) -> str:
+        return captions({**self.records[i], "style": self.records[other]["style"]})[0]
+
+    def evaluation_groups(self, focus: Focus, **counts: int) -> dict[str, list[int]]:
+        """Images without skin tone, spread evenly over the data; groups that the data lacks are left out.
+
+        `seen`: in training, of the kinds that it sees most. `styles`: held out, of concepts that it knows in other styles.
+        `concepts`: one image of each held-out concept, in the styles that training sees most by turns.
+
+        Args:
+            counts: most images of each group; 64 by default.
+        """
+        records = self.records
+        plain = [i for i, record in enumerate(records) if not record["skin_tone"]]
+        known = [i for i in plain if records[i]["split"] == "train" and not is_held_out_cell(records[i])]
+        most = max((focus.factor(records[i]) for i in known), default=0.0)
+        of_concept: dict[str, list[int]] = {}
+        for i in plain:
+            if records[i]["split"] == "validation":
+                of_concept.setdefault(records[i]["concept"], []).append(i)
+        concepts = []
+        for turn, members in enumerate(of_concept.values()):
+            best = max(focus.factor(records[i]) for i in members)
+            usual = [i for i in members if focus.factor(records[i]) == best]
+            concepts.append(usual[turn % len(usual)])
+        groups = {
+            "seen": [i for i in known if focus.factor(records[i]) == most],
+            "styles": [i for i in plain if is_held_out_cell(records[i])],
+            "concepts": concepts,
+        }
+        return {name: spread(members, counts.get(name, 64)) for name, members in groups.items() if members}
 
 
 def normalize_hexcode(text: str) -> str:
@@ -281,19 +314,11 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
     Raises:
         FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
     """
-    for name in ("images.npy", "records.json"):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(
-                f"{folder / name} is missing; build the data set with `vargen train data`"
-            )
+    hint = "build the data set with `vargen train data`"
+    images = open_images(folder, "records.json", hint)
     try:
-        images = np.load(folder / "images.npy", mmap_mode="r", allow_pickle=False)
         records = json.loads((folder / "records.json").read_text(encoding="utf-8"))
-    except (ValueError, EOFError, OSError) as error:  # of which numpy's may recommend unpickling
-        what = f"images.npy or records.json is damaged ({type(error).__name__})"
-        raise ValueError(f"{folder}: {what}; build the data set again with `vargen train data`") from None
-    if images.ndim != 4 or images.dtype != np.uint8 or len(images) != len(records):
-        raise ValueError(
-            f"{folder}: images.npy {images.dtype}{list(images.shape)} does not fit {len(records)} records"
-        )
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{folder}: records.json is damaged ({type(error).__name__}); {hint} again") from None
+    check_images(folder, images, records)
     return EmojiDataset(images, records)

@@ -151,3 +151,24 @@ def sample_caption(record: Mapping[str, Any], rng: random.Random) -> str:
     if draw > 1 - _NAME_WITH_TAGS and tags:
         return _join(body, *rng.sample(tags, rng.randint(1, min(3, len(tags)))), tone, style)
     return _join(body, tone, style)
+
+
+# In these groups nothing is written, and hair, skin and flags are what their colors are.
+_UNWRITTEN = frozenset({"animals & nature", "food & drink", "travel & places", "activities", "objects", "smileys & emotion"})
+_FIXED_COLOR = frozenset({"people & body", "flags", "components"})
+_NAMES_A_SIDE = frozenset("left right west east clockwise anticlockwise clock o’clock keycap button flag".split())
+_NAMES_A_COLOR = frozenset("white black brown grey gray colour color rainbow".split())
+
+
+def can_flip(record: Mapping[str, Any]) -> bool:
+    """Whether the mirror image of a record's image fits its captions: nothing is written in it, and no side is named."""
+    return record["group"] in _UNWRITTEN and not _NAMES_A_SIDE & _label_words(record)
+
+
+def can_recolor(record: Mapping[str, Any]) -> bool:
+    """Whether a record's image may have another color."""
+    return record["group"] not in _FIXED_COLOR and not record.get("tones") and not _NAMES_A_COLOR & _label_words(record)
+
+
+def _label_words(record: Mapping[str, Any]) -> set[str]:
+    return set(record["label"].lower().replace("-", " ").split())

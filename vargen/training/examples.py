@@ -11,9 +11,9 @@ from torch import Tensor
 
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
+from vargen.training.dataset import to_pixels
 from vargen.training.emoji import EmojiDataset
 from vargen.training.generator_data import check_tokens
-from vargen.training.pixels import to_pixels
 
 _BATCH = 32
 

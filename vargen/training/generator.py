@@ -1,6 +1,6 @@
 """Train a `LlamaGenTransformer` on the tokens of captioned pictures.
 
-How well it draws what it is asked for decides when to stop (`recall`); held-out loss and entropy are told beside it, as peaked
+How well it draws what it is asked for decides when to stop; held-out loss and entropy are told beside it, as peaked
 probabilities would flatter speculative methods that are measured on pictures of the training set.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,24 @@ from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.models.weights import weights_digest
-from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import check_component
-from vargen.scoring.packaged import PackagedScorer
 from vargen.training.blanks import tokens_digest
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.caption_choice import spread
-from vargen.training.emoji import EmojiDataset
+from vargen.training.dataset import CaptionedImages, spread
 from vargen.training.generator_data import Batches, TokenStore, check_fit
 from vargen.training.generator_evaluation import Evaluation
 from vargen.training.generator_losses import CodePrior, NearNoise, drop_captions, noisy, start_weights
 from vargen.training.head_loss import head_loss
 from vargen.training.muon import Muon
-from vargen.training.package import DEFAULTS
-from vargen.training.recall import Recall, pipeline_draw
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")
 
 _AVERAGE_EVERY = 5  # steps
+
+# Of a tokenizer, a model and features of captions: a function from a number of images (None: all) to figures of such images.
+ImageMetrics = Callable[[VQModel, LlamaGenTransformer, CaptionBank], Callable[[int | None], dict[str, float]]]
 
 
 def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRecipe) -> list[torch.optim.Optimizer]:
@@ -57,27 +56,29 @@ def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRe
 
 def train_generator(
     recipe: GeneratorRecipe,
-    data: EmojiDataset,
+    data: CaptionedImages,
     tokenizer_folder: Path,
     text_encoder_folder: Path,
     folder: Path,
     device: torch.device,
     init_folder: Path | None = None,
+    image_metrics: ImageMetrics | None = None,
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the averaged weights land in `folder/transformer`.
 
     Args:
         tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
         init_folder: a saved `LlamaGenTransformer` of the recipe's shape, but for the grid, to start from.
+        image_metrics: evaluates `recipe.drawn` generated images with each evaluation, and all of them at the end.
 
     Returns:
-        The figures of these weights: those of `Evaluation` and `Recall`, and `held_out_loss` and `entropy`, nats per token.
+        The figures of these weights: of `Evaluation` and `image_metrics`, and `held_out_loss` and `entropy`, nats per token.
 
     Raises:
         ValueError: for a saved network that is damaged; pictures, tokenizer and model that do not fit each other; a run in
             `folder` that is damaged or was another one; or one that diverged.
     """
-    trainer = _Trainer(recipe, data, tokenizer_folder, text_encoder_folder, folder, device, init_folder)
+    trainer = _Trainer(recipe, data, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)
     run, steps = trainer.run, recipe.schedule.steps
     for step in run.progress(trainer.resumed()):
         loss = trainer.step(step)
@@ -135,12 +136,13 @@ class _Trainer:
     def __init__(
         self,
         recipe: GeneratorRecipe,
-        data: EmojiDataset,
+        data: CaptionedImages,
         tokenizer_folder: Path,
         text_encoder_folder: Path,
         folder: Path,
         device: torch.device,
         init_folder: Path | None,
+        image_metrics: ImageMetrics | None,
     ):
         torch.manual_seed(recipe.seed)
         self.recipe, self.data, self.folder, self.device = recipe, data, folder, device
@@ -168,15 +170,9 @@ class _Trainer:
             for layer in self.model.layers:
                 layer.compile(dynamic=False)  # of equal shape and code: compiled once, for all
         self.average, self.averaged = dict[str, Tensor](), 0
-        self.recall: Recall | None = None
-        if recipe.drawn:
-            self.recall = Recall(data, recipe.focus, PackagedScorer(device=device))
-            pipe = LlamaGenPipeline(
-                vqvae=vqvae, transformer=self.evaluated, text_encoder=self.bank.encoder, tokenizer=self.bank.tokenizer,
-                defaults={**DEFAULTS, "top_k": min(DEFAULTS["top_k"], config.vocab_size)},
-            )  # fmt: skip
-            pipe.set_progress_bar_config(disable=True)
-            self.draw = pipeline_draw(pipe)
+        self.image_metrics: Callable[[int | None], dict[str, float]] | None = None
+        if recipe.drawn and image_metrics is not None:
+            self.image_metrics = image_metrics(vqvae, self.evaluated, self.bank)
 
     @property
     def _average_from(self) -> int:
@@ -246,11 +242,11 @@ class _Trainer:
             value.lerp_(weights[name], 1 / self.averaged)
 
     def figures(self, weights: dict[str, Tensor], drawn: int | None, sample: bool) -> dict[str, float]:
-        """Of weights: on about `drawn` pictures, or on all of `Recall`; and on all held-out pictures, or on a sample."""
+        """Of weights: on about `drawn` generated images, or on all; and on all held-out pictures, or on a sample."""
         self.evaluated.load_state_dict(weights)
         held_out = self.held_out[spread(range(len(self.held_out)), 96)] if sample else self.held_out
         figures = {**self.evaluate.held_out(self.evaluated, held_out), **self.evaluate(self.evaluated)}
-        return figures if self.recall is None else figures | self.recall(self.draw, drawn)
+        return figures if self.image_metrics is None else figures | self.image_metrics(drawn)
 
     def finish(self) -> dict[str, float]:
         """Save the averaged weights, and plot the run; returns their figures."""
@@ -265,7 +261,7 @@ class _Trainer:
         saved.load_state_dict(weights)
         with whole_files(self.folder / "transformer") as staged:
             saved.save_pretrained(staged)
-        groups = ("seen", "styles", "concepts")
-        measures = ("loss", "gap", *(("top5",) if self.recall else ()))
+        groups = tuple(self.evaluate.groups)
+        measures = ("loss", "gap", *(("top5",) if self.image_metrics else ()))
         self.run.plot(("loss", "held_out_loss"), ("entropy",), *(tuple(f"{m}_{g}" for g in groups) for m in measures))
         return figures

@@ -12,8 +12,7 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.caption_choice import candidate_captions, choice, evaluation_groups
-from vargen.training.emoji import EmojiDataset, captions
+from vargen.training.dataset import CaptionedImages
 from vargen.training.focus import Focus
 from vargen.training.generator_data import TokenStore, left_padded
 
@@ -23,15 +22,15 @@ _ROWS = 32  # of one pass
 
 
 class Evaluation:
-    """Figures of a model in evaluation mode: names end in `_seen`, `_styles` and `_concepts`; see `caption_choice`.
+    """Figures of a model in evaluation mode: names end in that of a group of images, see `CaptionedImages.evaluation_groups`.
 
     `loss`: nats per token. `rank` and `gap`: of all of a picture's tokens, among 4 captions.
     """
 
-    def __init__(self, data: EmojiDataset, focus: Focus, store: TokenStore, bank: CaptionBank):
+    def __init__(self, data: CaptionedImages, focus: Focus, store: TokenStore, bank: CaptionBank):
         self.data, self.store, self.bank = data, store, bank
-        groups = evaluation_groups(data, focus, seen=_PICTURES, styles=_PICTURES, concepts=_PICTURES)
-        self.groups = {name: (members, candidate_captions(data, members, _CAPTIONS)) for name, members in groups.items()}
+        groups = data.evaluation_groups(focus, seen=_PICTURES, styles=_PICTURES, concepts=_PICTURES, validation=_PICTURES)
+        self.groups = {name: (members, data.candidate_captions(members, _CAPTIONS)) for name, members in groups.items()}
 
     @torch.no_grad()
     def __call__(self, model: LlamaGenTransformer) -> dict[str, float]:
@@ -50,7 +49,7 @@ class Evaluation:
     def held_out(self, model: LlamaGenTransformer, indices: np.ndarray) -> dict[str, float]:
         """`held_out_loss` and `entropy`, of next-token probs, on pictures `indices`, plainly captioned: nats per token."""
         chosen = indices.tolist()
-        texts = [captions(self.data.records[i])[0] for i in chosen]
+        texts = [self.data.captions(i)[0] for i in chosen]
         loss, entropy = self._told(model, self.store(chosen, [0] * len(chosen)), texts)
         return {"held_out_loss": loss.mean().item(), "entropy": entropy.mean().item()}
 
@@ -66,3 +65,13 @@ class Evaluation:
             log_probs = logits.log_softmax(-1)
             entropies.append(-(log_probs.exp() * log_probs).sum(-1))
         return torch.cat(nats), torch.cat(entropies)
+
+
+def choice(nats: Tensor) -> dict[str, float]:
+    """Figures of pictures' nats under candidates `[n, candidates]`, the right one first.
+
+    `rank`: share of pictures whose own caption is the likeliest. `gap`: by how many nats it is likelier than the others on
+    average.
+    """
+    best = nats[:, :1] <= nats[:, 1:].amin(1, keepdim=True)
+    return {"rank": best.float().mean().item(), "gap": (nats[:, 1:].mean() - nats[:, 0].mean()).item()}

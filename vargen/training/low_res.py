@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
-from vargen.training.emoji import EmojiDataset
+from vargen.training.dataset import CaptionedImages
 from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import LookRecipe, VariantStore
 
@@ -25,7 +25,7 @@ def shrunk(pixels_BCYX: Tensor, factor: int) -> Tensor:
     return F.avg_pool2d(pixels_BCYX, factor)
 
 
-def at_low_resolution(data: EmojiDataset, recipe: GeneratorRecipe, downsampling: int) -> EmojiDataset:
+def at_low_resolution(data: CaptionedImages, recipe: GeneratorRecipe, downsampling: int) -> CaptionedImages:
     """The pictures as small as the recipe's grid asks for, by a tokenizer that makes one token of `downsampling` pixels.
 
     Raises:

@@ -25,10 +25,11 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.training.dataset import to_pixels
 from vargen.training.emoji import EmojiDataset
 from vargen.training.multi_scale_codebook import Perturbation, ScaleCodebook, quantise
 from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
-from vargen.training.pixels import reconstruction_loss, to_pixels
+from vargen.training.pixels import reconstruction_loss
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")

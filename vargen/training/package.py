@@ -15,13 +15,12 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.training.generator_data import check_tokens
-from vargen.training.recall import COUNTS
+from vargen.training.recall import COUNTS, DEFAULTS
 from vargen.training.run import TrainingRun
 
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
 _PARTS = {"tokenizer": "vqvae", "upsampler": "upsampler"}
 _STYLES = ("3d", "flat")  # those that the recipes see most: the others come out worse, and are not offered
-DEFAULTS = {"guidance_scale": 1.25, "temperature": 1.0, "top_k": 500, "top_p": 0.6}
 
 
 def package(

@@ -1,23 +1,12 @@
-"""Pixels as the training of image tokenizers sees them: tensors of pictures, plain patches, distances of reconstructions."""
+"""Pixels as the training of image tokenizers sees them: plain patches, distances of reconstructions."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
-    """uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
-    # contiguous: channels-last group norm and small convolutions are six times slower on a CPU
-    return (
-        torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2).contiguous().float()
-        / 127.5
-        - 1
-    )
 
 
 def plain_colours(pixels: Tensor, patch: int, step: int = 4, tolerance: int = 2) -> Tensor:

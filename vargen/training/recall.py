@@ -12,22 +12,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.vq import VQModel
+from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.scoring.packaged import PackagedScorer
-from vargen.training.caption_choice import evaluation_groups, spread
+from vargen.training.caption_bank import CaptionBank
+from vargen.training.dataset import spread
 from vargen.training.emoji import EmojiDataset, captions
 from vargen.training.focus import Focus
+from vargen.training.generator import ImageMetrics
+from vargen.training.recipe import GeneratorRecipe
 from vargen.training.scorer_captions import without_style
 
 COUNTS = {"seen": 256, "styles": 128, "concepts": 64}
 AMONG = 1000
+DEFAULTS = {"guidance_scale": 1.25, "temperature": 1.0, "top_k": 500, "top_p": 0.6}  # of sampling
 
+Metrics = Callable[[int | None], dict[str, float]]
 Draw = Callable[[Sequence[str], int], Tensor]  # prompts and a seed to pictures [N, 3, Y, X] in [0, 1]
 
 
 class Recall:
     """Share of drawn pictures whose caption the scorer finds first, or among the first five, of `AMONG` captions.
 
-    Groups are those of `evaluation_groups`: 256 training captions, 128 held-out styles of known concepts, 64 held-out concepts.
+    Groups are those of `EmojiDataset.evaluation_groups`: 256 training captions, 128 held-out styles, 64 held-out concepts.
     Prompts name their style; the captions that they are looked for among do not.
 
     Args:
@@ -38,7 +46,7 @@ class Recall:
         self, data: EmojiDataset, focus: Focus, scorer: PackagedScorer, counts: dict[str, int] | None = None, among: int = AMONG
     ):
         self.scorer, records = scorer, data.records
-        groups = evaluation_groups(data, focus, **(counts or COUNTS))
+        groups = data.evaluation_groups(focus, **(counts or COUNTS))
         name = {i: without_style(records[i])[0] for members in groups.values() for i in members}
         every = list(dict.fromkeys(without_style(record)[0] for record in records if not record["skin_tone"]))
         asked = list(dict.fromkeys(name.values()))
@@ -94,6 +102,25 @@ def pipeline_draw(pipe: Any, **settings: Any) -> Draw:
     return draw
 
 
+def caption_recall(data: EmojiDataset, recipe: GeneratorRecipe, device: torch.device) -> ImageMetrics:
+    """`Recall` of what a generator in training draws, for `train_generator`."""
+
+    def prepare(vqvae: VQModel, transformer: LlamaGenTransformer, bank: CaptionBank) -> Metrics:
+        recall = Recall(data, recipe.focus, PackagedScorer(device=device))
+        pipe = LlamaGenPipeline(
+            vqvae=vqvae,
+            transformer=transformer,
+            text_encoder=bank.encoder,
+            tokenizer=bank.tokenizer,
+            defaults={**DEFAULTS, "top_k": min(DEFAULTS["top_k"], transformer.config.vocab_size)},
+        )
+        pipe.set_progress_bar_config(disable=True)
+        draw = pipeline_draw(pipe)
+        return lambda count: recall(draw, count)
+
+    return prepare
+
+
 def open_pipeline(model: str, transformer: Path | None = None) -> Any:
     """A pipeline in float32 on the CPU, quiet.
 
@@ -103,7 +130,6 @@ def open_pipeline(model: str, transformer: Path | None = None) -> Any:
     Raises:
         ValueError: where parts do not belong together.
     """
-    from vargen.models.llamagen import LlamaGenTransformer
     from vargen.pipelines.registry import describe, pipeline_class
 
     kind = pipeline_class(describe(model).pipeline)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import numpy as np
 
 # Names of hues in degrees, as people use them: yellow is narrow, green wide.
@@ -14,8 +11,6 @@ _UPPER = {"red": 14.0, "orange": 40.0, "yellow": 68.0, "green": 175.0, "blue": 2
 _COLOURED = 0.4  # share of a picture's content that must have a colour at all
 _DOMINANT = 0.75  # share of that which must be near one hue
 _NEAR = 22.0  # degrees
-_UNCHANGED_GROUPS = frozenset({"people & body", "flags", "components"})  # hair, skin and flags are what their colours are
-_OTHER_WORDS = frozenset("white black brown grey gray colour color rainbow".split())
 
 
 def colour_of_hue(degrees: float) -> str:
@@ -65,12 +60,6 @@ def _hsv(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         value == red, (green - blue) / safe, np.where(value == green, 2 + (blue - red) / safe, 4 + (red - green) / safe)
     )
     return (hue * 60) % 360, np.where(value > 0, spread / np.where(value > 0, value, 1), 0), value
-
-
-def may_change(record: Mapping[str, Any]) -> bool:
-    """Whether a record's picture may have another colour: people's and flags' are what they are."""
-    words = set(record["label"].lower().replace("-", " ").split())
-    return record["group"] not in _UNCHANGED_GROUPS and not record.get("tones") and not words & _OTHER_WORDS
 
 
 def recoloured_caption(text: str, own: str, new: str) -> str | None:

@@ -24,9 +24,9 @@ from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
+from vargen.training.dataset import to_pixels
 from vargen.training.emoji import EmojiDataset, is_held_out_cell
 from vargen.training.emoji_captions import STYLES
-from vargen.training.pixels import to_pixels
 from vargen.training.recipe import ScorerRecipe
 from vargen.training.run import TrainingRun
 from vargen.training.scorer_captions import (
@@ -38,7 +38,6 @@ from vargen.training.scorer_captions import (
     recoloured_caption,
     without_style,
 )
-from vargen.training.variants import mirrors
 
 logger = logging.getLogger("vargen")
 
@@ -101,7 +100,7 @@ class Batches:
                 order[COLOURS.index(one)], order[COLOURS.index(other)] = COLOURS.index(other), COLOURS.index(one)
                 picture, others, number = picture[..., order], [text, *others][: len(others)], -1
                 text = recoloured_caption(text, one, other)
-            if mirrors(record) and draw.random() < 0.5:
+            if self.data.can_flip(i) and draw.random() < 0.5:
                 picture = picture[:, ::-1]
             pictures.append(picture)
             concept.append(number)

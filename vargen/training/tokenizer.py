@@ -16,8 +16,9 @@ from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.vq import VQModel
 from vargen.training.codebook import Codebook, quantise_together
+from vargen.training.dataset import to_pixels
 from vargen.training.emoji import EmojiDataset
-from vargen.training.pixels import plain_colours, reconstruction_loss, to_pixels
+from vargen.training.pixels import plain_colours, reconstruction_loss
 from vargen.training.recipe import TokenizerRecipe
 from vargen.training.run import TrainingRun
 

@@ -23,7 +23,7 @@ from vargen.files import whole_files
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
 from vargen.training.blanks import tokens_digest
-from vargen.training.emoji import EmojiDataset
+from vargen.training.dataset import CaptionedImages
 from vargen.training.focus import Focus
 from vargen.training.low_res import TokenPairs
 from vargen.training.recipe import Schedule, at_least
@@ -61,7 +61,7 @@ class UpsamplerRecipe:
 
 
 def train_upsampler(
-    recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device
+    recipe: UpsamplerRecipe, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the weights land in `folder/upsampler`.
 
@@ -102,7 +102,7 @@ class _Trainer:
     """An up-sampler and all that its training changes."""
 
     def __init__(
-        self, recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device
+        self, recipe: UpsamplerRecipe, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
     ):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device

@@ -14,9 +14,9 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.caption_choice import candidate_captions, choice, evaluation_groups
 from vargen.training.emoji import EmojiDataset
 from vargen.training.focus import Focus
+from vargen.training.generator_evaluation import choice
 from vargen.training.self_correction import Corrector
 from vargen.training.var_data import LatentStore
 
@@ -44,9 +44,9 @@ class Evaluation:
         self.bank, self.early = bank, early_scales
         exact = Corrector(store.vq, 0.0)
         self.groups: dict[str, Group] = {}
-        for name, members in evaluation_groups(data, focus).items():
+        for name, members in data.evaluation_groups(focus).items():
             inputs, targets = exact(store(members, [0] * len(members)), torch.Generator())
-            self.groups[name] = Group(inputs, targets, candidate_captions(data, members, _CAPTIONS))
+            self.groups[name] = Group(inputs, targets, data.candidate_captions(members, _CAPTIONS))
 
     @torch.no_grad()
     def __call__(self, model: VARTransformer) -> dict[str, float]:
