@@ -76,7 +76,7 @@ def test_var_tokenizer_is_trained_for_the_steps_asked_for(run: Any, pictures: Pa
 def test_generator_gets_its_recipe_and_folders(
     run: Any, pictures: Path, repo_root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vargen.training import generator
+    from vargen.training import next_token as generator
 
     seen: dict[str, Any] = {}
 
@@ -97,7 +97,7 @@ def test_generator_gets_its_recipe_and_folders(
 
 
 def test_data_is_built_where_asked(run: Any, pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.training import emoji
+    from recipes.emoji import dataset as emoji
 
     monkeypatch.setattr(emoji, "build_emoji_dataset", lambda output, size: emoji.load_emoji_dataset(pictures))
     result = run("train", "data", "--output", "there", "--size", 32)
@@ -107,7 +107,7 @@ def test_data_is_built_where_asked(run: Any, pictures: Path, monkeypatch: pytest
 
 
 def test_package_joins_the_runs_named(run: Any, repo_root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.training import package
+    from recipes import package
 
     seen: list[Any] = []
 

@@ -21,7 +21,7 @@ from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
 from vargen.decoding.next_scale import acceptance as scales
 from vargen.options import options_table
-from vargen.training.recipe import PACKAGED
+from vargen.training.config import PACKAGED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vargen.training.emoji import EmojiDataset
-from vargen.training.recipe import GeneratorRecipe, Schedule
+from recipes.emoji.dataset import EmojiDataset
+from vargen.training.config import GeneratorRecipe, Schedule
 
 
 def data(count: int = 24, size: int = 16) -> EmojiDataset:

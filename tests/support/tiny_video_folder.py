@@ -8,12 +8,12 @@ from pathlib import Path
 from tiny_video import SHAPE, randomised
 
 import vargen.assets
+from recipes.emoji_video.batches import encoder_digest
+from recipes.package_video import package_video
 from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.package_video import package_video
-from vargen.training.video_batches import encoder_digest
 
 LENDER = vargen.assets.packaged_model_path("emoji")
 OWN = {**SHAPE, "dim": 64, "text_dim": 384, "motion_levels": 2}

@@ -9,15 +9,15 @@ from tiny_models import tiny_transformer, tiny_vq
 from tiny_training import data, generator_recipe
 
 import vargen.assets
+from recipes.package import package
+from recipes.package_low_res import package_low_res
 from vargen import LlamaGenPipeline
 from vargen.models.upsampler import TokenUpsampler
 from vargen.training import upsampler
 from vargen.training.blanks import BlankAware
-from vargen.training.generator import train_generator
+from vargen.training.config import Schedule
 from vargen.training.low_res import TokenPairs, at_low_resolution
-from vargen.training.package import package
-from vargen.training.package_low_res import package_low_res
-from vargen.training.recipe import Schedule
+from vargen.training.next_token import train_generator
 from vargen.training.upsampler import UpsamplerRecipe, train_upsampler
 
 CPU = torch.device("cpu")

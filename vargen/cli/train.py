@@ -34,8 +34,8 @@ def data(
     size: Annotated[int, typer.Option(metavar="N", help="Side of the pictures in pixels.")] = 128,
 ) -> None:
     """Build the emoji data set: fetch the pinned packages, check their sums, draw every emoji."""
+    from recipes.emoji.dataset import build_emoji_dataset
     from vargen.files import cache_folder
-    from vargen.training.emoji import build_emoji_dataset
 
     output = output and expanded(output, "output")
     built = build_emoji_dataset(output, size=size)
@@ -55,8 +55,8 @@ def tokenizer(
 ) -> None:
     """Train the image tokenizer; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.recipe import TokenizerRecipe
-    from vargen.training.tokenizer import train_tokenizer
+    from recipes.emoji.tokenizer import train_tokenizer
+    from vargen.training.config import TokenizerRecipe
 
     output = expanded(output, "output")
     recipe = recipe_of(config, TokenizerRecipe, steps)
@@ -76,8 +76,8 @@ def var_tokenizer(
 ) -> None:
     """Train the multi-scale image tokenizer of a next-scale model; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
-    from vargen.training.multi_scale_tokenizer import train_multi_scale_tokenizer
+    from recipes.emoji_var.tokenizer import train_multi_scale_tokenizer
+    from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerRecipe
 
     output = expanded(output, "output")
     recipe = recipe_of(config, MultiScaleTokenizerRecipe, steps)
@@ -102,9 +102,9 @@ def generator(
 ) -> None:
     """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.generator import train_generator
-    from vargen.training.recall import caption_recall
-    from vargen.training.recipe import GeneratorRecipe
+    from recipes.emoji.evaluation import caption_recall
+    from vargen.training.config import GeneratorRecipe
+    from vargen.training.next_token import train_generator
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
     recipe = recipe_of(config, GeneratorRecipe, steps)
@@ -136,8 +136,8 @@ def var(
 ) -> None:
     """Train the next-scale transformer on a multi-scale tokenizer's codes; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.var import train_var
-    from vargen.training.var_recipe import VARRecipe
+    from recipes.emoji_var.config import VARRecipe
+    from recipes.emoji_var.transformer import train_var
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
     recipe = recipe_of(config, VARRecipe, steps)
@@ -164,8 +164,8 @@ def scorer(
     """Train the scorer that tells how well a picture fits a caption; print its held-out figures."""
     quiet_libraries()
     import vargen.assets
-    from vargen.training.recipe import ScorerRecipe
-    from vargen.training.scorer import train_scorer
+    from recipes.emoji.scorer import train_scorer
+    from vargen.training.config import ScorerRecipe
 
     output = expanded(output, "output")
     recipe = recipe_of(config, ScorerRecipe, steps)
@@ -212,9 +212,9 @@ def drafter(
     import torch
 
     from vargen.pipelines.registry import describe, open_pipeline
-    from vargen.training.drafter import train_drafter
-    from vargen.training.drafter_data import subjects_of
-    from vargen.training.drafter_recipe import DrafterRecipe
+    from vargen.training.generated_images import subjects_of
+    from vargen.training.heads import train_drafter
+    from vargen.training.heads_config import DrafterRecipe
 
     output = expanded(output, "output") if output else Path("runs") / kind.value
     recipe = recipe_of(config or kind.value, DrafterRecipe, steps)

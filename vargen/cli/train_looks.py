@@ -32,9 +32,9 @@ def recall(
 ) -> None:
     """Draw captions of the data and let the packaged scorer look for each among 1,000; print how often it finds them."""
     quiet_libraries()
+    from recipes.emoji.evaluation import Recall, pipeline_draw
     from vargen.scoring.packaged import PackagedScorer
     from vargen.training.focus import Focus
-    from vargen.training.recall import Recall, pipeline_draw
 
     check_range(num, "num", 1)
     pipe = _opened(model, transformer)
@@ -61,9 +61,9 @@ def sheet(
     """Draw prompts for a viewer who has to name them: numbers in the place of prompts, in another order."""
     quiet_libraries()
     import vargen.assets
+    from recipes.emoji.evaluation import pipeline_draw
     from vargen.cli.subjects import read_prompts
     from vargen.evaluation.sheet import blind_sheet
-    from vargen.training.recall import pipeline_draw
 
     target = expanded(output, "output")
     packaged = Path(vargen.assets.__file__).parent
@@ -76,7 +76,7 @@ def sheet(
 
 
 def _opened(model: str, transformer: Path | None) -> Any:
-    from vargen.training.recall import open_pipeline
+    from recipes.emoji.evaluation import open_pipeline
 
     place = saved(expanded(transformer, "transformer"), "transformer", "transformer") if transformer else None
     return open_pipeline(model, place)

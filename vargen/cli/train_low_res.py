@@ -49,11 +49,11 @@ def low_res(
 ) -> None:
     """Train a small transformer on pictures at a low resolution; print its held-out figures."""
     quiet_libraries()
+    from recipes.emoji.evaluation import caption_recall
     from vargen.models.vq import VQModel
-    from vargen.training.generator import train_generator
+    from vargen.training.config import GeneratorRecipe
     from vargen.training.low_res import at_low_resolution
-    from vargen.training.recall import caption_recall
-    from vargen.training.recipe import GeneratorRecipe
+    from vargen.training.next_token import train_generator
 
     output = expanded(output, "output")
     recipe = recipe_of(config, GeneratorRecipe, steps)

@@ -11,7 +11,7 @@ from vargen.cli.options import Device, check_range
 from vargen.files import expanded
 
 if TYPE_CHECKING:
-    from vargen.training.emoji import EmojiDataset
+    from recipes.emoji.dataset import EmojiDataset
 
 app = typer.Typer(help="Train the small models that vargen ships.", no_args_is_help=True)
 
@@ -41,15 +41,15 @@ def text_encoder_folder(folder: Path | None) -> Path:
 
 
 def recipe_of(config: str, kind: type[R], steps: int | None) -> R:
-    from vargen.training.recipe import load_recipe
+    from vargen.training.config import load_recipe
 
     check_range(steps, "steps", 1)
     return load_recipe(expanded(config, "config"), kind, steps)
 
 
 def open_data(folder: Path | None) -> EmojiDataset:
+    from recipes.emoji.dataset import load_emoji_dataset
     from vargen.files import cache_folder
-    from vargen.training.emoji import load_emoji_dataset
 
     return load_emoji_dataset(expanded(folder, "data") if folder else cache_folder() / "emoji-128")
 

@@ -21,7 +21,7 @@ def package_drafter(
 ) -> None:
     """Write a finished drafter in float16 into the folder of its model, with a card; print its figures."""
     quiet_libraries()
-    from vargen.training.package_drafter import package_drafter as join
+    from recipes.package_drafter import package_drafter as join
 
     print_json(join(expanded(run, "run"), model, note))
 
@@ -35,7 +35,7 @@ def package_low_res(
 ) -> None:
     """Write a finished low-resolution model and its up-sampler in int8 into the folder of their model; print their figures."""
     quiet_libraries()
-    from vargen.training.package_low_res import package_low_res as join
+    from recipes.package_low_res import package_low_res as join
 
     print_json(join(expanded(low_res, "low_res"), expanded(upsampler, "upsampler"), model, note))
 
@@ -51,7 +51,7 @@ def package_scorer(
     """Write a finished scorer in float16, with fixed captions and a card that says what it can tell; print its figures."""
     quiet_libraries()
     import vargen.assets
-    from vargen.training.package_scorer import package_scorer as join
+    from recipes.package_scorer import package_scorer as join
 
     packaged = Path(vargen.assets.__file__).parent
     parts = expanded(model, "model") if model else packaged / "emoji"
@@ -74,8 +74,8 @@ def package_var(
     """Join finished next-scale runs to a model folder in int8, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
+    from recipes.package_var import package_var as join
     from vargen.pipelines import checks
-    from vargen.training.package_var import package_var as join
 
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     checks.check_sampling(given)
@@ -110,8 +110,8 @@ def package(
     """Join finished runs to a model folder in int8 and float16, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
+    from recipes.package import package as join
     from vargen.pipelines import checks
-    from vargen.training.package import package as join
 
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
     checks.check_sampling(given)
@@ -146,10 +146,10 @@ def examples(
     if not (folder / "vqvae" / "config.json").is_file():
         raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
 
+    from recipes.emoji.lookup_examples import choose_examples, kept_tokens
     from vargen.cli.evaluation_options import bar
     from vargen.models.vq import VQModel
     from vargen.pipelines.examples import write_examples
-    from vargen.training.examples import choose_examples, kept_tokens
 
     pictures = open_data(data)
     vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(pick_device(device)).eval()

@@ -26,7 +26,7 @@ from vargen.device import fix_threads
 from vargen.files import expanded
 
 if TYPE_CHECKING:
-    from vargen.training.video_data import VideoDataset
+    from recipes.emoji_video.clips import VideoDataset
 
 _Clips = Annotated[
     Path | None, typer.Option(metavar="DIR", help="Clips. Default: where `vargen train video-data` puts them.")
@@ -34,8 +34,8 @@ _Clips = Annotated[
 
 
 def open_clips(folder: Path | None) -> VideoDataset:
+    from recipes.emoji_video.clips import load_video_dataset
     from vargen.files import cache_folder
-    from vargen.training.video_data import load_video_dataset
 
     return load_video_dataset(expanded(folder, "data") if folder else cache_folder() / "emoji-video-64")
 
@@ -46,8 +46,8 @@ def video_data(
     size: Annotated[int, typer.Option(metavar="N", help="Side of the frames in pixels.")] = 64,
 ) -> None:
     """Build the clips: fetch four pinned packages of animated emoji (0.7 GB), cut 24 frames of each. Resumes."""
+    from recipes.emoji_video.clips import build_video_dataset
     from vargen.files import cache_folder
-    from vargen.training.video_data import build_video_dataset
 
     output = output and expanded(output, "output")
     built = build_video_dataset(output, size=size)
@@ -67,8 +67,8 @@ def video_vae(
 ) -> None:
     """Train the causal autoencoder of a video model; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.video_recipe import VideoVAERecipe
-    from vargen.training.video_vae import train_video_vae
+    from recipes.emoji_video.autoencoder import train_video_vae
+    from recipes.emoji_video.config import VideoVAERecipe
 
     output = expanded(output, "output")
     recipe = recipe_of(config, VideoVAERecipe, steps)
@@ -92,8 +92,8 @@ def video_preview(
 ) -> None:
     """Train a small decoder that shows latents to a scorer; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.video_preview import train_video_preview
-    from vargen.training.video_recipe import PreviewRecipe
+    from recipes.emoji_video.config import PreviewRecipe
+    from recipes.emoji_video.preview import train_video_preview
 
     output = expanded(output, "output")
     recipe = recipe_of(config, PreviewRecipe, steps)
@@ -125,8 +125,8 @@ def _network_command(name: str, summary: str) -> None:
         threads: Threads = None,
     ) -> None:
         quiet_libraries()
-        from vargen.training.video_recipe import VideoRecipe
-        from vargen.training.video_target import train_video
+        from recipes.emoji_video.config import VideoRecipe
+        from recipes.emoji_video.transformer import train_video
 
         output = expanded(output, "output")
         recipe = recipe_of(config, VideoRecipe, steps)
@@ -160,7 +160,7 @@ def package_video(
     """Join finished video runs to a model folder in int8, with a card that says how far training got."""
     quiet_libraries()
     import vargen.assets
-    from vargen.training.package_video import package_video as join
+    from recipes.package_video import package_video as join
 
     packaged = Path(vargen.assets.__file__).parent
     place = expanded(output, "output") if output else packaged / "emoji-video"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
+from vargen.training.config import GeneratorRecipe
 from vargen.training.dataset import CaptionedImages
-from vargen.training.recipe import GeneratorRecipe
 from vargen.training.variants import LookRecipe, VariantStore
 
 _AT_ONCE = 512

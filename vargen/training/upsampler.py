@@ -23,10 +23,10 @@ from vargen.files import whole_files
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
 from vargen.training.blanks import tokens_digest
+from vargen.training.config import Schedule, at_least
 from vargen.training.dataset import CaptionedImages
 from vargen.training.focus import Focus
 from vargen.training.low_res import TokenPairs
-from vargen.training.recipe import Schedule, at_least
 from vargen.training.run import TrainingRun
 from vargen.training.variants import Looks
 

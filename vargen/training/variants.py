@@ -17,7 +17,7 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.training.dataset import CaptionedImages, to_pixels
 from vargen.training.focus import Focus
-from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, recoloured_caption, turned
+from vargen.training.recolor import COLOURS, HUES, colour_of_hue, dominant_hue, recoloured_caption, turned
 
 _SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
 _PART = 64  # pictures that are encoded at once
