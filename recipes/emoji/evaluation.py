@@ -19,7 +19,7 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.scoring.packaged import PackagedScorer
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import GeneratorRecipe
+from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import spread
 from vargen.training.focus import Focus
 from vargen.training.next_token import ImageMetrics
@@ -102,8 +102,8 @@ def pipeline_draw(pipe: Any, **settings: Any) -> Draw:
     return draw
 
 
-def caption_recall(data: EmojiDataset, recipe: GeneratorRecipe, device: torch.device) -> ImageMetrics:
-    """`Recall` of what a generator in training draws, for `train_generator`."""
+def caption_recall(data: EmojiDataset, recipe: NextTokenConfig, device: torch.device) -> ImageMetrics:
+    """`Recall` of what a generator in training draws, for `train_next_token`."""
 
     def prepare(vqvae: VQModel, transformer: LlamaGenTransformer, bank: CaptionBank) -> Metrics:
         recall = Recall(data, recipe.focus, PackagedScorer(device=device))

@@ -28,14 +28,14 @@ from recipes.emoji.scorer_captions import (
     all_captions,
     colours_of,
     full_captions,
-    recoloured_caption,
+    swap_color_words,
     without_style,
 )
 from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
-from vargen.training.config import ScorerRecipe
+from vargen.training.config import ScorerConfig
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 
@@ -59,7 +59,7 @@ class Batch:
 class Batches:
     """Of the training split without its held-out cells, by (seed, step) alone but for copies that the tokenizer made."""
 
-    def __init__(self, data: EmojiDataset, recipe: ScorerRecipe, vqvae: VQModel | None, device: torch.device):
+    def __init__(self, data: EmojiDataset, recipe: ScorerConfig, vqvae: VQModel | None, device: torch.device):
         self.data, self.recipe, self.vqvae, self.device = data, recipe, vqvae, device
         records = data.records
         self.indices = np.array([i for i in data.indices("train") if not is_held_out_cell(records[i])])
@@ -99,7 +99,7 @@ class Batches:
                 order = [0, 1, 2]
                 order[COLOURS.index(one)], order[COLOURS.index(other)] = COLOURS.index(other), COLOURS.index(one)
                 picture, others, number = picture[..., order], [text, *others][: len(others)], -1
-                text = recoloured_caption(text, one, other)
+                text = swap_color_words(text, one, other)
             if self.data.can_flip(i) and draw.random() < 0.5:
                 picture = picture[:, ::-1]
             pictures.append(picture)
@@ -241,7 +241,7 @@ def evaluate_scorer(model: ImageTextModel, data: EmojiDataset, table: CaptionTab
 
 
 def train_scorer(
-    recipe: ScorerRecipe,
+    recipe: ScorerConfig,
     data: EmojiDataset,
     text_encoder_folder: Path,
     tokenizer_folder: Path | None,

@@ -66,7 +66,7 @@ def full_captions(record: Record, style: str | None = None) -> list[str]:
     return plain[:2]
 
 
-def recoloured_caption(text: str, one: str, other: str) -> str:
+def swap_color_words(text: str, one: str, other: str) -> str:
     """`text` with two colour words exchanged, as the picture's channels are."""
     exchange = {one: other, other: one}
     return " ".join(exchange.get(word, word) for word in text.split(" "))
@@ -86,6 +86,6 @@ def all_captions(records: Sequence[Record]) -> set[str]:
         own = [text for style in STYLES for text in full_captions(record, style)]
         found.update(own)
         for one in colours_of(record):
-            found.update(recoloured_caption(text, one, other) for text in own for other in COLOURS if other != one)
+            found.update(swap_color_words(text, one, other) for text in own for other in COLOURS if other != one)
     return found
 

@@ -18,7 +18,7 @@ from recipes.emoji.pixels import plain_colours, reconstruction_loss
 from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.vq import VQModel
-from vargen.training.config import TokenizerRecipe
+from vargen.training.config import TokenizerConfig
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 
@@ -28,7 +28,7 @@ logger = logging.getLogger("vargen")
 class Batches:
     """Pictures of the training split, by (seed, step) alone: the busier of two random crops of a weighted draw."""
 
-    def __init__(self, data: EmojiDataset, recipe: TokenizerRecipe):
+    def __init__(self, data: EmojiDataset, recipe: TokenizerConfig):
         self.images = data.images
         self.indices = data.indices("train")
         weights = np.array([data.records[i]["weight"] for i in self.indices], dtype=np.float64)
@@ -96,7 +96,7 @@ def evaluate_tokenizer(
 
 
 def train_tokenizer(
-    recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device
+    recipe: TokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
 
@@ -136,7 +136,7 @@ class _Trainer:
         recent: latents `[N, E]` of the last steps before there is a codebook, which will be fitted to them.
     """
 
-    def __init__(self, recipe: TokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device):
+    def __init__(self, recipe: TokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         self.model = VQModel(**recipe.model).to(device)

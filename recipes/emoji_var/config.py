@@ -1,4 +1,4 @@
-"""The recipe of next-scale training: frozen data, read from a TOML file by `recipe.load_recipe`."""
+"""The recipe of next-scale training: frozen data, read from a TOML file by `recipe.load_config`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vargen.training.focus import Focus
 
 
 @dataclass(frozen=True)
-class VARRecipe:
+class NextScaleConfig:
     """How to train a `VARTransformer` on captioned pictures. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_var.config import VARRecipe
+from recipes.emoji_var.config import NextScaleConfig
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.weights import weights_digest
@@ -37,7 +37,7 @@ def check_latents(run: Path, vq: MultiScaleVQModel, tokenizer: Path) -> None:
 class LatentStore(VariantStore):
     """Encoder latents of pictures in variants, kept as float16 `[N, variants, C, R, G]`."""
 
-    def __init__(self, folder: Path, images: np.ndarray, vq: MultiScaleVQModel, recipe: VARRecipe, device: torch.device):
+    def __init__(self, folder: Path, images: np.ndarray, vq: MultiScaleVQModel, recipe: NextScaleConfig, device: torch.device):
         self.vq = vq
         side, width = vq.scales[-1], vq.config.codebook_embed_dim
         made_of = encoder_digest(vq)
@@ -63,7 +63,7 @@ class Batch:
 class Batches:
     """Latents and captions of a step, by (seed, step) alone; see `Looks`."""
 
-    def __init__(self, data: EmojiDataset, store: LatentStore, bank: CaptionBank, recipe: VARRecipe):
+    def __init__(self, data: EmojiDataset, store: LatentStore, bank: CaptionBank, recipe: NextScaleConfig):
         self.looks, self.store, self.bank = Looks(data, store, recipe), store, bank
 
     def __call__(self, step: int, count: int, stream: int = 0) -> Batch:

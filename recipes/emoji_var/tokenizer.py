@@ -1,7 +1,7 @@
 """Train a `MultiScaleVQModel` on whole pictures.
 
 VAR's authors have published no training code; this follows their section 3.2 for the sum over scales, and what smaller runs
-taught for the rest (see `MultiScaleTokenizerRecipe`). Whole pictures, because in a crop the scales would mean other sizes of
+taught for the rest (see `MultiScaleTokenizerConfig`). Whole pictures, because in a crop the scales would mean other sizes of
 things.
 
 Plain patches of one colour do not share a code here, as they do for `VQModel`: what a scale adds depends on what the coarser
@@ -25,7 +25,7 @@ from torch import Tensor
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import reconstruction_loss
 from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
-from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerRecipe
+from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
 from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.multi_scale_vq import MultiScaleVQModel
@@ -40,7 +40,7 @@ _RECENT = 16  # batches of latents that the codebook is fitted to
 class Batches:
     """Whole pictures of the training split, by (seed, step) alone: shifted, mirrored, half of them zoomed, on white."""
 
-    def __init__(self, data: EmojiDataset, recipe: MultiScaleTokenizerRecipe):
+    def __init__(self, data: EmojiDataset, recipe: MultiScaleTokenizerConfig):
         self.images = data.images
         self.indices = data.indices("train")
         self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
@@ -139,7 +139,7 @@ def draw_scales(model: MultiScaleVQModel, images: np.ndarray, device: torch.devi
 class _Trainer:
     """The model, and what a step changes: a step is a function of this state and of its number."""
 
-    def __init__(self, recipe: MultiScaleTokenizerRecipe, device: torch.device):
+    def __init__(self, recipe: MultiScaleTokenizerConfig, device: torch.device):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         self.model = MultiScaleVQModel(**{"scale_gains": True, **recipe.model}).to(device)
@@ -229,7 +229,7 @@ class _Trainer:
 
 
 def train_multi_scale_tokenizer(
-    recipe: MultiScaleTokenizerRecipe, data: EmojiDataset, folder: Path, device: torch.device
+    recipe: MultiScaleTokenizerConfig, data: EmojiDataset, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vqvae`.
 

@@ -10,7 +10,7 @@ from vargen.training.focus import Focus
 
 
 @dataclass(frozen=True)
-class MultiScaleTokenizerRecipe:
+class MultiScaleTokenizerConfig:
     """How to train a `MultiScaleVQModel`. `model` holds the keyword arguments of its constructor.
 
     There are three phases: `autoencoder_steps` without quantisation, then all of it, then `decoder_steps` of the decoder alone.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji_var.config import VARRecipe
+from recipes.emoji_var.config import NextScaleConfig
 from recipes.emoji_var.data import Batch, Batches, LatentStore
 from recipes.emoji_var.evaluation import Evaluation
 from recipes.emoji_var.generate import draw_sheet, draw_tokens
@@ -39,7 +39,7 @@ logger = logging.getLogger("vargen")
 _HISTORY_GUIDANCE = 1.5  # of histories that a teacher draws
 
 
-def var_optimizers(model: VARTransformer, recipe: VARRecipe) -> list[torch.optim.Optimizer]:
+def var_optimizers(model: VARTransformer, recipe: NextScaleConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks and caption projections; AdamW for embeddings, modulation, head, norms and biases."""
     inside = ("blocks.", "caption_")
     matrices = {n: p for n, p in model.named_parameters() if n.startswith(inside) and p.dim() == 2 and ".ada_lin." not in n}
@@ -74,7 +74,7 @@ def check_var_fit(model: VARTransformer, vq: MultiScaleVQModel, side: int) -> No
 class Losses:
     """The loss of a step, made from pictures alone or with a teacher."""
 
-    def __init__(self, model: VARTransformer, vq: MultiScaleVQModel, recipe: VARRecipe, teacher: VARTransformer | None):
+    def __init__(self, model: VARTransformer, vq: MultiScaleVQModel, recipe: NextScaleConfig, teacher: VARTransformer | None):
         self.model, self.vq, self.recipe, self.teacher = model, vq, recipe, teacher
         self.correct = Corrector(vq, recipe.code_noise)
         self.dtype = fast_dtype(model.device)
@@ -159,7 +159,7 @@ class Losses:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
 
 
-def _initial_model(recipe: VARRecipe, init_folder: Path | None) -> tuple[VARTransformer, str | None]:
+def _initial_model(recipe: NextScaleConfig, init_folder: Path | None) -> tuple[VARTransformer, str | None]:
     """The model to train, and the digest of the weights that it starts from.
 
     Raises:
@@ -179,8 +179,8 @@ def _initial_model(recipe: VARRecipe, init_folder: Path | None) -> tuple[VARTran
     return model, weights_digest(given)
 
 
-def train_var(
-    recipe: VARRecipe,
+def train_next_scale(
+    recipe: NextScaleConfig,
     data: EmojiDataset,
     tokenizer_folder: Path,
     text_encoder_folder: Path,

@@ -20,7 +20,7 @@ from torch import Tensor
 from recipes.emoji.pixels import reconstruction_loss
 from recipes.emoji_var.tokenizer import place, wavelet_loss
 from recipes.emoji_video.clips import VideoDataset, motion_weights
-from recipes.emoji_video.config import VideoVAERecipe
+from recipes.emoji_video.config import AutoencoderConfig
 from vargen.device import fast_dtype
 from vargen.files import whole_file, whole_files
 from vargen.models.video_vae import CausalVideoVAE
@@ -41,7 +41,7 @@ def to_video(frames: np.ndarray, device: torch.device) -> Tensor:
 class Batches:
     """Windows of training clips, by (seed, step) alone: shifted, mirrored, half of them zoomed, some at double speed."""
 
-    def __init__(self, data: VideoDataset, recipe: VideoVAERecipe):
+    def __init__(self, data: VideoDataset, recipe: AutoencoderConfig):
         self.data, self.recipe = data, recipe
         self.indices = data.indices("train")
         self.cumulative = np.cumsum(motion_weights([data.records[i] for i in self.indices]))
@@ -140,7 +140,7 @@ def fit_standardisation(model: CausalVideoVAE, data: VideoDataset, device: torch
 class _Trainer:
     """The model, and what a step changes: a step is a function of this state and of its number."""
 
-    def __init__(self, recipe: VideoVAERecipe, device: torch.device):
+    def __init__(self, recipe: AutoencoderConfig, device: torch.device):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         self.model = CausalVideoVAE(**recipe.model).to(device)
@@ -190,7 +190,7 @@ class _Trainer:
         return {**{name: value.detach() for name, value in told.items()}, "noise": (log_variance.detach() / 2).exp().mean()}
 
 
-def train_video_vae(recipe: VideoVAERecipe, data: VideoDataset, folder: Path, device: torch.device) -> dict[str, float]:
+def train_autoencoder(recipe: AutoencoderConfig, data: VideoDataset, folder: Path, device: torch.device) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/vae`.
 
     At every evaluation, `folder/strips.png` shows held-out clips beside what the model makes of them.

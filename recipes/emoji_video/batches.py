@@ -17,7 +17,7 @@ from torch import Tensor
 from recipes.emoji.captions import sample_caption
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.clips import VideoDataset, motion_weights, window_positions
-from recipes.emoji_video.config import VideoRecipe
+from recipes.emoji_video.config import VideoConfig
 from vargen.files import whole_file
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_cache import TextCache
@@ -95,7 +95,7 @@ class Batches:
     """
 
     def __init__(
-        self, data: VideoDataset, latents: np.ndarray, recipe: VideoRecipe, block: int, levels: int, device: torch.device
+        self, data: VideoDataset, latents: np.ndarray, recipe: VideoConfig, block: int, levels: int, device: torch.device
     ):
         self.data, self.latents, self.recipe, self.block, self.device = data, latents, recipe, block, device
         self.indices = data.indices("train")

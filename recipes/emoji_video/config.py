@@ -10,7 +10,7 @@ from vargen.training.config import Schedule, at_least
 
 
 @dataclass(frozen=True)
-class VideoVAERecipe:
+class AutoencoderConfig:
     """How to train a `CausalVideoVAE`. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]
@@ -44,7 +44,7 @@ OBJECTIVES = ("flow", "consistency")
 
 
 @dataclass(frozen=True)
-class VideoRecipe:
+class VideoConfig:
     """How to train a `CausalVideoTransformer` on latents. `model` holds the keyword arguments of its constructor.
 
     With the objective "flow" it learns the velocity of data; with "consistency" it learns to come to a teacher's end in few
@@ -91,7 +91,7 @@ class VideoRecipe:
 
 
 @dataclass(frozen=True)
-class PreviewRecipe:
+class PreviewConfig:
     """How to train a `PreviewDecoder` on latents and frames. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]

@@ -12,7 +12,7 @@ from recipes.emoji.captions import captions
 from recipes.emoji_video.autoencoder import to_video, write_strips
 from recipes.emoji_video.batches import NO_CAPTION, text_of
 from recipes.emoji_video.clips import VideoDataset, motion_weights
-from recipes.emoji_video.config import VideoRecipe
+from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
 from recipes.emoji_video.losses import drawing
 from vargen.decoding.video.denoising import TIMESTEPS, noised
@@ -41,7 +41,7 @@ class Evaluation:
         latents: np.ndarray,
         vae: CausalVideoVAE,
         bank: CaptionBank,
-        recipe: VideoRecipe,
+        recipe: VideoConfig,
         device: torch.device,
     ):
         self.data, self.latents, self.vae, self.bank, self.recipe, self.device = data, latents, vae, bank, recipe, device

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
-from recipes.emoji_video.config import VideoRecipe
+from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
 from vargen.decoding.video.denoising import TIMESTEPS, clean_from, noised, warp, warped_levels
 from vargen.device import fast_dtype
@@ -24,12 +24,12 @@ Told = tuple[Tensor, dict[str, Tensor]]  # a loss, and figures for the log
 _HUBER = 0.1  # errors of latents below it count squared, above it as they are
 
 
-def euler_levels(recipe: VideoRecipe) -> list[float]:
+def euler_levels(recipe: VideoConfig) -> list[float]:
     """Noise levels of a flow's steps, from 1 down, without 0."""
     return [warp(1 - i / recipe.euler_steps, recipe.shift) for i in range(recipe.euler_steps)]
 
 
-def drawing(recipe: VideoRecipe) -> dict[str, object]:
+def drawing(recipe: VideoConfig) -> dict[str, object]:
     """How a model of this recipe is drawn with: `levels`, `euler` and `guidance` of `draw_latents`."""
     if recipe.objective == "flow":
         return {"levels": euler_levels(recipe), "euler": True, "guidance": recipe.guidance}
@@ -49,7 +49,7 @@ class Losses:
         model: CausalVideoTransformer,
         average: CausalVideoTransformer,
         bank: CaptionBank,
-        recipe: VideoRecipe,
+        recipe: VideoConfig,
         teacher: CausalVideoTransformer | None,
     ):
         self.model, self.average, self.bank, self.recipe, self.teacher = model, average, bank, recipe, teacher

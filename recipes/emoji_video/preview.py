@@ -14,7 +14,7 @@ from recipes.emoji.pixels import reconstruction_loss
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import clip_latents, encoder_digest
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.config import PreviewRecipe
+from recipes.emoji_video.config import PreviewConfig
 from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.video_preview import PreviewDecoder
@@ -37,7 +37,7 @@ def preview_psnr(model: PreviewDecoder, latents: np.ndarray, frames: np.ndarray,
 
 
 def train_video_preview(
-    recipe: PreviewRecipe, data: VideoDataset, vae_folder: Path, folder: Path, device: torch.device
+    recipe: PreviewConfig, data: VideoDataset, vae_folder: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the model lands in `folder/preview`.
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from recipes.emoji_video.batches import Batches, clip_latents, encoder_digest
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.config import VideoRecipe
+from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.losses import Losses, drawing
 from vargen.files import whole_file, whole_files
@@ -35,7 +35,7 @@ logger = logging.getLogger("vargen")
 SAMPLING = "sampling.json"  # how the model of a run is drawn with
 
 
-def optimizers(model: CausalVideoTransformer, recipe: VideoRecipe) -> list[torch.optim.Optimizer]:
+def optimizers(model: CausalVideoTransformer, recipe: VideoConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks; AdamW for embeddings, timesteps, modulation, head, norms and biases."""
     betas = (0.9, recipe.adamw_beta2)
     matrices = {n: p for n, p in model.named_parameters() if n.startswith("blocks.") and p.dim() == 2}
@@ -79,7 +79,7 @@ class _Networks:
 
     def __init__(
         self,
-        recipe: VideoRecipe,
+        recipe: VideoConfig,
         data: VideoDataset,
         vae_folder: Path,
         device: torch.device,
@@ -127,7 +127,7 @@ class _Networks:
 
 
 def train_video(
-    recipe: VideoRecipe,
+    recipe: VideoConfig,
     data: VideoDataset,
     vae_folder: Path,
     text_encoder_folder: Path,

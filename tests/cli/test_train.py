@@ -84,7 +84,7 @@ def test_generator_gets_its_recipe_and_folders(
         seen.update(recipe=recipe, data=data, tokenizer=tokenizer, encoder=encoder, folder=folder, device=device)
         return {"held_out_loss": 1.5}
 
-    monkeypatch.setattr(generator, "train_generator", train)
+    monkeypatch.setattr(generator, "train_next_token", train)
     Path("codes/vqvae").mkdir(parents=True)
     Path("codes/vqvae/config.json").write_text("{}")
     words = ("--tokenizer", "codes", "--data", pictures, "--output", "run", "--steps", 7, "--device", "cpu")

@@ -28,7 +28,7 @@ from vargen.training import next_token_losses as generator_losses
 from vargen.training import token_cache as generator_data
 from vargen.training import variants
 from vargen.training.blanks import BlankAware
-from vargen.training.config import Schedule, TokenizerRecipe
+from vargen.training.config import Schedule, TokenizerConfig
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 
@@ -40,7 +40,7 @@ class Killed(BaseException):
     pass
 
 
-def tokenizer_recipe(**changes) -> TokenizerRecipe:
+def tokenizer_recipe(**changes) -> TokenizerConfig:
     model = {
         "codebook_size": 32, "ch": 32, "encoder_ch_mult": [1, 1], "decoder_ch_mult": [1, 1],
         "num_res_blocks": 1, "z_channels": 32,
@@ -49,23 +49,23 @@ def tokenizer_recipe(**changes) -> TokenizerRecipe:
         "schedule": Schedule(steps=14, learning_rate=2e-3, warmup_steps=2), "batch_size": 4, "crop": 8,
         "autoencoder_steps": 4, "revive_every": 3, "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
-    return TokenizerRecipe(model=model, **{**base, **changes})
+    return TokenizerConfig(model=model, **{**base, **changes})
 
 
 def train_tokenizer(folder, recipe=None):
     return tokenizer.train_tokenizer(recipe or tokenizer_recipe(), data(), folder, CPU)
 
 
-def train_generator(folder, recipe=None, init=None):
+def train_next_token(folder, recipe=None, init=None):
     vq = folder.parent / "vq"
     if not vq.exists():
         tiny_vq().save_pretrained(vq)
-    return generator.train_generator(recipe or generator_recipe(), data(), vq, ENCODER, folder, CPU, init)
+    return generator.train_next_token(recipe or generator_recipe(), data(), vq, ENCODER, folder, CPU, init)
 
 
 TRAINERS = {
     "tokenizer": (train_tokenizer, tokenizer, VQModel, "vqvae"),
-    "generator": (train_generator, generator, LlamaGenTransformer, "transformer"),
+    "generator": (train_next_token, generator, LlamaGenTransformer, "transformer"),
 }
 RECIPES = {"tokenizer": tokenizer_recipe, "generator": generator_recipe}
 
@@ -95,7 +95,7 @@ def test_a_run_that_diverged_says_so(tmp_path, monkeypatch):
     nothing = {"held_out_loss": float("nan"), "entropy": float("nan")}
     monkeypatch.setattr(generator.Evaluation, "held_out", lambda *args, **kwargs: nothing)
     with pytest.raises(ValueError, match="diverged"):
-        train_generator(tmp_path / "run")
+        train_next_token(tmp_path / "run")
     assert not (tmp_path / "run" / "transformer").exists()
 
 
@@ -134,7 +134,7 @@ def test_training_lowers_the_losses(tmp_path):
     losses = [r["reconstruction"] for r in TrainingRun(tmp_path / "tokenizer", {}, 0).records() if "reconstruction" in r]
     assert losses[-1] < 0.7 * losses[0]
     recipe = generator_recipe(schedule=Schedule(steps=40, learning_rate=5e-3, warmup_steps=2), dropout=0.0)
-    figures = train_generator(tmp_path / "generator", recipe)
+    figures = train_next_token(tmp_path / "generator", recipe)
     assert figures["held_out_loss"] < 0.8 * np.log(64) and 0 <= figures["entropy"] < np.log(64)
 
 
@@ -173,7 +173,7 @@ def test_pictures_tokenizer_and_model_must_fit(tmp_path, side, codes, message):
     vq = {"ch": 32, "encoder_ch_mult": (1, 1), "decoder_ch_mult": (1, 1), "num_res_blocks": 1, "z_channels": 32}
     VQModel(codebook_size=codes, **vq).save_pretrained(tmp_path / "vqvae")
     with pytest.raises(ValueError, match=message):
-        generator.train_generator(
+        generator.train_next_token(
             generator_recipe(), data(size=side), tmp_path / "vqvae", ENCODER, tmp_path / "run", CPU
         )
     assert not (tmp_path / "run").exists()
@@ -474,30 +474,30 @@ def test_mirror_images_are_variants_of_their_own(tmp_path):
 
 
 def test_a_run_belongs_to_its_tokenizer(tmp_path):
-    train_generator(tmp_path / "run")
+    train_next_token(tmp_path / "run")
     other = VQModel.from_pretrained(tmp_path / "vq")
     with torch.no_grad():
         other.quantize.embedding.weight.neg_()
     other.save_pretrained(tmp_path / "vq")
     with pytest.raises(ValueError, match="holds a run of another recipe"):
-        train_generator(tmp_path / "run")
+        train_next_token(tmp_path / "run")
 
 
 def test_a_run_starts_from_given_weights(tmp_path):
     """They are what the first step sees, the shared weights included; a model of another shape is refused."""
-    train_generator(tmp_path / "first")
+    train_next_token(tmp_path / "first")
     given = tmp_path / "first" / "transformer"
     still = generator_recipe(schedule=Schedule(steps=3, learning_rate=0.0, warmup_steps=0), adamw_learning_rate=0.0)
-    train_generator(tmp_path / "still", still, given)
+    train_next_token(tmp_path / "still", still, given)
     first, second = (LlamaGenTransformer.from_pretrained(tmp_path / run / "transformer") for run in ("first", "still"))
     second = second.state_dict()
     assert all(torch.allclose(value, second[name], atol=1e-6) for name, value in first.state_dict().items())
     wider = dataclasses.replace(still, model={**still.model, "n_layer": 1})
     with pytest.raises(ValueError, match=r"holds a model of \{'n_layer': 2\}, and the recipe asks for \{'n_layer': 1\}"):
-        train_generator(tmp_path / "other", wider, given)
+        train_next_token(tmp_path / "other", wider, given)
     assert not (tmp_path / "other").exists()
     with pytest.raises(ValueError, match="holds a run of another recipe"):
-        train_generator(tmp_path / "still", still)
+        train_next_token(tmp_path / "still", still)
 
 
 def test_a_low_resolution_is_a_start_for_the_full_one(tmp_path):
@@ -524,6 +524,6 @@ def test_the_last_weights_are_averaged(tmp_path, monkeypatch):
     for steps, last in ((10, 3), (14, 4)):
         seen.clear()
         recipe = generator_recipe(averaged=0.3, schedule=Schedule(steps, 3e-3, 2), evaluate_every=99)
-        train_generator(tmp_path / "run", recipe)
+        train_next_token(tmp_path / "run", recipe)
         saved = LlamaGenTransformer.from_pretrained(tmp_path / "run" / "transformer").state_dict()
         assert len(seen) == last and torch.allclose(saved["output.weight"], torch.stack(seen).mean(0), atol=1e-6)

@@ -17,9 +17,9 @@ from vargen.models.medusa import MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training import generated_images as drafter_data
 from vargen.training import heads as drafter
-from vargen.training.config import Schedule, load_recipe
-from vargen.training.generated_images import Drawn, subjects_of
-from vargen.training.heads_config import DrafterRecipe
+from vargen.training.config import Schedule, load_config
+from vargen.training.generated_images import GeneratedImages, select_prompt_source
+from vargen.training.heads_config import HeadConfig
 from vargen.training.run import TrainingRun
 
 NETWORKS = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
@@ -29,18 +29,18 @@ class Killed(BaseException):
     pass
 
 
-def recipe(kind: str, **changes) -> DrafterRecipe:
+def recipe(kind: str, **changes) -> HeadConfig:
     model = {"n_head": 2, "multiple_of": 32, "above": True} if kind == "eagle" else {"heads": 3, "blocks": 1}
     base = {
         "schedule": Schedule(steps=8, learning_rate=3e-3, warmup_steps=2), "pictures": 24, "held_out": 8, "draw_batch": 8,
         "batch_size": 4, "sampling": {"guidance_scale": 2.0, "top_k": 20}, "evaluate_every": 4, "checkpoint_every": 3,
     }  # fmt: skip
-    return DrafterRecipe(model=model, **{**base, **changes})
+    return HeadConfig(model=model, **{**base, **changes})
 
 
 def train(kind: str, folder: Path, pipe: LlamaGenPipeline | None = None, **changes) -> dict[str, float]:
     pipe = pipe or class_pipeline()
-    return drafter.train_drafter(kind, recipe(kind, **changes), pipe, subjects_of(pipe, 24, None), folder)
+    return drafter.train_head(kind, recipe(kind, **changes), pipe, select_prompt_source(pipe, 24, None), folder)
 
 
 def weights(folder: Path, kind: str) -> dict[str, torch.Tensor]:
@@ -90,9 +90,9 @@ def test_a_killed_run_ends_with_the_weights_of_an_unbroken_one(kind: str, death:
 
 def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> None:
     pipe = class_pipeline()
-    whole = Drawn(tmp_path / "whole", pipe, subjects_of(pipe, 24, None), recipe("eagle"))
+    whole = GeneratedImages(tmp_path / "whole", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
     whole.draw()
-    drawn, draw = [], Drawn._draw
+    drawn, draw = [], GeneratedImages._draw
 
     def mortal(store, numbers):
         if len(drawn) == 2:
@@ -101,9 +101,9 @@ def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> Non
         drawn.append(numbers)
         draw(store, numbers)
 
-    monkeypatch.setattr(Drawn, "_draw", mortal)
+    monkeypatch.setattr(GeneratedImages, "_draw", mortal)
     for _ in range(2):
-        store = Drawn(tmp_path / "killed", pipe, subjects_of(pipe, 24, None), recipe("eagle"))
+        store = GeneratedImages(tmp_path / "killed", pipe, select_prompt_source(pipe, 24, None), recipe("eagle"))
         try:
             store.draw()
         except Killed:
@@ -113,7 +113,7 @@ def test_drawing_goes_on_where_it_was_killed(tmp_path: Path, monkeypatch) -> Non
 
 def test_pictures_are_those_of_the_target_at_its_guidance_and_sampling(tmp_path: Path) -> None:
     pipe = class_pipeline()
-    store = Drawn(tmp_path, pipe, subjects_of(pipe, 24, None), recipe("eagle", hot_share=0.5))
+    store = GeneratedImages(tmp_path, pipe, select_prompt_source(pipe, 24, None), recipe("eagle", hot_share=0.5))
     store.draw()
     assert [store.hot(number) for number in (0, 7, 8, 15, 16)] == [False, False, True, True, False]
     condition, model = store.condition([8, 9]), pipe.token_model(2.0)
@@ -126,9 +126,9 @@ def test_pictures_of_another_target_or_sampling_are_refused(tmp_path: Path) -> N
     other = class_pipeline(n_layer=1)
     shared = tmp_path / "run" / "drawn"
     for pipe, changes in ((other, {}), (class_pipeline(), {"sampling": {"guidance_scale": 3.0}})):
-        arguments = recipe("medusa", **changes), pipe, subjects_of(pipe, 24, None), tmp_path / "new", shared
+        arguments = recipe("medusa", **changes), pipe, select_prompt_source(pipe, 24, None), tmp_path / "new", shared
         with pytest.raises(ValueError, match=r"holds pictures of .* and these are to be of"):
-            drafter.train_drafter("medusa", *arguments)
+            drafter.train_head("medusa", *arguments)
     with pytest.raises(ValueError, match="holds a run of another recipe"):
         train("eagle", tmp_path / "run", other)
 
@@ -137,7 +137,7 @@ def test_kinds_share_their_pictures(tmp_path: Path, monkeypatch) -> None:
     train("eagle", tmp_path / "run")
     monkeypatch.setattr(drafter_data, "decode", None)
     pipe = class_pipeline()
-    store = Drawn(tmp_path / "run" / "drawn", pipe, subjects_of(pipe, 24, None), recipe("medusa"))
+    store = GeneratedImages(tmp_path / "run" / "drawn", pipe, select_prompt_source(pipe, 24, None), recipe("medusa"))
     store.draw()
     assert store.tokens.any()
 
@@ -147,7 +147,7 @@ def test_subjects_of_models_of_text(tmp_path: Path) -> None:
     pipe = text_pipeline()
     lines = tmp_path / "prompts.txt"
     lines.write_text("\n".join(f"a thing of {number} parts" for number in range(20)))
-    prompts = subjects_of(pipe, 8, None, prompts=lines)
+    prompts = select_prompt_source(pipe, 8, None, prompts=lines)
     assert not set(prompts.texts[True]) & set(prompts.texts[False])
     train = prompts([0, 1], held_out=False)
 
@@ -156,16 +156,16 @@ def test_subjects_of_models_of_text(tmp_path: Path) -> None:
     np.savez(file, embeds=rows.caption_embeds.detach().numpy(), mask=rows.caption_mask.numpy())
     bare = LlamaGenPipeline(vqvae=pipe.vqvae, transformer=pipe.transformer)
     with pytest.raises(ValueError, match="no text encoder: give features"):
-        subjects_of(bare, 8, None, prompts=lines)
+        select_prompt_source(bare, 8, None, prompts=lines)
     with pytest.raises(ValueError, match="not both"):
-        subjects_of(pipe, 8, None, prompts=lines, features=file)
-    features = subjects_of(bare, 8, None, features=file)
+        select_prompt_source(pipe, 8, None, prompts=lines, features=file)
+    features = select_prompt_source(bare, 8, None, features=file)
     assert torch.equal(features([0, 1], held_out=False).caption_embeds, train.caption_embeds)
     assert torch.equal(features([0], held_out=True).caption_embeds, rows.caption_embeds[11:])
-    drafter.train_drafter("eagle", recipe("eagle", schedule=Schedule(steps=2)), bare, features, tmp_path / "run")
+    drafter.train_head("eagle", recipe("eagle", schedule=Schedule(steps=2)), bare, features, tmp_path / "run")
     assert weights(tmp_path / "run", "eagle")
     with pytest.raises(ValueError, match="leave prompts and features out"):
-        subjects_of(class_pipeline(), 8, None, features=file)
+        select_prompt_source(class_pipeline(), 8, None, features=file)
 
 
 def test_without_guidance_one_half_is_trained(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_settings_that_a_drafter_lacks_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", NETWORKS)
 def test_packaged_recipes_fit_the_packaged_model_in_four_mebibytes(kind: str) -> None:
-    given = load_recipe(kind, DrafterRecipe)
+    given = load_config(kind, HeadConfig)
     target = json.loads((packaged_model_path("emoji") / "transformer" / "config.json").read_text())
     network = drafter.new_drafter(kind, target, given.model)
     assert 2 * sum(value.numel() for value in network.state_dict().values()) < 4 * 2**20

@@ -56,10 +56,10 @@ def tokenizer(
     """Train the image tokenizer; print its held-out figures."""
     quiet_libraries()
     from recipes.emoji.tokenizer import train_tokenizer
-    from vargen.training.config import TokenizerRecipe
+    from vargen.training.config import TokenizerConfig
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, TokenizerRecipe, steps)
+    recipe = recipe_of(config, TokenizerConfig, steps)
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
     print_json({"model": str(output / "vqvae"), **train_tokenizer(recipe, pictures, output, place)})
@@ -77,10 +77,10 @@ def var_tokenizer(
     """Train the multi-scale image tokenizer of a next-scale model; print its held-out figures."""
     quiet_libraries()
     from recipes.emoji_var.tokenizer import train_multi_scale_tokenizer
-    from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerRecipe
+    from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, MultiScaleTokenizerRecipe, steps)
+    recipe = recipe_of(config, MultiScaleTokenizerConfig, steps)
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
     print_json({"model": str(output / "vqvae"), **train_multi_scale_tokenizer(recipe, pictures, output, place)})
@@ -103,17 +103,17 @@ def generator(
     """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
     quiet_libraries()
     from recipes.emoji.evaluation import caption_recall
-    from vargen.training.config import GeneratorRecipe
-    from vargen.training.next_token import train_generator
+    from vargen.training.config import NextTokenConfig
+    from vargen.training.next_token import train_next_token
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
-    recipe = recipe_of(config, GeneratorRecipe, steps)
+    recipe = recipe_of(config, NextTokenConfig, steps)
     encoder = text_encoder_folder(text_encoder)
     codes = saved(tokenizer, "vqvae", "tokenizer")
     start = saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_generator(recipe, pictures, codes, encoder, output, place, start, caption_recall(pictures, recipe, place))
+    figures = train_next_token(recipe, pictures, codes, encoder, output, place, start, caption_recall(pictures, recipe, place))
     print_json({"model": str(output / "transformer"), **figures})
 
 
@@ -136,18 +136,18 @@ def var(
 ) -> None:
     """Train the next-scale transformer on a multi-scale tokenizer's codes; print its held-out figures."""
     quiet_libraries()
-    from recipes.emoji_var.config import VARRecipe
-    from recipes.emoji_var.transformer import train_var
+    from recipes.emoji_var.config import NextScaleConfig
+    from recipes.emoji_var.transformer import train_next_scale
 
     output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
-    recipe = recipe_of(config, VARRecipe, steps)
+    recipe = recipe_of(config, NextScaleConfig, steps)
     encoder = text_encoder_folder(text_encoder)
     codes = saved(tokenizer, "vqvae", "tokenizer")
     guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
     start = saved(expanded(init, "init"), "transformer", "init") if init else None
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
-    figures = train_var(recipe, pictures, codes, encoder, output, place, guide, start)
+    figures = train_next_scale(recipe, pictures, codes, encoder, output, place, guide, start)
     print_json({"model": str(output / "transformer"), **figures})
 
 
@@ -165,10 +165,10 @@ def scorer(
     quiet_libraries()
     import vargen.assets
     from recipes.emoji.scorer import train_scorer
-    from vargen.training.config import ScorerRecipe
+    from vargen.training.config import ScorerConfig
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, ScorerRecipe, steps)
+    recipe = recipe_of(config, ScorerConfig, steps)
     parts = expanded(model, "model") if model else Path(vargen.assets.__file__).parent / "emoji"
     for part in (parts / "text_encoder", parts / "tokenizer", parts / "vqvae"):
         if not part.is_dir():
@@ -212,12 +212,12 @@ def drafter(
     import torch
 
     from vargen.pipelines.registry import describe, open_pipeline
-    from vargen.training.generated_images import subjects_of
-    from vargen.training.heads import train_drafter
-    from vargen.training.heads_config import DrafterRecipe
+    from vargen.training.generated_images import select_prompt_source
+    from vargen.training.heads import train_head
+    from vargen.training.heads_config import HeadConfig
 
     output = expanded(output, "output") if output else Path("runs") / kind.value
-    recipe = recipe_of(config or kind.value, DrafterRecipe, steps)
+    recipe = recipe_of(config or kind.value, HeadConfig, steps)
     check_range(pictures, "pictures", 2)
     if pictures is not None:
         recipe = replace(recipe, pictures=pictures, held_out=min(recipe.held_out, max(1, pictures // 10)))
@@ -227,6 +227,6 @@ def drafter(
     pipe = open_pipeline(model, torch_dtype=torch.float32).to(pick_device(device))
     given = {"prompts": prompts, "features": features}
     files = {name: path and expanded(path, name) for name, path in given.items()}
-    subjects = subjects_of(pipe, recipe.pictures, lambda: open_data(data), **files)
+    subjects = select_prompt_source(pipe, recipe.pictures, lambda: open_data(data), **files)
     place = drawn and expanded(drawn, "drawn")
-    print_json({"drafter": str(output / "drafter"), **train_drafter(kind.value, recipe, pipe, subjects, output, place)})
+    print_json({"drafter": str(output / "drafter"), **train_head(kind.value, recipe, pipe, subjects, output, place)})

@@ -51,17 +51,17 @@ def low_res(
     quiet_libraries()
     from recipes.emoji.evaluation import caption_recall
     from vargen.models.vq import VQModel
-    from vargen.training.config import GeneratorRecipe
-    from vargen.training.low_res import at_low_resolution
-    from vargen.training.next_token import train_generator
+    from vargen.training.config import NextTokenConfig
+    from vargen.training.low_res import downscale_dataset
+    from vargen.training.next_token import train_next_token
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, GeneratorRecipe, steps)
+    recipe = recipe_of(config, NextTokenConfig, steps)
     encoder, codes = text_encoder_folder(text_encoder), _tokenizer(tokenizer)
     pictures, place = open_data(data), pick_device(device)
     fix_threads(threads)
-    small = at_low_resolution(pictures, recipe, VQModel.from_pretrained(codes).downsampling)
-    figures = train_generator(recipe, small, codes, encoder, output, place, None, caption_recall(small, recipe, place))
+    small = downscale_dataset(pictures, recipe, VQModel.from_pretrained(codes).downsampling)
+    figures = train_next_token(recipe, small, codes, encoder, output, place, None, caption_recall(small, recipe, place))
     print_json({"model": str(output / "transformer"), **figures})
 
 
@@ -77,10 +77,10 @@ def upsampler(
 ) -> None:
     """Train what makes tokens of a picture likely that is known at a low resolution; print its held-out figures."""
     quiet_libraries()
-    from vargen.training.upsampler import UpsamplerRecipe, train_upsampler
+    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, UpsamplerRecipe, steps)
+    recipe = recipe_of(config, UpsamplerConfig, steps)
     codes, pictures, place = _tokenizer(tokenizer), open_data(data), pick_device(device)
     fix_threads(threads)
     print_json({"model": str(output / "upsampler"), **train_upsampler(recipe, pictures, codes, output, place)})

@@ -41,10 +41,10 @@ def text_encoder_folder(folder: Path | None) -> Path:
 
 
 def recipe_of(config: str, kind: type[R], steps: int | None) -> R:
-    from vargen.training.config import load_recipe
+    from vargen.training.config import load_config
 
     check_range(steps, "steps", 1)
-    return load_recipe(expanded(config, "config"), kind, steps)
+    return load_config(expanded(config, "config"), kind, steps)
 
 
 def open_data(folder: Path | None) -> EmojiDataset:

@@ -67,14 +67,14 @@ def video_vae(
 ) -> None:
     """Train the causal autoencoder of a video model; print its held-out figures."""
     quiet_libraries()
-    from recipes.emoji_video.autoencoder import train_video_vae
-    from recipes.emoji_video.config import VideoVAERecipe
+    from recipes.emoji_video.autoencoder import train_autoencoder
+    from recipes.emoji_video.config import AutoencoderConfig
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, VideoVAERecipe, steps)
+    recipe = recipe_of(config, AutoencoderConfig, steps)
     clips, place = open_clips(data), pick_device(device)
     fix_threads(threads)
-    print_json({"model": str(output / "vae"), **train_video_vae(recipe, clips, output, place)})
+    print_json({"model": str(output / "vae"), **train_autoencoder(recipe, clips, output, place)})
 
 
 _Autoencoder = Annotated[Path, typer.Option(metavar="DIR", help="A run of video-vae, or a saved autoencoder.")]
@@ -92,11 +92,11 @@ def video_preview(
 ) -> None:
     """Train a small decoder that shows latents to a scorer; print its held-out figures."""
     quiet_libraries()
-    from recipes.emoji_video.config import PreviewRecipe
+    from recipes.emoji_video.config import PreviewConfig
     from recipes.emoji_video.preview import train_video_preview
 
     output = expanded(output, "output")
-    recipe = recipe_of(config, PreviewRecipe, steps)
+    recipe = recipe_of(config, PreviewConfig, steps)
     codes = saved(expanded(vae, "vae"), "vae", "vae")
     clips, place = open_clips(data), pick_device(device)
     fix_threads(threads)
@@ -125,11 +125,11 @@ def _network_command(name: str, summary: str) -> None:
         threads: Threads = None,
     ) -> None:
         quiet_libraries()
-        from recipes.emoji_video.config import VideoRecipe
+        from recipes.emoji_video.config import VideoConfig
         from recipes.emoji_video.transformer import train_video
 
         output = expanded(output, "output")
-        recipe = recipe_of(config, VideoRecipe, steps)
+        recipe = recipe_of(config, VideoConfig, steps)
         encoder, codes = text_encoder_folder(text_encoder), saved(expanded(vae, "vae"), "vae", "vae")
         guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
         start = saved(expanded(init, "init"), "transformer", "init") if init else None

@@ -43,7 +43,7 @@ class Schedule:
 
 
 @dataclass(frozen=True)
-class TokenizerRecipe:
+class TokenizerConfig:
     """How to train a `VQModel`. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]
@@ -73,7 +73,7 @@ class TokenizerRecipe:
 
 
 @dataclass(frozen=True)
-class GeneratorRecipe:
+class NextTokenConfig:
     """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]
@@ -115,7 +115,7 @@ class GeneratorRecipe:
 
 
 @dataclass(frozen=True)
-class ScorerRecipe:
+class ScorerConfig:
     """How to train an `ImageTextModel` on pictures and captions. `model` holds the keyword arguments of its constructor."""
 
     model: dict[str, Any]
@@ -170,7 +170,7 @@ def _warmed_up(recipe: R) -> R:
     return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
 
 
-def load_recipe(source: str | Path, kind: type[R], steps: int | None = None) -> R:
+def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> R:
     """Read a recipe from a TOML file, or a packaged one by name (`emoji-tokenizer`, `emoji-generator`, ...).
 
     Args:

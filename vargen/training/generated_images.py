@@ -25,12 +25,12 @@ from vargen.models.weights import read_arrays, weights_digest
 from vargen.pipelines import checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.dataset import CaptionedImages
-from vargen.training.heads_config import DrafterRecipe
+from vargen.training.heads_config import HeadConfig
 
 logger = logging.getLogger("vargen")
 
 
-class Subjects(Protocol):
+class PromptSource(Protocol):
     """What pictures are drawn of: a function of the picture's number, and of whether it is held out."""
 
     name: str
@@ -96,13 +96,13 @@ class CaptionFile:
         return self.pipe.condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
 
 
-def subjects_of(
+def select_prompt_source(
     pipe: LlamaGenPipeline,
     count: int,
     data: Callable[[], CaptionedImages] | None,
     prompts: Path | None = None,
     features: Path | None = None,
-) -> Subjects:
+) -> PromptSource:
     """What to draw of: classes for a model of classes; else caption features, or prompts, or captions of the data set.
 
     Args:
@@ -128,7 +128,7 @@ def subjects_of(
     return Prompts.of_data(pipe, data(), count)
 
 
-class Drawn:
+class GeneratedImages:
     """Pictures of a target, drawn batch by batch as they are first needed, each batch a file of its own.
 
     A run that is killed goes on behind the last whole file.
@@ -140,7 +140,7 @@ class Drawn:
         ValueError: for a folder that holds pictures of another target, sampling or subjects.
     """
 
-    def __init__(self, folder: Path, pipe: LlamaGenPipeline, subjects: Subjects, recipe: DrafterRecipe):
+    def __init__(self, folder: Path, pipe: LlamaGenPipeline, subjects: PromptSource, recipe: HeadConfig):
         self.folder, self.pipe, self.subjects, self.recipe = folder, pipe, subjects, recipe
         self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **recipe.sampling})
         self.sampling.check_vocabulary(pipe.vocab)

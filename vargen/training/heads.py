@@ -31,8 +31,8 @@ from vargen.models.medusa import MedusaDrafter
 from vargen.models.weights import weights_digest
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
-from vargen.training.generated_images import Drawn, Subjects
-from vargen.training.heads_config import DrafterRecipe
+from vargen.training.generated_images import GeneratedImages, PromptSource
+from vargen.training.heads_config import HeadConfig
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")
@@ -62,11 +62,11 @@ def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
         raise ValueError(f"model has a setting that {KINDS[kind].__name__} lacks: {error}") from error
 
 
-def train_drafter(
+def train_head(
     kind: str,
-    recipe: DrafterRecipe,
+    recipe: HeadConfig,
     pipe: LlamaGenPipeline,
-    subjects: Subjects,
+    subjects: PromptSource,
     folder: Path,
     drawn_folder: Path | None = None,
 ) -> dict[str, float]:
@@ -107,7 +107,7 @@ class _Trainer:
     """A drafter, its frozen target, and all that training changes."""
 
     def __init__(
-        self, kind: str, recipe: DrafterRecipe, pipe: LlamaGenPipeline, subjects: Subjects, folder: Path, drawn_folder: Path
+        self, kind: str, recipe: HeadConfig, pipe: LlamaGenPipeline, subjects: PromptSource, folder: Path, drawn_folder: Path
     ):
         torch.manual_seed(recipe.seed)
         self.kind, self.recipe, self.pipe, self.folder = kind, recipe, pipe, folder
@@ -115,7 +115,7 @@ class _Trainer:
         self.device = self.target.device
         self.fast = fast_dtype(self.device) == torch.bfloat16
         self.drafter = new_drafter(kind, self.target.config, recipe.model).to(self.device)
-        self.drawn = Drawn(drawn_folder, pipe, subjects, recipe)
+        self.drawn = GeneratedImages(drawn_folder, pipe, subjects, recipe)
         identity = {"kind": kind, "model": recipe.model, "seed": recipe.seed, "target": weights_digest(self.target)}
         self.run = TrainingRun(folder, identity, recipe.schedule.steps)
         rate, decay = recipe.schedule.learning_rate, recipe.weight_decay
@@ -225,7 +225,7 @@ class _Trainer:
 
     @torch.no_grad()
     def evaluate(self, most: int | None = None) -> dict[str, float]:
-        """Overlaps of p and q on held-out pictures, q filtered as drafts are; see `train_drafter`."""
+        """Overlaps of p and q on held-out pictures, q filtered as drafts are; see `train_head`."""
         self.drafter.eval()
         held = list(range(self.drawn.training, self.recipe.pictures))[:most]
         common = int(np.bincount(self.drawn.tokens[held].ravel()).argmax())

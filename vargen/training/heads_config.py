@@ -10,7 +10,7 @@ from vargen.training.config import Schedule, at_least
 
 
 @dataclass(frozen=True)
-class DrafterRecipe:
+class HeadConfig:
     """How to train an `EagleDrafter` or a `MedusaDrafter`. `model`: what its constructor takes beside the target's sizes."""
 
     model: dict[str, Any] = field(default_factory=dict)

@@ -13,19 +13,19 @@ from torch import Tensor
 
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
-from vargen.training.config import GeneratorRecipe
+from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import CaptionedImages
-from vargen.training.variants import LookRecipe, VariantStore
+from vargen.training.variants import AugmentationConfig, VariantStore
 
 _AT_ONCE = 512
 
 
-def shrunk(pixels_BCYX: Tensor, factor: int) -> Tensor:
+def downscale(pixels_BCYX: Tensor, factor: int) -> Tensor:
     """Every pixel the mean of `factor` x `factor`."""
     return F.avg_pool2d(pixels_BCYX, factor)
 
 
-def at_low_resolution(data: CaptionedImages, recipe: GeneratorRecipe, downsampling: int) -> CaptionedImages:
+def downscale_dataset(data: CaptionedImages, recipe: NextTokenConfig, downsampling: int) -> CaptionedImages:
     """The pictures as small as the recipe's grid asks for, by a tokenizer that makes one token of `downsampling` pixels.
 
     Raises:
@@ -39,7 +39,7 @@ def at_low_resolution(data: CaptionedImages, recipe: GeneratorRecipe, downsampli
     small = np.empty((len(data.images), wanted, wanted, 3), np.uint8)
     for start in range(0, len(small), _AT_ONCE):
         part = torch.from_numpy(np.asarray(data.images[start : start + _AT_ONCE])).movedim(-1, 1).float()
-        small[start : start + _AT_ONCE] = shrunk(part, side // wanted).round().to(torch.uint8).movedim(1, -1).numpy()
+        small[start : start + _AT_ONCE] = downscale(part, side // wanted).round().to(torch.uint8).movedim(1, -1).numpy()
     return replace(data, images=small)
 
 
@@ -49,7 +49,7 @@ class TokenPairs(VariantStore):
     fast = False
 
     def __init__(
-        self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int
+        self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: AugmentationConfig, device: torch.device, factor: int
     ):
         self.vqvae, self.factor = vqvae.eval(), factor
         self.tokens_of = BlankAware(vqvae)
@@ -60,7 +60,7 @@ class TokenPairs(VariantStore):
         super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
+        levels = ((downscale(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
         parts = self.tokens_of(levels), self.tokens_of(pixels_BCYX)
         return torch.cat(parts, dim=1).cpu().numpy() + 1
 

@@ -24,7 +24,7 @@ from vargen.models.weights import weights_digest
 from vargen.pipelines.loading import check_component
 from vargen.training.blanks import tokens_digest
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import GeneratorRecipe
+from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import CaptionedImages, spread
 from vargen.training.head_loss import head_loss
 from vargen.training.next_token_evaluation import Evaluation
@@ -41,7 +41,7 @@ _AVERAGE_EVERY = 5  # steps
 ImageMetrics = Callable[[VQModel, LlamaGenTransformer, CaptionBank], Callable[[int | None], dict[str, float]]]
 
 
-def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRecipe) -> list[torch.optim.Optimizer]:
+def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: NextTokenConfig) -> list[torch.optim.Optimizer]:
     """Muon for the matrices of blocks and caption projection, AdamW for embeddings, head and norms; or AdamW for all."""
     inside = ("layers.", "cls_embedding.cap_proj.")
     blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
@@ -54,8 +54,8 @@ def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: GeneratorRe
     return [Muon(blocks, lr=recipe.schedule.learning_rate, weight_decay=recipe.weight_decay), adamw]
 
 
-def train_generator(
-    recipe: GeneratorRecipe,
+def train_next_token(
+    recipe: NextTokenConfig,
     data: CaptionedImages,
     tokenizer_folder: Path,
     text_encoder_folder: Path,
@@ -94,7 +94,7 @@ def train_generator(
     return figures
 
 
-def opened(recipe: GeneratorRecipe, init_folder: Path | None) -> tuple[LlamaGenTransformer, str | None]:
+def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenTransformer, str | None]:
     """The model to train, and what names the weights that it starts from.
 
     Raises:
@@ -135,7 +135,7 @@ class _Trainer:
 
     def __init__(
         self,
-        recipe: GeneratorRecipe,
+        recipe: NextTokenConfig,
         data: CaptionedImages,
         tokenizer_folder: Path,
         text_encoder_folder: Path,

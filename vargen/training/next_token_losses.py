@@ -20,8 +20,8 @@ def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Ten
 def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: Tensor | None = None) -> Tensor:
     """Input tokens of which some are those of other pictures of the batch, at the same places.
 
-    Drawn pictures hold errors that real ones lack. A model that has seen none goes on with whatever picture begins so; one that
-    has leans less on the tokens so far, and more on the caption.
+    Generated images hold errors that real ones lack. A model that has seen none goes on with whatever picture begins so; one
+    that has leans less on the tokens so far, and more on the caption.
 
     Args:
         most: the share of scattered ones is uniform from 0 to this for each picture.

@@ -13,7 +13,7 @@ _DOMINANT = 0.75  # share of that which must be near one hue
 _NEAR = 22.0  # degrees
 
 
-def colour_of_hue(degrees: float) -> str:
+def color_of_hue(degrees: float) -> str:
     """The colour word of a hue."""
     return next((name for name, upper in _UPPER.items() if degrees < upper), "red")
 
@@ -62,7 +62,7 @@ def _hsv(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return (hue * 60) % 360, np.where(value > 0, spread / np.where(value > 0, value, 1), 0), value
 
 
-def recoloured_caption(text: str, own: str, new: str) -> str | None:
+def recolor_caption(text: str, own: str, new: str) -> str | None:
     """`text` of a thing of colour `own` that has now the colour `new`; None where it names other colours, too.
 
     `own` and `new` may be equal: then the caption only says it.

@@ -15,7 +15,7 @@ from vargen.models.vq import VQModel
 from vargen.pipelines.captions import align_left_padded
 from vargen.training.blanks import BlankAware, codes_digest, tokens_digest
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import GeneratorRecipe
+from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import CaptionedImages
 from vargen.training.variants import Looks, VariantStore
 
@@ -47,7 +47,7 @@ class TokenStore(VariantStore):
 
     fast = False
 
-    def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: GeneratorRecipe, device: torch.device):
+    def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: NextTokenConfig, device: torch.device):
         self.vqvae = vqvae.eval()
         self.tokens_of = BlankAware(vqvae)
         count = (images.shape[1] // vqvae.downsampling) ** 2
@@ -72,7 +72,7 @@ def left_padded(condition: Condition) -> Condition:
 class Batches:
     """Of a step: tokens `[B, N]`, the condition of captions, and which of these are dropped `[B]`; by (seed, step) alone."""
 
-    def __init__(self, data: CaptionedImages, store: TokenStore, bank: CaptionBank, recipe: GeneratorRecipe):
+    def __init__(self, data: CaptionedImages, store: TokenStore, bank: CaptionBank, recipe: NextTokenConfig):
         self.looks, self.store, self.bank, self.count = Looks(data, store, recipe), store, bank, recipe.batch_size
 
     def __call__(self, step: int) -> tuple[Tensor, Condition, Tensor]:

@@ -34,7 +34,7 @@ logger = logging.getLogger("vargen")
 
 
 @dataclass(frozen=True)
-class UpsamplerRecipe:
+class UpsamplerConfig:
     """How to train a `TokenUpsampler`. `model`: what its constructor takes beside vocabulary and grids."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class UpsamplerRecipe:
 
 
 def train_upsampler(
-    recipe: UpsamplerRecipe, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
+    recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the weights land in `folder/upsampler`.
 
@@ -102,7 +102,7 @@ class _Trainer:
     """An up-sampler and all that its training changes."""
 
     def __init__(
-        self, recipe: UpsamplerRecipe, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
+        self, recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
     ):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device

@@ -17,13 +17,13 @@ from torch import Tensor
 from vargen.device import fast_dtype
 from vargen.training.dataset import CaptionedImages, to_pixels
 from vargen.training.focus import Focus
-from vargen.training.recolor import COLOURS, HUES, colour_of_hue, dominant_hue, recoloured_caption, turned
+from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
 
 _SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
 _PART = 64  # pictures that are encoded at once
 
 
-class LookRecipe(Protocol):
+class AugmentationConfig(Protocol):
     """What a recipe says about the pictures that are seen."""
 
     @property
@@ -70,7 +70,7 @@ class VariantStore:
     fast: ClassVar[bool] = True
 
     def __init__(
-        self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: LookRecipe, device: torch.device,
+        self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: AugmentationConfig, device: torch.device,
         shape: tuple[int, ...], dtype: type[np.generic],
     ):  # fmt: skip
         self.images, self.device = images, device
@@ -138,7 +138,7 @@ class VariantStore:
 class Looks:
     """What training sees, by (seed, step) alone."""
 
-    def __init__(self, data: CaptionedImages, store: VariantStore, recipe: LookRecipe):
+    def __init__(self, data: CaptionedImages, store: VariantStore, recipe: AugmentationConfig):
         self.data, self.store, self.recipe = data, store, recipe
         self.indices = data.training_indices()
         self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
@@ -169,9 +169,9 @@ class Looks:
         hue = self.store.hue(i)
         if hue is None:
             return text, variant
-        own = colour_of_hue(hue)
+        own = color_of_hue(hue)
         if chance >= self.recipe.recoloured:
-            return recoloured_caption(text, own, own) or text, variant
+            return recolor_caption(text, own, own) or text, variant
         new = words.choice([colour for colour in COLOURS if colour != own])
-        changed = recoloured_caption(text, own, new)
+        changed = recolor_caption(text, own, new)
         return (changed, len(self.store.offsets) + COLOURS.index(new)) if changed else (text, variant)

@@ -16,11 +16,11 @@ import vargen.assets
 from recipes.emoji import scorer
 from recipes.emoji.captions import STYLES, can_flip
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell, split_of
-from recipes.emoji.scorer_captions import CaptionTable, colours_of, full_captions, recoloured_caption, without_style
+from recipes.emoji.scorer_captions import CaptionTable, colours_of, full_captions, swap_color_words, without_style
 from recipes.package_scorer import package_scorer
 from vargen.models.image_text import ImageTextModel
 from vargen.scoring.packaged import PackagedScorer
-from vargen.training.config import Schedule, ScorerRecipe
+from vargen.training.config import Schedule, ScorerConfig
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -46,16 +46,16 @@ def data(size: int = 32) -> EmojiDataset:
     return EmojiDataset(np.stack(images), records)
 
 
-def recipe(**changes: Any) -> ScorerRecipe:
+def recipe(**changes: Any) -> ScorerConfig:
     base: dict[str, Any] = {
         "schedule": Schedule(steps=12, learning_rate=3e-3, warmup_steps=2), "batch_size": 8, "sizes": [16, 32],
         "tokenized_per_step": 1, "evaluate_every": 6, "checkpoint_every": 5,
     }  # fmt: skip
     model = {"widths": [16, 32], "blocks": [1, 1], "image_size": 32}
-    return ScorerRecipe(model=model, **{**base, **changes})
+    return ScorerConfig(model=model, **{**base, **changes})
 
 
-def train(folder: Path, changed: ScorerRecipe | None = None, vq: Path | None = None) -> dict[str, float]:
+def train(folder: Path, changed: ScorerConfig | None = None, vq: Path | None = None) -> dict[str, float]:
     return scorer.train_scorer(changed or recipe(), data(), ENCODER, vq, folder, CPU)
 
 
@@ -129,8 +129,8 @@ def test_held_out_cells_are_a_fixed_small_share_of_training_pairs() -> None:
 
 
 def test_a_changed_colour_changes_picture_and_caption_together() -> None:
-    assert recoloured_caption("a red apple, flat style", "red", "blue") == "a blue apple, flat style"
-    assert recoloured_caption("a reddish fox", "red", "blue") == "a reddish fox"
+    assert swap_color_words("a red apple, flat style", "red", "blue") == "a blue apple, flat style"
+    assert swap_color_words("a reddish fox", "red", "blue") == "a reddish fox"
     assert colours_of({"label": "Green salad", "group": "food & drink"}) == ["green"]
     assert colours_of({"label": "woman: red hair", "group": "people & body"}) == []
     pictures = data()

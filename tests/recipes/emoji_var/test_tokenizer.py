@@ -10,7 +10,7 @@ import torch
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var import tokenizer as trainer
 from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
-from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerRecipe
+from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.training.config import Schedule
 from vargen.training.focus import Focus
@@ -39,12 +39,12 @@ def data(count: int = 24, size: int = 16) -> EmojiDataset:
     return EmojiDataset(images, records)
 
 
-def recipe(**changes) -> MultiScaleTokenizerRecipe:
+def recipe(**changes) -> MultiScaleTokenizerConfig:
     base = {
         "schedule": Schedule(steps=16, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "shift": 2, "autoencoder_steps": 4,
         "decoder_steps": 4, "revive_every": 3, "evaluate_every": 8, "checkpoint_every": 5,
     }  # fmt: skip
-    return MultiScaleTokenizerRecipe(model=SHAPE, **{**base, **changes})
+    return MultiScaleTokenizerConfig(model=SHAPE, **{**base, **changes})
 
 
 def train(folder, changed=None):

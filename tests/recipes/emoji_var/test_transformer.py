@@ -16,7 +16,7 @@ import vargen.assets
 from recipes.emoji.captions import can_recolor
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell
 from recipes.emoji_var import transformer as var
-from recipes.emoji_var.config import VARRecipe
+from recipes.emoji_var.config import NextScaleConfig
 from recipes.emoji_var.data import Batches, LatentStore
 from recipes.emoji_var.generate import draw_tokens
 from recipes.emoji_var.losses import distillation, scale_weights
@@ -25,10 +25,10 @@ from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import Schedule, load_recipe
+from vargen.training.config import Schedule, load_config
 from vargen.training.focus import Focus
 from vargen.training.head_loss import head_loss
-from vargen.training.recolor import COLOURS, HUES, colour_of_hue, dominant_hue, recoloured_caption, turned
+from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -63,7 +63,7 @@ def data(count: int = 40, size: int = 16) -> EmojiDataset:
     return EmojiDataset(images, records)
 
 
-def recipe(**changes) -> VARRecipe:
+def recipe(**changes) -> NextScaleConfig:
     model = {
         "scales": list(SCALES), "depth": 2, "dim": 32, "n_head": 2, "vocab_size": 32, "code_dim": 6, "caption_rows": 12,
         "shared_aln": True,
@@ -73,7 +73,7 @@ def recipe(**changes) -> VARRecipe:
         "early_scales": 2, "shift_pixels": 2, "shift_variants": 2, "caption_rows": 12, "evaluate_every": 6,
         "checkpoint_every": 5,
     }  # fmt: skip
-    return VARRecipe(**{"model": model, **base, **changes})
+    return NextScaleConfig(**{"model": model, **base, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def tokenizer(tmp_path_factory):
 
 
 def train(folder, tokenizer, changed=None, teacher=None):
-    return var.train_var(changed or recipe(), data(), tokenizer, ENCODER, folder, CPU, teacher)
+    return var.train_next_scale(changed or recipe(), data(), tokenizer, ENCODER, folder, CPU, teacher)
 
 
 # -- runs --------------------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ def test_a_run_does_not_go_on_with_another_tokenizer(tmp_path, tokenizer):
 def test_what_does_not_fit_is_named_before_training(tmp_path, tokenizer, model, size, message):
     changed = recipe(model={**recipe().model, **model})
     with pytest.raises(ValueError, match=message):
-        var.train_var(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU)
+        var.train_next_scale(changed, data(size=size), tokenizer, ENCODER, tmp_path / "run", CPU)
     assert not (tmp_path / "run").exists()
 
 
@@ -175,7 +175,7 @@ def test_networks_that_are_not_what_their_configs_say_are_refused(tmp_path, toke
 
 @pytest.mark.parametrize("name", ["emoji-var", "emoji-var-small"])
 def test_packaged_recipes_make_models_of_the_size_they_should_have(name):
-    loaded = load_recipe(name, VARRecipe)
+    loaded = load_config(name, NextScaleConfig)
     with torch.device("meta"):
         model = VARTransformer(**{"condition": "text", **loaded.model})
     least, most = {"emoji-var": (8e6, 14e6), "emoji-var-small": (2e6, 4e6)}[name]
@@ -286,7 +286,7 @@ def test_latents_are_kept_and_variants_are_what_they_say(tmp_path):
     again.vq = None  # nothing is left to encode
     assert torch.equal(again([5, 7, 5], [0, 1, 0]), first)
     blue = store.picture(1, len(store.offsets) + COLOURS.index("blue"))
-    assert colour_of_hue(dominant_hue(blue)) == "blue" and colour_of_hue(dominant_hue(store.picture(1, 0))) == "red"
+    assert color_of_hue(dominant_hue(blue)) == "blue" and color_of_hue(dominant_hue(store.picture(1, 0))) == "red"
 
 
 def test_a_batch_depends_on_its_step_alone(tmp_path):
@@ -313,7 +313,7 @@ def test_a_turned_picture_has_the_colour_that_is_asked_for(name):
     picture[8:24, 8:24] = (230, 40, 40)
     picture[10:12, 10:12] = 128
     changed = turned(picture, HUES[name] - dominant_hue(picture))
-    assert colour_of_hue(dominant_hue(changed)) == name
+    assert color_of_hue(dominant_hue(changed)) == name
     assert (changed[10:12, 10:12] == 128).all() and (changed[0] == 255).all()
     assert np.abs(turned(picture, 360.0).astype(int) - picture).max() <= 1
 
@@ -341,7 +341,7 @@ def test_pictures_of_many_colours_or_none_have_no_dominant_one():
     ],
 )
 def test_captions_say_the_new_colour(text, new, expected):
-    assert recoloured_caption(text, "red", new) == expected
+    assert recolor_caption(text, "red", new) == expected
 
 
 # -- drawing -------------------------------------------------------------------------------------------------------

@@ -8,9 +8,9 @@ import torch
 
 from recipes.emoji_video import autoencoder as trainer
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.config import VideoVAERecipe
+from recipes.emoji_video.config import AutoencoderConfig
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.config import Schedule, load_recipe
+from vargen.training.config import Schedule, load_config
 
 CPU = torch.device("cpu")
 SHAPE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
@@ -35,16 +35,16 @@ def data(count: int = 12, frames: int = 8, size: int = 16) -> VideoDataset:
     return VideoDataset(clips, records)
 
 
-def recipe(**changes) -> VideoVAERecipe:
+def recipe(**changes) -> AutoencoderConfig:
     base = {
         "schedule": Schedule(steps=10, learning_rate=3e-3, warmup_steps=2), "batch_size": 4, "frames": 3, "shift": 1,
         "evaluate_every": 4, "checkpoint_every": 3,
     }  # fmt: skip
-    return VideoVAERecipe(model=SHAPE, **{**base, **changes})
+    return AutoencoderConfig(model=SHAPE, **{**base, **changes})
 
 
 def train(folder, changed=None):
-    return trainer.train_video_vae(changed or recipe(), data(), folder, CPU)
+    return trainer.train_autoencoder(changed or recipe(), data(), folder, CPU)
 
 
 @pytest.mark.parametrize("killed_at", [2, 7])
@@ -126,5 +126,5 @@ def test_recipes_that_cannot_be_are_refused(change, message):
 
 
 def test_the_packaged_recipe_is_of_the_data_sets_frames():
-    packaged = load_recipe("emoji-video-vae", VideoVAERecipe)
+    packaged = load_config("emoji-video-vae", AutoencoderConfig)
     assert CausalVideoVAE(**packaged.model).latent_side == 8

@@ -10,14 +10,14 @@ import torch
 from recipes.emoji_video import transformer as trainer
 from recipes.emoji_video.batches import NO_CAPTION, Batches, check_latents, clip_latents, motion_levels
 from recipes.emoji_video.clips import VideoDataset
-from recipes.emoji_video.config import PreviewRecipe, VideoRecipe
+from recipes.emoji_video.config import PreviewConfig, VideoConfig
 from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.generate import block_noise, draw_latents
 from recipes.emoji_video.losses import Losses, drawing, euler_levels
 from recipes.emoji_video.preview import train_video_preview
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.config import Schedule, load_recipe
+from vargen.training.config import Schedule, load_config
 
 CPU = torch.device("cpu")
 VAE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
@@ -50,12 +50,12 @@ def data(count: int = 10, frames: int = 6, size: int = 16) -> VideoDataset:
     return VideoDataset(clips, records)
 
 
-def recipe(**changes) -> VideoRecipe:
+def recipe(**changes) -> VideoConfig:
     base = {
         "schedule": Schedule(steps=6, learning_rate=3e-3, warmup_steps=1), "batch_size": 3, "caption_rows": 6, "euler_steps": 4,
         "independent": 0.5, "rollout": 0.5, "evaluate_every": 4, "checkpoint_every": 2, "levels": [1000, 500],
     }  # fmt: skip
-    return VideoRecipe(**{"model": SHAPE, **base, **changes})
+    return VideoConfig(**{"model": SHAPE, **base, **changes})
 
 
 class Bank:
@@ -284,7 +284,7 @@ def test_a_frozen_video_is_told_from_one_that_moves(vae, flow, monkeypatch):
 
 
 def test_a_preview_is_trained_and_resumed(tmp_path, vae):
-    made = PreviewRecipe(
+    made = PreviewConfig(
         model={"latent_channels": 4, "widths": [8, 8], "stride": 8}, batch_size=8, evaluate_every=20, checkpoint_every=10,
         schedule=Schedule(steps=30, learning_rate=1e-2, warmup_steps=1),
     )  # fmt: skip
@@ -329,7 +329,7 @@ def test_recipes_that_cannot_be_are_refused(change, message):
     [("target", 5e6, 8e6), ("target-steps", 5e6, 8e6), ("drafter", 1e6, 2e6), ("drafter-steps", 1e6, 2e6)],
 )
 def test_packaged_recipes_are_of_the_promised_sizes(name, least, most):
-    packaged = load_recipe(f"emoji-video-{name}", VideoRecipe)
+    packaged = load_config(f"emoji-video-{name}", VideoConfig)
     with torch.device("meta"):
         model = CausalVideoTransformer(**packaged.model)
     assert least <= sum(p.numel() for p in model.parameters()) <= most
