@@ -1,4 +1,4 @@
-"""From two training runs to a packaged model: a pipeline folder in int8, with a model card that says how far training got."""
+"""From finished runs to a packaged model: a folder of compact weights, with a model card that reports how far training got."""
 
 from __future__ import annotations
 
@@ -8,27 +8,67 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from recipes.emoji.evaluation import COUNTS, DEFAULTS
-from vargen.files import whole_file, whole_files, whole_folder
+import torch
+
+from recipes.emoji.captions import STYLES
+from recipes.emoji.dataset import EmojiDataset
+from recipes.emoji.evaluation import DEFAULTS
+from recipes.emoji.scorer_evaluation import fixed_captions, measure_packaged
+from recipes.emoji_var.data import check_latents
+from recipes.emoji_video.batches import check_latents as check_video_latents
+from recipes.emoji_video.transformer import SAMPLING
+from recipes.model_cards import emoji_card, head_card, low_res_card, scorer_card, var_card, video_card
+from recipes.packaging import (
+    add_component,
+    check_size,
+    final_metrics,
+    fingerprint,
+    finished,
+    folder_bytes,
+    read_metrics,
+    read_recall,
+    store_as,
+    strip_local_paths,
+    text_parts,
+    write_model,
+)
+from vargen.files import whole_files
+from vargen.model_files import write_index
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.compact import WEIGHT_FORMATS, CompactModel
+from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.upsampler import TokenUpsampler
+from vargen.models.var import VARTransformer
+from vargen.models.video_preview import PreviewDecoder
+from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
+from vargen.models.weights import weights_digest
+from vargen.pipelines.component_files import check_component
+from vargen.pipelines.drafter_files import checked_drafter
+from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.loading import checked_folder
+from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import PromptNames
-from vargen.training.run import TrainingRun
+from vargen.pipelines.var import VARPipeline
+from vargen.scoring.packaged import FILE as CAPTIONS
+from vargen.training.blanks import tokens_digest
 from vargen.training.token_cache import check_tokens
 
-_RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
-_PARTS = {"tokenizer": "vqvae", "upsampler": "upsampler"}
-_STYLES = ("3d", "flat")  # those that the recipes see most: the others come out worse, and are not offered
+MiB = 2**20
+MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}
+VAR_DEFAULTS = {"guidance_scale": 3.0, "temperature": 0.8, "top_p": 1.0}
+_EMOJI_STYLES = ("3d", "flat")  # those that the recipes see most: the others come out worse, and are not offered
 
 
-def package(
+def package_emoji(
     tokenizer_run: Path,
     generator_run: Path,
-    text_encoder_folder: Path,
+    lender: Path,
     output: Path,
-    defaults: dict[str, Any] | None = None,
+    defaults: Mapping[str, Any] | None = None,
     note: str = "",
     drafter_run: Path | None = None,
     recall: Path | None = None,
@@ -37,198 +77,230 @@ def package(
 
     Args:
         tokenizer_run: holds `vqvae/` and `log.jsonl`; or a packaged model, whose tokenizer it is.
-        generator_run: holds `transformer/` and `log.jsonl`.
-        text_encoder_folder: holds `text_encoder/` and `tokenizer/`, and may hold `prompt_names.json`, which
-            `recipes.emoji.names.write_emoji_names` makes; may be `output` itself.
+        generator_run: holds `transformer/` and `log.jsonl`. drafter_run: likewise, of a smaller model on the same tokens.
+        lender: holds `text_encoder/` and `tokenizer/`, which are copied, and maybe `prompt_names.json`; may be `output` itself.
         defaults: sampling defaults of the model. note: how it was trained, for the card.
-        drafter_run: a generator's run of a smaller model on the same tokens, packaged as `draft_transformer`.
-        recall: what `vargen train recall` printed of the generator, in place of the few drawings that its run logged.
+        recall: what `python -m recipes recall` printed of the generator, in place of what its run logged.
 
     Raises:
-        ValueError: if a generator's run was trained on the tokens of another tokenizer, or `recall` holds no such figures.
+        ValueError: if a generator's run was trained on the tokens of another tokenizer, or `recall` holds no such metrics.
         FileNotFoundError: if a run is not finished. FileExistsError: if `output` is there and no model folder.
     """
-    from transformers import AutoTokenizer
-
-    runs = {"tokenizer": tokenizer_run, "generator": generator_run, **({"drafter": drafter_run} if drafter_run else {})}
-    check_finished(runs)
-    told = {} if recall is None else recall_figures(recall)
+    runs = finished({"tokenizer": tokenizer_run, "generator": generator_run, "drafter": drafter_run}, tokenizer="vqvae")
+    measured = {} if recall is None else read_recall(recall)
     vqvae = VQModel.from_pretrained(tokenizer_run / "vqvae")
-    for part, run in runs.items():
-        if part != "tokenizer":
-            check_tokens(run, vqvae, tokenizer_run)
+    for part in runs.keys() - {"tokenizer"}:
+        check_tokens(runs[part], vqvae, tokenizer_run)
     transformer = LlamaGenTransformer.from_pretrained(generator_run / "transformer")
     drafter = LlamaGenTransformer.from_pretrained(drafter_run / "transformer") if drafter_run else None
-    settings = dict(DEFAULTS)
-    if settings["top_k"] > transformer.config.vocab_size:  # as in a converted model: a call would be refused
-        del settings["top_k"]
-    settings |= defaults or {}
+    sampling = {key: value for key, value in DEFAULTS.items() if key != "top_k" or value <= transformer.config.vocab_size}
     pipeline = LlamaGenPipeline(
         vqvae=vqvae,
         transformer=transformer,
-        text_encoder=MiniLMTextEncoder.from_pretrained(text_encoder_folder / "text_encoder"),
-        tokenizer=AutoTokenizer.from_pretrained(text_encoder_folder / "tokenizer"),
+        **text_parts(lender),
         draft_transformer=drafter,
-        defaults=settings,
-        prompt_styles=list(_STYLES),
-        prompt_names=PromptNames.read(text_encoder_folder),
+        defaults={**sampling, **(defaults or {})},
+        prompt_styles=list(_EMOJI_STYLES),
+        prompt_names=PromptNames.read(lender),
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
-    for network in (transformer, drafter):
-        if network is not None:
-            network.register_to_config(weight_format="int8")
-    with whole_folder(output, inputs=[], overwrite=True) as staged:
+    store_as("int8", transformer, drafter)
+    metrics = {part: read_metrics(run, part) for part, run in runs.items()}
+    metrics["generator"] |= measured
+
+    def save(staged: Path) -> None:
         pipeline.save_pretrained(staged)
-        for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer anew, a little larger
+        for name in ("text_encoder", "tokenizer"):  # as they were: saving writes the tokenizer again, a little larger
             shutil.rmtree(staged / name)
-            shutil.copytree(text_encoder_folder / name, staged / name)
-        without_traces(staged)
-        figures = {part: figures_of(run, part) for part, run in runs.items()}
-        figures["generator"] |= told
-        card = model_card(vqvae, transformer, drafter, figures, pipeline.default_sampling, note)
-        (staged / "README.md").write_text(card)
-        (staged / "training.json").write_text(json.dumps(figures, indent=1) + "\n")
-    return output
+            shutil.copytree(lender / name, staged / name)
+
+    return write_model(output, save, metrics, lambda size: emoji_card(pipeline, metrics, note))
 
 
-def recall_figures(file: Path) -> dict[str, float]:
-    """`top1_seen`, `top5_styles` and so on of what `vargen train recall` printed; ValueError where they are missing."""
-    found = json.loads(file.read_text("utf-8"))
-    given = found if isinstance(found, dict) else {}
-    figures = {key: float(given[key]) for key in _RECALL if isinstance(given.get(key), int | float) and 0 <= given[key] <= 1}
-    if len(figures) < len(_RECALL):
-        raise ValueError(f"recall: {file} is not what `vargen train recall` prints: shares from 0 to 1 as {', '.join(_RECALL)}")
-    return figures
-
-
-def check_finished(runs: Mapping[str, Path]) -> None:
-    """Raise FileNotFoundError for a run without the network that its end writes: a `transformer`, but for those of `_PARTS`."""
-    for part, run in runs.items():
-        finished = run / _PARTS.get(part, "transformer")
-        if not finished.is_dir():
-            raise FileNotFoundError(f"{finished} is missing: finish the training run first")
-
-
-def add_part(folder: Path, name: str, network: Any, card: str) -> None:
-    """Write a network and its card into a model's folder, of which it is the component `name` from then on."""
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    with whole_files(folder / name) as staged:
-        network.save_pretrained(staged)
-        without_traces(staged)
-        (staged / "README.md").write_text(card, "utf-8")
-    index[name] = [type(network).__module__, type(network).__name__]
-    with whole_file(folder / "model_index.json") as temporary:
-        temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
-
-
-def without_traces(folder: Path) -> None:
-    """Take out what saving leaves of a machine in networks under `folder`: where they were trained, and who may read them."""
-    for config in folder.rglob("config.json"):
-        values = json.loads(config.read_text("utf-8"))
-        if values.pop("_name_or_path", None) is not None:
-            config.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", "utf-8")
-    for file in folder.rglob("*.safetensors"):
-        file.chmod(0o644)  # diffusers leaves them readable to their owner alone
-
-
-def figures_of(run: Path, part: str | None = None) -> dict[str, float]:
-    """The last logged value of everything in a run, with its steps and seconds; of a packaged model, what it says of a part."""
-    packaged = run / "training.json"
-    if part is not None and packaged.is_file():
-        return dict(json.loads(packaged.read_text("utf-8"))[part])
-    figures: dict[str, float] = {}
-    for record in TrainingRun(run, {}, 0).records():
-        figures.update(record)
-    return figures
-
-
-def model_card(
-    vqvae: VQModel,
-    transformer: LlamaGenTransformer,
-    drafter: LlamaGenTransformer | None,
-    figures: dict[str, dict[str, float]],
-    sampling: dict[str, Any],
+def package_var(
+    tokenizer_run: Path,
+    model_run: Path,
+    output: Path,
+    lender: Path,
+    small_run: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
     note: str = "",
-) -> str:
-    """A model card in the hub's form; every number comes from the runs' logs."""
-    tokenizer, generator = figures["tokenizer"], figures["generator"]
-    config, N, millions = transformer.config, transformer.tokens, sum(p.numel() for p in transformer.parameters()) / 1e6
-    draft_part, draft_row = "", ""
-    if drafter is not None:
-        draft_millions, draft = sum(p.numel() for p in drafter.parameters()) / 1e6, figures["drafter"]
-        draft_part = (
-            f"| `draft_transformer` | `LlamaGenTransformer`, {drafter.config.n_layer} layers of width {drafter.config.dim}, "
-            f"for speculative decoding | {draft_millions:.1f} M |\n"
-        )
-        draft_row = (
-            f"| drafter | {draft['step']:.0f} | {draft['seconds'] / 3600:.2f} | loss {draft['final_held_out_loss']:.3f}, "
-            f"entropy {draft['final_entropy']:.3f} nats per token |\n"
-        )
-    plain = f", {tokenizer['plain_perplexity']:.1f} of them for a plain colour" if "plain_perplexity" in tokenizer else ""
-    vq_millions = sum(p.numel() for p in vqvae.parameters()) / 1e6
-    defaults = ", ".join(f"{key} {value}" for key, value in sampling.items())
-    return f"""---
-license: apache-2.0
-library_name: vargen
-pipeline_tag: text-to-image
----
-# emoji: text to 128 x 128 pictures
+) -> Path:
+    """Write the pipeline folder `output`; see `package_emoji`.
 
-A small LlamaGen that draws emoji-like pictures from English prompts, packaged with vargen. Data and licences: `DATA_CARD.md`
-beside this folder.
-
-| part | what | parameters |
-|---|---|---|
-| `vqvae` | `VQModel`, downsampling {vqvae.downsampling}, {vqvae.config.codebook_size} unit-norm codes of width \
-{vqvae.config.codebook_embed_dim} | {vq_millions:.1f} M |
-| `transformer` | `LlamaGenTransformer`, {config.n_layer} layers of width {config.dim}, {N} tokens | {millions:.1f} M |
-{draft_part}| `text_encoder` | all-MiniLM-L6-v2 (Apache-2.0), int8 weights, {config.cls_token_num} caption rows | 22.6 M |
-
-Weights are stored as int8 with a scale for each 32, those of `vqvae` in float16.
-Default sampling: {defaults}.
-
-## How far training got
-
-| | steps | hours | held-out figures |
-|---|---|---|---|
-| tokenizer | {tokenizer["step"]:.0f} | {tokenizer["seconds"] / 3600:.2f} | PSNR {tokenizer["psnr"]:.2f} dB, \
-{tokenizer["codebook_use"]:.1%} of the codes in use{plain} |
-| generator | {generator["step"]:.0f} | {generator["seconds"] / 3600:.2f} | loss {generator["final_held_out_loss"]:.3f}, \
-entropy {generator["final_entropy"]:.3f} nats per token |
-{draft_row}
-Held out are 86 of 1,959 concepts, with all their styles; the generator's weights are the average of its last ones.
-{_recall(generator)}{_verdict(tokenizer)}{" " + note if note else ""}
-
-## Train it further
-
-```
-vargen train data
-vargen train tokenizer --config emoji-tokenizer-gpu     # or, on two CPU cores, emoji-tokenizer, then -plain, then -decoder
-vargen train generator --config emoji-generator-gpu --tokenizer runs/tokenizer     # or emoji-generator
-vargen train generator --config emoji-drafter --tokenizer runs/tokenizer --output runs/drafter
-vargen train package --drafter runs/drafter
-vargen generate --prompt-file assets/sheet.txt --seed 0 -o pictures/ --sheet assets/emoji/contact_sheet.png     # look at it
-```
-
-Limits: emoji subjects on white only; no lettering; text in any language but English is noise to it. Styles twemoji and noto
-were seen a fifth as often as 3d and flat, and come out worse. People and skin tones are drawn as the emoji sets draw them.
-"""
+    Args:
+        model_run, small_run: hold `transformer/` and `log.jsonl`; the small one becomes `draft_transformer`.
+        lender: folder of the packaged model whose text encoder it was trained with; it is shared, not copied.
+    """
+    runs = finished({"tokenizer": tokenizer_run, "model": model_run, "small": small_run}, tokenizer="vqvae")
+    vqvae = MultiScaleVQModel.from_pretrained(tokenizer_run / "vqvae")
+    for part in runs.keys() - {"tokenizer"}:
+        check_latents(runs[part], vqvae, tokenizer_run)
+    transformer = VARTransformer.from_pretrained(model_run / "transformer")
+    small = VARTransformer.from_pretrained(small_run / "transformer") if small_run else None
+    store_as("int8", vqvae, transformer, small)
+    pipeline = VARPipeline(
+        vqvae=vqvae,
+        transformer=transformer,
+        **text_parts(lender),
+        draft_transformer=small,
+        defaults={**VAR_DEFAULTS, **(defaults or {})},
+        prompt_styles=list(STYLES),
+    )
+    metrics = {part: read_metrics(run) for part, run in runs.items()}
+    return write_model(output, pipeline.save_pretrained, metrics, lambda size: var_card(pipeline, metrics, note), lender)
 
 
-def _recall(generator: dict[str, float]) -> str:
-    """What the packaged scorer makes of its pictures, where training had it look."""
-    named = {"seen": "training captions", "styles": "held-out styles of known concepts", "concepts": "held-out concepts"}
-    told = [
-        f"{generator[f'top5_{group}']:.0%} ({generator[f'top1_{group}']:.0%} first) of {what}"
-        for group, what in named.items()
-        if f"top5_{group}" in generator
-    ]
-    return f"The packaged scorer finds the caption among the first 5 of 1,000 for {', '.join(told)}.\n" if told else ""
+def package_video(
+    vae_run: Path,
+    target_run: Path,
+    output: Path,
+    lender: Path,
+    drafter_run: Path | None = None,
+    preview_run: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    weight_format: str = "int8",
+    note: str = "",
+) -> Path:
+    """Write the pipeline folder `output`; see `package_var`.
+
+    Args:
+        vae_run: holds `vae/`. target_run, drafter_run: hold `transformer/` and `sampling.json`; the second becomes
+            `draft_transformer`. preview_run: holds `preview/`, which becomes `preview_decoder`.
+        weight_format: "int8" or "float16".
+
+    Raises:
+        ValueError: for runs of different autoencoders, geometries or noise levels, or a whole that is too large.
+    """
+    if weight_format not in WEIGHT_FORMATS:
+        raise ValueError(f"weight_format must be one of {', '.join(WEIGHT_FORMATS)}, got {weight_format!r}")
+    named = {"vae": vae_run, "target": target_run, "drafter": drafter_run, "preview": preview_run}
+    runs = finished(named, vae="vae", preview="preview")
+    for part in runs.keys() & {"target", "drafter"}:
+        if not (runs[part] / SAMPLING).is_file():
+            raise FileNotFoundError(f"{runs[part] / SAMPLING} is missing: finish the training run first")
+    networks, sampling = _video_networks(runs), _video_sampling(runs)
+    store_as(weight_format, *networks.values())
+    metrics = {part: read_metrics(run) for part, run in runs.items()}
+
+    def save(staged: Path) -> None:
+        for part, network in networks.items():
+            network.save_pretrained(staged / part)
+        missing = dict.fromkeys({"draft_transformer", "preview_decoder"} - networks.keys())
+        settings = {"defaults": {**sampling, **(defaults or {})}, "prompt_styles": ["3d"]}
+        write_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(lender)}, **settings)
+
+    def card(size: int) -> str:
+        return video_card(networks, sampling, weight_format, size, metrics, note)
+
+    return write_model(output, save, metrics, card, lender, MAX_BYTES["emoji-video"])
 
 
-def _verdict(tokenizer: dict[str, float]) -> str:
-    if tokenizer["psnr"] >= 29:
-        return "The tokenizer meets its goal of 29 dB."
-    if tokenizer["psnr"] >= 26:
-        return "The tokenizer meets its goal of 26 dB for a CPU; that for a GPU, 29 dB, is still to be tried."
-    return "The tokenizer is below its goal of 26 dB for a CPU: more training, with the commands below, is expected to help."
+def _video_networks(runs: Mapping[str, Path]) -> dict[str, CompactModel]:
+    """The networks by their component's name, which fit each other."""
+    vae = CausalVideoVAE.from_pretrained(runs["vae"] / "vae")
+    for part in runs.keys() - {"vae"}:
+        check_video_latents(runs[part], vae, runs["vae"])
+    target = CausalVideoTransformer.from_pretrained(runs["target"] / "transformer")
+    networks: dict[str, CompactModel] = {"vae": vae, "transformer": target}
+    if "drafter" in runs:
+        drafter = CausalVideoTransformer.from_pretrained(runs["drafter"] / "transformer")
+        if not target.geometry.same_latents(drafter.geometry):
+            raise ValueError(f"geometry of the drafter must be the target's, {target.geometry}, got {drafter.geometry}")
+        for name in ("text_dim", "motion_levels"):
+            if drafter.config[name] != target.config[name]:
+                raise ValueError(
+                    f"{name} of the drafter must be the target's, {target.config[name]}, got {drafter.config[name]}"
+                )
+        networks["draft_transformer"] = drafter
+    if "preview" in runs:
+        networks["preview_decoder"] = PreviewDecoder.from_pretrained(runs["preview"] / "preview")
+    return networks
+
+
+def _video_sampling(runs: Mapping[str, Path]) -> dict[str, Any]:
+    """How target and drafter generate."""
+    found = {part: json.loads((runs[part] / SAMPLING).read_text("utf-8")) for part in ("target", "drafter") if part in runs}
+    if "drafter" in found and found["drafter"] != found["target"]:
+        raise ValueError(f"target and drafter must be drawn with alike, got {found['target']} and {found['drafter']}")
+    return dict(found["target"])
+
+
+def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, note: str = "") -> dict[str, Any]:
+    """Write a finished scorer in float16 to `output`, which it replaces; returns the metrics of the weights as packaged.
+
+    Args:
+        run: holds `scorer/`. model: a packaged model that holds `text_encoder/`, `tokenizer/` and `vqvae/`.
+    """
+    finished({"scorer": run}, scorer="scorer")
+    scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
+    with whole_files(output) as staged:
+        scorer.save_pretrained(staged)
+        strip_local_paths(staged)
+        captions = {"text_encoder": model.name, "captions": fixed_captions(data)}
+        (staged / CAPTIONS).write_text(json.dumps(captions, indent=0) + "\n", "utf-8")
+        metrics = measure_packaged(staged, run, model, data)
+        last = json.loads((run / "log.jsonl").read_text("utf-8").splitlines()[-1])
+        (staged / "README.md").write_text(scorer_card(scorer, metrics, last, note), "utf-8")
+        (staged / "figures.json").write_text(json.dumps(metrics, indent=1) + "\n", "utf-8")
+        check_size("emoji-scorer", folder_bytes(staged), MAX_BYTES["emoji-scorer"])
+    return metrics
+
+
+def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
+    """Write a finished head in float16 into the folder of its model, which opens with it from then on; returns its metrics.
+
+    Args:
+        run: holds `drafter/`. model: a packaged model, or a model's folder.
+
+    Raises:
+        FileNotFoundError: if the run is not finished.
+        ValueError: for a run for another model than this one, or a head that is larger than a packaged one may be.
+    """
+    finished({"head": run}, head="drafter")
+    folder = checked_folder(model, None, {})
+    index = json.loads((folder / "model_index.json").read_text("utf-8"))
+    family = FAMILIES[index["_class_name"]]
+    target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
+    kind, trained = checked_drafter(run / "drafter", family, target.config)
+    if fingerprint(run).get("target") != weights_digest(target):
+        raise ValueError(f"the run in {run} was trained for another transformer than that of {folder}: train one for it")
+    network: Any = family.networks[kind]
+    head = network.from_pretrained(trained, use_safetensors=True).half()
+    size = sum(value.nbytes for value in head.state_dict().values())
+    check_size("head", size, MAX_BYTES["head"])
+    metrics = read_metrics(run)
+    add_component(folder, kind, head, head_card(kind, size, metrics, note))
+    return {"drafter": str(folder / kind), "bytes": size, **final_metrics(metrics)}
+
+
+def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") -> dict[str, Any]:
+    """Write both in int8 into the folder of their model, which opens with them from then on; returns their metrics.
+
+    Raises:
+        FileNotFoundError: if a run is not finished.
+        ValueError: for runs of another tokenizer, vocabulary, condition or grid than the model's, or networks that are larger
+            than packaged ones may be.
+    """
+    runs = finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
+    folder = checked_folder(model, "LlamaGenPipeline", {})
+    codes = tokens_digest(VQModel.from_pretrained(folder / "vqvae").float())
+    for run in runs.values():
+        if fingerprint(run).get("tokenizer") != codes:
+            raise ValueError(f"the run in {run} was trained on the tokens of another tokenizer than that of {folder}")
+    kinds: dict[str, Any] = {"low_res": LlamaGenTransformer, "upsampler": TokenUpsampler}
+    places = {"low_res": low_res / "transformer", "upsampler": upsampler / "upsampler"}
+    configs = {"transformer": check_component(folder / "transformer", LlamaGenTransformer)}
+    configs |= {name: check_component(place, kinds[name]) for name, place in places.items()}
+    check_parts(FAMILIES["LlamaGenPipeline"], configs)
+    networks = {name: kinds[name].from_pretrained(place) for name, place in places.items()}
+    store_as("int8", *networks.values())
+    size = sum(p.numel() for network in networks.values() for p in network.parameters())  # a byte each
+    check_size("low_res and upsampler", size, MAX_BYTES["emoji-low-res"])
+    report: dict[str, Any] = {"folder": str(folder), "bytes": {}}
+    for name, network in networks.items():
+        metrics = read_metrics(runs[name])
+        add_component(folder, name, network, low_res_card(name, metrics, final_metrics(metrics), note))
+        report["bytes"][name] = sum(file.stat().st_size for file in (folder / name).glob("*.safetensors"))
+        report[name] = final_metrics(metrics)
+    return report

@@ -314,7 +314,7 @@ def load_emoji_dataset(folder: Path) -> EmojiDataset:
     Raises:
         FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
     """
-    hint = "build the data set with `vargen train data`"
+    hint = "build the data set with `python -m recipes emoji-data`"
     images = open_images(folder, "records.json", hint)
     try:
         records = json.loads((folder / "records.json").read_text(encoding="utf-8"))

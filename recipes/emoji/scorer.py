@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.emoji.captions import STYLES
+from recipes.emoji.config import ScorerConfig
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell
 from recipes.emoji.scorer_captions import (
     COLOURS,
@@ -35,7 +36,6 @@ from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
-from vargen.training.config import ScorerConfig
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

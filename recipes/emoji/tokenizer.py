@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.codebook import Codebook, quantise_together
+from recipes.emoji.config import TokenizerConfig
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import plain_colours, reconstruction_loss
 from vargen.device import fast_dtype
 from vargen.files import whole_files
 from vargen.models.vq import VQModel
-from vargen.training.config import TokenizerConfig
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

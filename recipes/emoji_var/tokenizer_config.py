@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vargen.training.config import Schedule, at_least, check_phases
+from recipes.emoji.config import check_phases
+from vargen.training.config import Schedule, at_least
 from vargen.training.focus import Focus
 
 

@@ -191,7 +191,7 @@ def load_video_dataset(folder: Path) -> VideoDataset:
     Raises:
         FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
     """
-    again = "with `vargen train video-data`"
+    again = "with `python -m recipes emoji-video-data`"
     for name in _FILES:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; build the data set {again}")

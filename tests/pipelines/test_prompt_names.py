@@ -72,7 +72,7 @@ def test_the_table_is_that_of_the_training_captions():
 
     tarball = Path.home() / ".cache" / "vargen" / "npm" / next(source for source in SOURCES if source.style == "").tarball
     if not tarball.is_file():
-        pytest.skip("emojibase is not in the cache; `vargen train data` fetches it")
+        pytest.skip("emojibase is not in the cache; `python -m recipes emoji-data` fetches it")
     files = read_tarball(tarball)
     assert TABLE.names == emoji_names(files)
     for entry in json.loads(files["en/data.json"]):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tiny_models import tiny_multi_scale_vq, tiny_var
 
 import vargen.assets
-from recipes.package_var import package_var
+from recipes.package import package_var
 from vargen.pipelines.registry import open_pipeline
 
 LENDER = vargen.assets.packaged_model_path("emoji")

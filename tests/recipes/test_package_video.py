@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 import vargen.assets
-from recipes import package_video as module
 from recipes.emoji_video.batches import encoder_digest
-from recipes.package_video import package_video
+from recipes.package import MAX_BYTES, package_video
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
@@ -104,7 +103,7 @@ def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_
         join(runs, tmp_path / "out")
     with pytest.raises(ValueError, match="weight_format must be one of"):
         join(runs, tmp_path / "out", weight_format="int4")
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
-    with pytest.raises(ValueError, match="more than 0: store it as int8"):
+    monkeypatch.setitem(MAX_BYTES, "emoji-video", 1000)
+    with pytest.raises(ValueError, match="store it as int8"):
         package_video(runs["vae"], runs["target"], tmp_path / "out", LENDER)
     assert not (tmp_path / "out").exists()

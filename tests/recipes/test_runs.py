@@ -17,6 +17,7 @@ from tiny_training import data, generator_recipe
 import vargen.assets
 from recipes.emoji import tokenizer
 from recipes.emoji.codebook import Codebook, quantise_together
+from recipes.emoji.config import TokenizerConfig
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import plain_colours
 from vargen import compat
@@ -28,7 +29,7 @@ from vargen.training import next_token_losses as generator_losses
 from vargen.training import token_cache as generator_data
 from vargen.training import variants
 from vargen.training.blanks import BlankAware
-from vargen.training.config import Schedule, TokenizerConfig
+from vargen.training.config import Schedule
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import class_pipeline, text_pipeline
 
-from recipes.package_drafter import package_drafter
+from recipes.package import package_head
 from vargen.assets import packaged_model_path
 from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, exact
 from vargen.models.eagle import EagleDrafter
@@ -212,7 +212,7 @@ def test_a_packaged_drafter_opens_with_its_model(kind: str, tmp_path: Path) -> N
     pipe = class_pipeline()
     pipe.save_pretrained(tmp_path / "model")
     train(kind, tmp_path / "run", pipe)
-    figures = package_drafter(tmp_path / "run", tmp_path / "model", "For a test.")
+    figures = package_head(tmp_path / "run", tmp_path / "model", "For a test.")
     assert figures["bytes"] < 2**18 and 0 < figures["overlap_1"] <= 1
     again = LlamaGenPipeline.from_pretrained(tmp_path / "model")
     expected = weights(tmp_path / "run", kind)
@@ -227,7 +227,7 @@ def test_a_run_for_another_model_is_not_packaged(tmp_path: Path) -> None:
     torch.nn.init.normal_(other.transformer.output.weight)
     train("eagle", tmp_path / "run", other)
     with pytest.raises(ValueError, match="was trained for another transformer"):
-        package_drafter(tmp_path / "run", tmp_path / "model")
-    with pytest.raises(FileNotFoundError, match="must hold drafter/"):
-        package_drafter(tmp_path / "model", tmp_path / "model")
+        package_head(tmp_path / "run", tmp_path / "model")
+    with pytest.raises(FileNotFoundError, match="drafter is missing"):
+        package_head(tmp_path / "model", tmp_path / "model")
     assert not (tmp_path / "model" / "eagle").exists()

@@ -9,8 +9,7 @@ from tiny_models import tiny_transformer, tiny_vq
 from tiny_training import data, generator_recipe
 
 import vargen.assets
-from recipes.package import package
-from recipes.package_low_res import package_low_res
+from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
 from vargen.models.upsampler import TokenUpsampler
 from vargen.training import upsampler
@@ -109,7 +108,7 @@ def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
     told = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
     (generator / "log.jsonl").write_text(json.dumps(told) + "\n")
     (tokenizer / "log.jsonl").write_text(json.dumps({**told, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
-    folder = package(tokenizer, generator, ENCODER, tmp_path / "model")
+    folder = package_emoji(tokenizer, generator, ENCODER, tmp_path / "model")
     assert not (json.loads((folder / "model_index.json").read_text()).get("low_res") or [None])[0]
     small = downscale_dataset(data(), low_recipe(), downsampling=2)
     train_next_token(low_recipe(), small, folder / "vqvae", ENCODER, tmp_path / "low", CPU)

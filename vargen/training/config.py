@@ -1,4 +1,4 @@
-"""Training recipes: frozen data read from a TOML file, checked before anything is loaded."""
+"""How training is configured: frozen data read from a TOML file, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import tomllib
 import types
 import typing
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from vargen.training.focus import Focus
 
 logger = logging.getLogger("vargen")
 
-PACKAGED = Path(__file__).parent / "recipes"
+CONFIGS = Path(__file__).parent / "configs"  # TOML files of what users train
 
 
 @dataclass(frozen=True)
@@ -40,36 +41,6 @@ class Schedule:
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         decay_steps = max(self.decay_fraction * self.steps, 1.0)
         return max(0.0, min(warm, (self.steps - step) / decay_steps))
-
-
-@dataclass(frozen=True)
-class TokenizerConfig:
-    """How to train a `VQModel`. `model` holds the keyword arguments of its constructor."""
-
-    model: dict[str, Any]
-    schedule: Schedule = field(default_factory=Schedule)
-    seed: int = 0
-    batch_size: int = 32
-    crop: int = 64  # pixels; crops of the content teach more per multiply than the white around it
-    full_fraction: float = 0.15  # last part of training: whole pictures, as used later
-    autoencoder_steps: int = 200  # before the codebook is fitted by k-means: nothing is quantised
-    decoder_steps: int = 0  # last ones: encoder and codebook stay, so tokens do, and the decoder learns from whole pictures
-    l1_weight: float = 1.0
-    mse_weight: float = 2.0
-    gradient_weight: float = 0.5
-    colour_weight: float = 2.0
-    commitment_weight: float = 0.25
-    plain_weight: float = 10.0  # commitment of patches of one plain colour, which share a code; 0 lets each choose
-    codebook_decay: float = 0.98
-    revive_every: int = 50
-    weight_decay: float = 0.01
-    evaluate_every: int = 250
-    checkpoint_every: int = 100
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "crop", "revive_every", "evaluate_every", "checkpoint_every")
-        at_least(self, 0, "autoencoder_steps", "decoder_steps", "full_fraction")
-        check_phases(self.schedule, self.autoencoder_steps, self.decoder_steps)
 
 
 @dataclass(frozen=True)
@@ -114,42 +85,6 @@ class NextTokenConfig:
             raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
 
 
-@dataclass(frozen=True)
-class ScorerConfig:
-    """How to train an `ImageTextModel` on pictures and captions. `model` holds the keyword arguments of its constructor."""
-
-    model: dict[str, Any]
-    schedule: Schedule = field(default_factory=Schedule)
-    seed: int = 0
-    batch_size: int = 64
-    sizes: list[int] = field(default_factory=lambda: [64, 64, 96])  # pixels of a side, one of them for each step
-    tokenized: float = 0.5  # share of pictures that passed through the image tokenizer, where such a copy is at hand
-    tokenized_per_step: int = 4  # such copies made anew in each step
-    wrong_codes: float = 0.15  # most of the tokens that are wrong in such a copy
-    recoloured: float = 0.3  # share of pictures with a colour in their name that change both
-    label_smoothing: float = 0.05
-    pair_weight: float = 1.0  # of the loss over (picture, caption with style) pairs beside that over concepts
-    weight_decay: float = 0.1
-    evaluate_every: int = 250
-    checkpoint_every: int = 100
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "batch_size", "evaluate_every", "checkpoint_every")
-        at_least(self, 0, "tokenized_per_step", "pair_weight", "weight_decay")
-        if not self.sizes or any(size < 16 or size % 16 for size in self.sizes):
-            raise ValueError(f"sizes must be multiples of 16, at least one, got {self.sizes}")
-
-
-def check_phases(schedule: Schedule, autoencoder_steps: int, decoder_steps: int) -> None:
-    """Raise ValueError unless a tokenizer's run has steps for its codebook between its first and its last phase."""
-    spoken_for = autoencoder_steps + decoder_steps
-    if schedule.steps <= spoken_for:
-        raise ValueError(
-            f"steps must be at least {spoken_for + 1}, got {schedule.steps}: autoencoder_steps ({autoencoder_steps}) before "
-            f"anything is quantised, then some for the codebook, then decoder_steps ({decoder_steps})"
-        )
-
-
 def at_least(recipe: Any, least: int, *names: str) -> None:
     """Raise ValueError for a field below `least`, or no number."""
     for name in names:
@@ -170,39 +105,48 @@ def _warmed_up(recipe: R) -> R:
     return replace(changed, schedule=replace(schedule, warmup_steps=schedule.steps))
 
 
-def load_config(source: str | Path, kind: type[R], steps: int | None = None) -> R:
-    """Read a recipe from a TOML file, or a packaged one by name (`emoji-tokenizer`, `emoji-generator`, ...).
+def load_config(
+    source: str | Path,
+    kind: type[R],
+    steps: int | None = None,
+    settings: Mapping[str, Any] | None = None,
+    folders: Sequence[Path] = (CONFIGS,),
+) -> R:
+    """Read a configuration from a TOML file, or a packaged one by name (`eagle`, `low-res`, ...).
 
     Args:
-        steps: length of the run, instead of the recipe's. A warm-up that is longer than the run is cut to it, with a warning.
+        steps: length of the run, instead of the file's. A warm-up that is longer than the run is cut to it, with a warning.
+        settings: values by dotted key (`schedule.learning_rate`) that replace the file's.
+        folders: where packaged ones are looked for.
 
     Raises:
-        FileNotFoundError: if neither a file nor a packaged recipe has that name.
-        ValueError: for malformed TOML, a key that the recipe lacks (names the nearest), a value of a wrong type, or parts that
-            do not fit into the steps.
+        FileNotFoundError: if neither a file nor a packaged one has that name.
+        ValueError: for malformed TOML, a key that the configuration lacks (names the nearest), a value of a wrong type, or
+            parts that do not fit into the steps.
     """
     path = Path(source)
     if not path.is_file():
-        path = PACKAGED / f"{source}.toml"
-        if not path.is_file():
-            known = ", ".join(sorted(p.stem for p in PACKAGED.glob("*.toml")))
-            raise FileNotFoundError(
-                f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})"
-            )
+        packaged = {file.stem: file for folder in folders for file in folder.glob("*.toml")}
+        if str(source) not in packaged:
+            known = ", ".join(sorted(packaged))
+            raise FileNotFoundError(f"recipe {str(source)!r} is neither a file nor a packaged recipe ({known})")
+        path = packaged[str(source)]
     try:
         values = tomllib.loads(path.read_text())
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"recipe {path}: not valid TOML: {error}") from error
-    recipe: Any = build(kind, values, str(path))
-    if steps is not None:
-        try:
-            recipe = replace(recipe, schedule=replace(recipe.schedule, steps=steps))
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-    return _warmed_up(recipe)
+    for key, value in {**(settings or {}), **({} if steps is None else {"schedule.steps": steps})}.items():
+        *tables, name = key.split(".")
+        table = values
+        for part in tables:
+            table = table.setdefault(part, {})
+            if not isinstance(table, dict):
+                raise ValueError(f"{path}: {key!r} cannot be set: {part!r} is no table")
+        table[name] = value
+    return _warmed_up(from_dict(kind, values, str(path)))
 
 
-def build(kind: type[R], values: dict[str, Any], where: str) -> R:
+def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
     """An instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
@@ -215,7 +159,7 @@ def build(kind: type[R], values: dict[str, Any], where: str) -> R:
             )
         expected = hints[key]
         if dataclasses.is_dataclass(expected) and isinstance(expected, type):
-            value = build(expected, value, f"{where} [{key}]")
+            value = from_dict(expected, value, f"{where} [{key}]")
         else:
             origin = typing.get_origin(expected) or expected
             accepted: Any = (int, float) if origin is float else origin

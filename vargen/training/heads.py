@@ -31,6 +31,7 @@ from vargen.models.medusa import MedusaDrafter
 from vargen.models.weights import weights_digest
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
+from vargen.pipelines.registry import describe, open_pipeline
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.heads_config import HeadConfig
 from vargen.training.run import TrainingRun
@@ -60,6 +61,13 @@ def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
         return KINDS[kind](**{**sizes, **given})
     except TypeError as error:
         raise ValueError(f"model has a setting that {KINDS[kind].__name__} lacks: {error}") from error
+
+
+def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
+    """Open a LlamaGen in float32 to draft for, a packaged one or a folder; ValueError for a model of another family."""
+    if describe(model).pipeline != "LlamaGenPipeline":
+        raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
+    return open_pipeline(model, torch_dtype=torch.float32).to(device)
 
 
 def train_head(

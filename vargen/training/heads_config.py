@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from vargen.options import OPTIONS
@@ -46,3 +46,9 @@ class HeadConfig:
     def weight(self, step: int) -> float:
         """Of the loss at a step."""
         return self.step_weights[min(step, len(self.step_weights) - 1)]
+
+    def with_images(self, count: int | None) -> HeadConfig:
+        """For `count` generated images, of which at most a tenth are held out; itself for None."""
+        if count is None:
+            return self
+        return replace(self, pictures=count, held_out=min(self.held_out, max(1, count // 10)))

@@ -15,6 +15,7 @@ from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
 from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import CaptionedImages
+from vargen.training.next_token import ImageMetrics, train_next_token
 from vargen.training.variants import AugmentationConfig, VariantStore
 
 _AT_ONCE = 512
@@ -69,3 +70,21 @@ class TokenPairs(VariantStore):
         rows = torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
         low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
         return low.unflatten(1, (self.low, self.low)), high
+
+
+def train_low_res(
+    recipe: NextTokenConfig,
+    data: CaptionedImages,
+    tokenizer_folder: Path,
+    text_encoder_folder: Path,
+    folder: Path,
+    device: torch.device,
+    init_folder: Path | None = None,
+    image_metrics: ImageMetrics | None = None,
+) -> dict[str, float]:
+    """`train_next_token` on the images at the resolution that the recipe's grid asks for; arguments and results are its own."""
+    downsampling = VQModel.from_pretrained(tokenizer_folder).downsampling
+    small = downscale_dataset(data, recipe, downsampling)
+    return train_next_token(
+        recipe, small, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics
+    )

@@ -258,7 +258,7 @@ def test_npm_failures_are_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_loading_checks_the_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="vargen train data"):
+    with pytest.raises(FileNotFoundError, match="python -m recipes emoji-data"):
         load_emoji_dataset(tmp_path)
     np.save(tmp_path / "images.npy", np.zeros((2, 8, 8, 3), np.uint8))
     (tmp_path / "records.json").write_text("[]")
@@ -279,6 +279,6 @@ def test_a_damaged_data_set_is_named(tmp_path, damage):
     whole = (tmp_path / damage).read_bytes()
     for content in (b"", whole[:-1], b"\x93NUMPY" + b"x" * 200, np.array([{}]).dumps()):
         (tmp_path / damage).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{damage} is damaged .*vargen train data") as caught:
+        with pytest.raises(ValueError, match=rf"{damage} is damaged .*python -m recipes emoji-data") as caught:
             load_emoji_dataset(tmp_path)
         assert "pickle" not in str(caught.value)

@@ -107,13 +107,14 @@ def test_wide_vocabularies_take_wider_numbers(tmp_path):
 def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
     from typer.testing import CliRunner
 
-    from vargen.cli import train, train_packages
+    from recipes import looks
+    from recipes.__main__ import app
 
     class_pipeline().save_pretrained(tmp_path)
-    monkeypatch.setattr(train_packages, "open_data", lambda folder: data)
-    done = CliRunner().invoke(train.app, ["examples", "--model", str(tmp_path), "--count", "6", "--device", "cpu"])
+    monkeypatch.setattr(looks, "_load_data", lambda folder: data)
+    done = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path), "--count", "6", "--device", "cpu"])
     assert done.exit_code == 0, done.output
-    assert json.loads(done.stdout)["pictures"] == 6
+    assert json.loads(done.stdout)["images"] == 6
     assert torch.equal(read_examples(tmp_path).long(), choose_examples(tiny_vq(), data, 6))
-    missing = CliRunner().invoke(train.app, ["examples", "--model", str(tmp_path / "none")])
-    assert isinstance(missing.exception, FileNotFoundError)
+    missing = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path / "none")])
+    assert missing.exit_code == 2 and "model" in missing.output

@@ -15,12 +15,13 @@ from tiny_models import tiny_vq
 import vargen.assets
 from recipes.emoji import scorer
 from recipes.emoji.captions import STYLES, can_flip
+from recipes.emoji.config import ScorerConfig
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell, split_of
 from recipes.emoji.scorer_captions import CaptionTable, colours_of, full_captions, swap_color_words, without_style
-from recipes.package_scorer import package_scorer
+from recipes.package import package_scorer
 from vargen.models.image_text import ImageTextModel
 from vargen.scoring.packaged import PackagedScorer
-from vargen.training.config import Schedule, ScorerConfig
+from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")

@@ -117,7 +117,7 @@ def test_a_size_that_cannot_be_is_refused_before_anything_is_fetched(tmp_path, s
 
 
 def test_damage_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="vargen train video-data"):
+    with pytest.raises(FileNotFoundError, match="python -m recipes emoji-video-data"):
         load_video_dataset(tmp_path)
     (tmp_path / "records.json").write_text("[{}]")
     np.save(tmp_path / "frames.npy", np.zeros((2, 24, 8, 8, 3), np.uint8))
