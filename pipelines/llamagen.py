@@ -297,7 +297,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         Saving the pipeline saves both along.
 
         Args:
-            low_res: the folder of its run, or of the transformer. upsampler: that of `vargen train drafter upsampler`, or of the saved
+            low_res: the folder of its run, or of the transformer. upsampler: likewise, or of the saved
                 network; None decodes, resizes and encodes instead.
 
         Raises:

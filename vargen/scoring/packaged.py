@@ -154,7 +154,7 @@ def scorer_folder(source: str | Path) -> Path:
     for folder in (path, path / "scorer"):
         if (folder / "config.json").is_file():
             return folder
-    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training (`python -m recipes emoji-scorer`) first")
+    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training first")
 
 
 def _settings(folder: Path) -> dict[str, Any]:
