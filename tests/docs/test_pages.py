@@ -56,6 +56,9 @@ def test_commands_within_sentences_exist(page: Path) -> None:
         words = text.split()
         while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
             _, command, words = command.resolve_command(command.make_context("vargen", list(words)), words)
+        if command.hidden:  # a verb of earlier versions, which says where it went
+            assert page.name in ("CHANGELOG.md", "log.md"), text
+            continue
         known = {name for parameter in command.params for name in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= known, text
 
