@@ -41,7 +41,7 @@ def run_recipe(
     """
     recipe = RECIPES[name]
     folder = expanded(output, "output") if output else output_folder(name)
-    loaded = _load_settings(name, config, steps, settings or {})
+    loaded = load_settings(name, config, steps, settings)
     given = {key: expanded(path, key) for key, path in (inputs or {}).items()}
     if unknown := given.keys() - recipe.inputs.keys():
         known = ", ".join(recipe.inputs) or "none"
@@ -54,12 +54,15 @@ def run_recipe(
     return {"output": str(folder / recipe.produces), **metrics}
 
 
-def _load_settings(name: str, config: str | None, steps: int | None, settings: Mapping[str, Any]) -> Any:
+def load_settings(
+    name: str, config: str | None = None, steps: int | None = None, settings: Mapping[str, Any] | None = None
+) -> Any:
+    """The settings of a recipe, from its file or another one; raises as `run_recipe`."""
     recipe = RECIPES[name]
     if recipe.cached:
         if config is not None or steps is not None:
             raise ValueError(f"{name} builds a data set: it takes no steps and no config")
-        return from_dict(recipe.config, dict(settings), name)
+        return from_dict(recipe.config, dict(settings or {}), name)
     check_range(steps, "steps", 1)
     source = expanded(config, "config") if config else recipe.file or name
     return load_config(source, recipe.config, steps, settings, FOLDERS)

@@ -39,7 +39,7 @@ z_channels = 32
 
 
 def load(name: str, steps: int | None = None, **settings: Any) -> Any:
-    return runner._load_settings(name, None, steps, settings)
+    return runner.load_settings(name, None, steps, settings)
 
 
 def run(*words: object) -> Any:

@@ -21,11 +21,12 @@ from recipes.emoji_var.data import Batches, LatentStore
 from recipes.emoji_var.generate import draw_tokens
 from recipes.emoji_var.losses import distillation, scale_weights
 from recipes.emoji_var.self_correction import Corrector
+from recipes.runner import load_settings
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
-from vargen.training.config import Schedule, load_config
+from vargen.training.config import Schedule
 from vargen.training.focus import Focus
 from vargen.training.head_loss import head_loss
 from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
@@ -175,7 +176,7 @@ def test_networks_that_are_not_what_their_configs_say_are_refused(tmp_path, toke
 
 @pytest.mark.parametrize("name", ["emoji-var", "emoji-var-small"])
 def test_packaged_recipes_make_models_of_the_size_they_should_have(name):
-    loaded = load_config(name, NextScaleConfig)
+    loaded = load_settings(name)
     with torch.device("meta"):
         model = VARTransformer(**{"condition": "text", **loaded.model})
     least, most = {"emoji-var": (8e6, 14e6), "emoji-var-small": (2e6, 4e6)}[name]

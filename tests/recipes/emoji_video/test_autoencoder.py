@@ -9,8 +9,9 @@ import torch
 from recipes.emoji_video import autoencoder as trainer
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import AutoencoderConfig
+from recipes.runner import load_settings
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.config import Schedule, load_config
+from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
 SHAPE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
@@ -126,5 +127,5 @@ def test_recipes_that_cannot_be_are_refused(change, message):
 
 
 def test_the_packaged_recipe_is_of_the_data_sets_frames():
-    packaged = load_config("emoji-video-vae", AutoencoderConfig)
+    packaged = load_settings("emoji-video-vae")
     assert CausalVideoVAE(**packaged.model).latent_side == 8

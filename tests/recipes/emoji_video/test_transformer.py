@@ -15,9 +15,10 @@ from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.generate import block_noise, draw_latents
 from recipes.emoji_video.losses import Losses, drawing, euler_levels
 from recipes.emoji_video.preview import train_video_preview
+from recipes.runner import load_settings
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.config import Schedule, load_config
+from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
 VAE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
@@ -329,7 +330,7 @@ def test_recipes_that_cannot_be_are_refused(change, message):
     [("target", 5e6, 8e6), ("target-steps", 5e6, 8e6), ("drafter", 1e6, 2e6), ("drafter-steps", 1e6, 2e6)],
 )
 def test_packaged_recipes_are_of_the_promised_sizes(name, least, most):
-    packaged = load_config(f"emoji-video-{name}", VideoConfig)
+    packaged = load_settings(f"emoji-video-{name}")
     with torch.device("meta"):
         model = CausalVideoTransformer(**packaged.model)
     assert least <= sum(p.numel() for p in model.parameters()) <= most
