@@ -23,28 +23,11 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
-from recipes.emoji.captions import STYLES, can_flip, can_recolor, captions, sample_caption, style_phrase
+from recipes.emoji.captions import STYLES, can_flip, can_recolor, captions, sample_caption
 from recipes.emoji.sources import SOURCES, Source, fetch_sources, read_tarball
 from vargen.files import cache_folder
 from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, spread
 from vargen.training.focus import Focus
-
-__all__ = [
-    "SOURCES",
-    "STYLES",
-    "EmojiDataset",
-    "Source",
-    "build_emoji_dataset",
-    "captions",
-    "fetch_sources",
-    "is_held_out_cell",
-    "load_emoji_dataset",
-    "normalize_hexcode",
-    "plan_records",
-    "sample_caption",
-    "split_of",
-    "style_phrase",
-]
 
 TONES = {
     "1F3FB": "light",
