@@ -30,7 +30,7 @@ REFERENCE := .venv
 LATEST    := .venv-latest
 LOWEST    := .venv-lowest
 PYTEST    := pytest -n 2 --dist worksteal
-SOURCES   := $(wildcard app.py) vargen pipelines kernels assets examples tests benchmarks
+SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks
 
 .PHONY: image demo test test-latest test-lowest lint ruff types clean
 
@@ -49,19 +49,20 @@ test-latest: $(LATEST)/.fast
 # The folders whose tests meet packages with a lower bound. torch is that of the reference set, so that what needs only torch
 # (decoding, kernels) was tested there.
 test-lowest: $(LOWEST)/.fast
-	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training
+	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training tests/recipes
 
 lint: ruff types
 
 ruff: $(REFERENCE)/.all
 	$(REFERENCE)/bin/ruff check $(SOURCES)
 
-# Types are checked as a user's checker sees them: on the package as installed, vargen.pipelines and all, because
-# checkers do not follow the import hook of an editable install. build/ goes first: it may hold deleted modules.
+# Types are checked as a user's checker sees them: on the package as installed, vargen.pipelines and all, because checkers do
+# not follow the import hook of an editable install; and on recipes beside it. build/ goes first: it may hold deleted modules.
 types: $(REFERENCE)/.all
 	rm -rf build
 	$(REFERENCE)/bin/python -m pip install --quiet --no-deps --no-build-isolation --target build/types .
-	cd build/types && ../../$(REFERENCE)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p vargen
+	cp -r recipes build/types/
+	cd build/types && ../../$(REFERENCE)/bin/mypy --config-file ../../pyproject.toml --cache-dir ../../.mypy_cache -p vargen -p recipes
 
 # Shell: installs torch into the environment of the target, as the constraints in $(1) have it; what needs torch then finds it
 # there. Whoever cannot reach the CPU wheels gets those of the ordinary index, and is told.

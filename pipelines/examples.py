@@ -30,7 +30,7 @@ def read_examples(folder: Path) -> Tensor | None:
     try:
         tokens = load_file(file)["tokens"]
     except (SafetensorError, KeyError, OSError) as error:
-        raise ValueError(f"{file} holds no examples: {error}; remove it, or write it with vargen train examples") from error
+        raise ValueError(f"{file} holds no examples: {error}; remove it, or write another") from error
     if tokens.dim() != 2 or not len(tokens) or tokens.dtype not in (torch.int16, torch.int32, torch.int64):
         given = f"{tokens.dtype} {list(tokens.shape)}"
         raise ValueError(f"{file} must hold integers [pictures, tokens], got {given}")

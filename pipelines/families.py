@@ -110,7 +110,7 @@ FAMILIES: dict[str, Family] = {
                 "vae": CausalVideoVAE,
                 "preview_decoder": PreviewDecoder,
             },
-            convert="vargen train package-video",
+            convert="python -m recipes package emoji-video",
             shared={},
             required=("transformer", "vae"),
             check="vargen.pipelines.video_parts",

@@ -294,12 +294,12 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Open a low-resolution transformer, as `vargen train low-res` makes them, and draft with it from now on.
+        """Open a low-resolution transformer, as `vargen train drafter low-res` makes them, and draft with it from now on.
 
         Saving the pipeline saves both along.
 
         Args:
-            low_res: the folder of its run, or of the transformer. upsampler: that of `vargen train upsampler`, or of the saved
+            low_res: the folder of its run, or of the transformer. upsampler: likewise, or of the saved
                 network; None decodes, resizes and encodes instead.
 
         Raises:

@@ -1,7 +1,7 @@
 """The direction of imports: the tree is the design, and this file is where that is enforced.
 
 `app -> demo -> {pipelines, decoding}`; `cli -> pipelines -> {models, decoding, scoring, convert} -> kernels`;
-`evaluation, training -> pipelines, models, decoding, scoring`.
+`evaluation, training -> pipelines, models, decoding, scoring`; `recipes -> anything`, and nothing imports recipes.
 """
 
 import ast
@@ -38,6 +38,7 @@ _ALLOWED: dict[str, set[str]] = {
     "specs": {"values"},
     "values": set(),
 }
+_ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
     "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "reading",
     "specs", "values",
@@ -96,6 +97,8 @@ def violations(source: str, module: str, package: bool = False) -> list[str]:
             found.append(f"{module}:{line} imports {name} bare: its name is vargen.{name}")
         elif name.split(".")[0] == "app" and part != "app":
             found.append(f"{module}:{line} imports {name}: nothing imports the app")
+        elif name.split(".")[0] == "recipes" and part != "recipes":
+            found.append(f"{module}:{line} imports {name}: nothing imports recipes, which are not in the wheel")
         elif name.split(".")[0] == "vargen" and part != "vargen":
             if part not in _ALLOWED:
                 found.append(f"{module}:{line} is in no known part of the tree: {part!r}")
@@ -108,7 +111,7 @@ def violations(source: str, module: str, package: bool = False) -> list[str]:
 
 
 def sources(root: Path) -> list[Path]:
-    folders = ("vargen", *_ROOT_FOLDERS)
+    folders = ("vargen", "recipes", *_ROOT_FOLDERS)
     found = [path for folder in folders for path in sorted((root / folder).rglob("*.py"))]
     return found + [path for path in [root / "app.py"] if path.exists()]
 
@@ -153,17 +156,21 @@ def test_tests_import_the_installed_package(repo_root: Path) -> None:
         ("vargen.kernels.attention", "from ..decoding import loop"),
         ("vargen.pipelines.llamagen", "from vargen.evaluation import fid"),
         ("vargen.pipelines.llamagen", "from vargen.cli.main import main"),
-        ("vargen.evaluation.fid", "from vargen.training import tokenizer"),
-        ("vargen.training.tokenizer", "from vargen.convert import llamagen"),
+        ("vargen.evaluation.fid", "from vargen.training import next_token"),
+        ("vargen.training.next_token", "from vargen.convert import llamagen"),
         ("vargen.cli.main", "import kernels"),
         ("vargen.cli.main", "from pipelines.llamagen import LlamaGenPipeline"),
         ("vargen.cli.main", "import app"),
+        ("vargen.cli.train", "from recipes.emoji import dataset"),
+        ("vargen.training.next_token", "import recipes.runner"),
+        ("recipes.runner", "from pipelines import checks"),
+        ("recipes.runner", "import app"),
         ("vargen.compat", "from vargen.models import vq"),
         ("vargen.helpers", "import vargen.compat"),
         ("vargen", "import assets"),
         ("app", "from vargen.models import vq"),
         ("vargen.demo.engine", "from vargen.models import vq"),
-        ("vargen.demo.engine", "from vargen.training import emoji_captions"),
+        ("vargen.demo.engine", "from vargen.training import dataset"),
         ("vargen.pipelines.llamagen", "from vargen.demo import page"),
     ],
 )
@@ -184,6 +191,7 @@ def test_a_forbidden_import_is_reported(module: str, source: str) -> None:
         ("vargen.cli.main", "def f():\n    from vargen.training import tokenizer"),
         ("vargen", "from vargen.pipelines.llamagen import LlamaGenPipeline"),
         ("vargen.demo.engine", "from vargen.decoding import PRESETS\nfrom vargen.pipelines import checks"),
+        ("recipes.runner", "from vargen.cli import options\nfrom vargen.kernels import dispatch\nimport recipes.emoji"),
         ("app", "from vargen.demo import page"),
         ("app", "from vargen import LlamaGenPipeline\nfrom vargen.assets import packaged_models"),
     ],

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import vargen.assets
-from vargen.training.emoji import split_of
+from recipes.emoji.dataset import split_of
 
 
 def test_there_are_24_captions_each_with_its_motion():

@@ -21,7 +21,7 @@ from vargen.cli.main import app
 from vargen.decoding import PRESETS, Accelerator
 from vargen.decoding.next_scale import acceptance as scales
 from vargen.options import options_table
-from vargen.training.recipe import PACKAGED
+from vargen.training.config import CONFIGS
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = pytest.mark.parametrize("page", [pytest.param(page, id=str(page.relative_to(ROOT))) for page in pages(ROOT)])
@@ -56,6 +56,9 @@ def test_commands_within_sentences_exist(page: Path) -> None:
         words = text.split()
         while hasattr(command, "resolve_command") and words and not words[0].startswith("-"):
             _, command, words = command.resolve_command(command.make_context("vargen", list(words)), words)
+        if command.hidden:  # a verb of earlier versions, which says where it went
+            assert page.name in ("CHANGELOG.md", "log.md"), text
+            continue
         known = {name for parameter in command.params for name in parameter.opts}
         assert {word for word in words if word.startswith("-")} <= known, text
 
@@ -162,10 +165,10 @@ def test_the_options_of_sampling_are_those_of_the_code() -> None:
     assert options_table() in (ROOT / "docs/usage.md").read_text()
 
 
-def test_every_recipe_is_listed() -> None:
+def test_every_kind_of_drafter_is_listed() -> None:
     text = (ROOT / "docs/training.md").read_text()
-    for recipe in PACKAGED.glob("*.toml"):
-        assert f"`{recipe.stem}`" in text, recipe.stem
+    for recipe in CONFIGS.glob("*.toml"):
+        assert f"vargen train drafter {recipe.stem}" in text, recipe.stem
 
 
 def test_usage_runs(tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 import vargen.assets
-from vargen.convert.minilm import pack_minilm
+from recipes.text_encoder import pack_minilm
 from vargen.models.compact import dequantize_rows, quantize_rows
 from vargen.models.text_encoder import MiniLMTextEncoder
 

@@ -65,14 +65,14 @@ def test_what_was_read_is_told_in_order():
 
 def test_the_table_is_that_of_the_training_captions():
     """Rebuilt from the pinned emojibase, where it lies in the cache; every variant reads as its canonical caption."""
-    from vargen.training.emoji import TONES
-    from vargen.training.emoji_captions import captions
-    from vargen.training.emoji_names import emoji_names
-    from vargen.training.emoji_sources import SOURCES, read_tarball
+    from recipes.emoji.captions import captions
+    from recipes.emoji.dataset import TONES
+    from recipes.emoji.names import emoji_names
+    from recipes.emoji.sources import SOURCES, read_tarball
 
     tarball = Path.home() / ".cache" / "vargen" / "npm" / next(source for source in SOURCES if source.style == "").tarball
     if not tarball.is_file():
-        pytest.skip("emojibase is not in the cache; `vargen train data` fetches it")
+        pytest.skip("emojibase is not in the cache; `python -m recipes emoji-data` fetches it")
     files = read_tarball(tarball)
     assert TABLE.names == emoji_names(files)
     for entry in json.loads(files["en/data.json"]):

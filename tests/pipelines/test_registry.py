@@ -9,10 +9,10 @@ import torch
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 
 import vargen
+from recipes.emoji.captions import STYLES
 from vargen import LlamaGenPipeline, open_pipeline
 from vargen.decoding import PRESETS, Accelerator, Jacobi, exact, list_methods, resolve_method
 from vargen.pipelines.registry import check_network, describe, open_network, pipeline_class, random_networks
-from vargen.training.emoji_captions import STYLES
 
 ROOT = Path(vargen.__file__).parents[1]
 

@@ -132,7 +132,7 @@ def test_clip_reads_a_local_checkpoint_and_names_it(tmp_path: Path, monkeypatch:
 
 @pytest.fixture
 def scorer_run(tmp_path: Path) -> Path:
-    """A run of `vargen train scorer` as far as its layout goes."""
+    """A run of `python -m recipes emoji-scorer` as far as its layout goes."""
     torch.manual_seed(0)
     model = ImageTextModel(widths=[16, 32], blocks=[1, 1], image_size=32).eval()
     torch.nn.init.normal_(model.image_projection.bias)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from vargen.training.emoji import EmojiDataset
-from vargen.training.recipe import GeneratorRecipe, Schedule
+from recipes.emoji.dataset import EmojiDataset
+from vargen.training.config import NextTokenConfig, Schedule
 
 
 def data(count: int = 24, size: int = 16) -> EmojiDataset:
@@ -24,7 +24,7 @@ def data(count: int = 24, size: int = 16) -> EmojiDataset:
     return EmojiDataset(images, records)
 
 
-def generator_recipe(**changes) -> GeneratorRecipe:
+def generator_recipe(**changes) -> NextTokenConfig:
     model = {
         "dim": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "grid_size": 8, "caption_dim": 384,
         "cls_token_num": 16, "multiple_of": 32,
@@ -35,4 +35,4 @@ def generator_recipe(**changes) -> GeneratorRecipe:
         "mirrored": 0.5, "recoloured": 0.3,
         "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
-    return GeneratorRecipe(model=model, **{**base, **changes})
+    return NextTokenConfig(model=model, **{**base, **changes})

@@ -8,12 +8,12 @@ from pathlib import Path
 from tiny_video import SHAPE, randomised
 
 import vargen.assets
+from recipes.emoji_video.batches import encoder_digest
+from recipes.package import package_video
 from vargen.decoding.video.denoising import warped_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.training.package_video import package_video
-from vargen.training.video_batches import encoder_digest
 
 LENDER = vargen.assets.packaged_model_path("emoji")
 OWN = {**SHAPE, "dim": 64, "text_dim": 384, "motion_levels": 2}
@@ -21,7 +21,7 @@ HOW = {"levels": list(warped_levels()), "euler": False, "guidance": 1.0}
 
 
 def video_folder(runs: Path) -> Path:
-    """A folder as `vargen train package-video` makes it, of random weights, in the empty folder `runs`."""
+    """A folder as `python -m recipes package emoji-video` makes it, of random weights, in the empty folder `runs`."""
     vae = randomised(CausalVideoVAE(size=16, widths=(8, 16, 64), transformer_blocks=1), 3, 0.2)
     vae.save_pretrained(runs / "vae" / "vae")
     (runs / "vae" / "log.jsonl").write_text(json.dumps({

@@ -9,28 +9,27 @@ from tiny_models import tiny_transformer, tiny_vq
 from tiny_training import data, generator_recipe
 
 import vargen.assets
+from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
 from vargen.models.upsampler import TokenUpsampler
 from vargen.training import upsampler
 from vargen.training.blanks import BlankAware
-from vargen.training.generator import train_generator
-from vargen.training.low_res import TokenPairs, at_low_resolution
-from vargen.training.package import package
-from vargen.training.package_low_res import package_low_res
-from vargen.training.recipe import Schedule
-from vargen.training.upsampler import UpsamplerRecipe, train_upsampler
+from vargen.training.config import Schedule
+from vargen.training.low_res import TokenPairs, downscale_dataset
+from vargen.training.next_token import train_next_token
+from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
 CPU = torch.device("cpu")
 ENCODER = vargen.assets.packaged_model_path("emoji")
 SMALL = {"grid_size": 4, "dim": 16, "n_layer": 1, "cls_token_num": 32}
 
 
-def recipe(**changes) -> UpsamplerRecipe:
+def recipe(**changes) -> UpsamplerConfig:
     base = {
         "model": {"dim": 16, "blocks": 1}, "low_grid": 4, "schedule": Schedule(steps=14, learning_rate=1e-2, warmup_steps=2),
         "batch_size": 4, "shift_variants": 1, "recoloured": 0.3, "evaluate_every": 7, "checkpoint_every": 5,
     }  # fmt: skip
-    return UpsamplerRecipe(**{**base, **changes})
+    return UpsamplerConfig(**{**base, **changes})
 
 
 @pytest.fixture
@@ -46,18 +45,18 @@ def low_recipe():
 
 def test_small_pictures_are_means():
     pictures, asked = data(size=16), low_recipe()
-    small = at_low_resolution(pictures, asked, downsampling=2)
+    small = downscale_dataset(pictures, asked, downsampling=2)
     assert small.images.shape == (24, 8, 8, 3) and small.records is pictures.records
     mean = pictures.images[5].astype(float).reshape(8, 2, 8, 2, 3).mean((1, 3))
     assert np.abs(small.images[5] - mean).max() <= 0.5
-    assert at_low_resolution(pictures, generator_recipe(), downsampling=2) is pictures
+    assert downscale_dataset(pictures, generator_recipe(), downsampling=2) is pictures
 
 
 def test_a_grid_that_does_not_divide_the_pictures_is_refused():
     given = low_recipe()
     three = given.__class__(**{**vars(given), "model": {**given.model, "grid_size": 3}})
     with pytest.raises(ValueError, match="grid_size 3 is 6 pixels, which must divide the pictures' 16"):
-        at_low_resolution(data(size=16), three, downsampling=2)
+        downscale_dataset(data(size=16), three, downsampling=2)
 
 
 def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
@@ -65,7 +64,7 @@ def test_pairs_are_tokens_of_a_picture_at_both_sizes(tmp_path):
     store = TokenPairs(tmp_path, pictures.images, network, recipe(), CPU, 2)
     low, high = store([3, 7], [0, 0])
     assert low.shape == (2, 4, 4) and high.shape == (2, 64)
-    small = at_low_resolution(pictures, low_recipe(), downsampling=2).images[[3, 7]]
+    small = downscale_dataset(pictures, low_recipe(), downsampling=2).images[[3, 7]]
     expected = BlankAware(network)(torch.from_numpy(small).movedim(-1, 1).float() / 127.5 - 1)
     assert torch.equal(low.flatten(1), expected)
     again, _ = TokenPairs(tmp_path, pictures.images, network, recipe(), CPU, 2)([3, 7], [0, 0])
@@ -109,10 +108,10 @@ def test_finished_runs_become_parts_of_their_model(tmp_path, vq):
     told = {"step": 40, "seconds": 60.0, "final_held_out_loss": 4.25, "final_entropy": 3.5}
     (generator / "log.jsonl").write_text(json.dumps(told) + "\n")
     (tokenizer / "log.jsonl").write_text(json.dumps({**told, "psnr": 25.5, "codebook_use": 0.5, "perplexity": 9.0}) + "\n")
-    folder = package(tokenizer, generator, ENCODER, tmp_path / "model")
+    folder = package_emoji(tokenizer, generator, ENCODER, tmp_path / "model")
     assert not (json.loads((folder / "model_index.json").read_text()).get("low_res") or [None])[0]
-    small = at_low_resolution(data(), low_recipe(), downsampling=2)
-    train_generator(low_recipe(), small, folder / "vqvae", ENCODER, tmp_path / "low", CPU)
+    small = downscale_dataset(data(), low_recipe(), downsampling=2)
+    train_next_token(low_recipe(), small, folder / "vqvae", ENCODER, tmp_path / "low", CPU)
     train_upsampler(recipe(), data(), folder / "vqvae", tmp_path / "up", CPU)
     report = package_low_res(tmp_path / "low", tmp_path / "up", folder, note="On a slow machine.")
     assert report["upsampler"]["row_loss"] > 0 and "On a slow machine." in (folder / "upsampler" / "README.md").read_text()

@@ -21,10 +21,6 @@ from vargen.cli import (
     generate,
     info,
     train,
-    train_looks,  # noqa: F401  # which add their verbs to train
-    train_low_res,  # noqa: F401
-    train_packages,  # noqa: F401
-    train_video,  # noqa: F401
     verify,
 )
 from vargen.cli.console import Commands, StandardOutput, configure_logging, say

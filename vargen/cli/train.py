@@ -1,227 +1,193 @@
-"""`vargen train`: the data set, the tokenizer, the generator, and the folder that joins them."""
+"""`vargen train drafter`: what drafts for a model of the user's. How the packaged models were trained is in `recipes/`."""
 
 from __future__ import annotations
 
-from enum import StrEnum
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, check_range, pick_device
-from vargen.cli.train_options import (
-    Data,
-    Recipe,
-    Run,
-    Steps,
-    TextEncoder,
-    Threads,
-    TrainingDevice,
-    app,
-    open_data,
-    recipe_of,
-    saved,
-    text_encoder_folder,
-)
 from vargen.device import fix_threads
 from vargen.files import expanded
 
+if TYPE_CHECKING:
+    from vargen.training.dataset import CaptionedImages
 
-@app.command()
-def data(
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: a folder of the user's cache.")] = None,
-    size: Annotated[int, typer.Option(metavar="N", help="Side of the pictures in pixels.")] = 128,
-) -> None:
-    """Build the emoji data set: fetch the pinned packages, check their sums, draw every emoji."""
-    from vargen.files import cache_folder
-    from vargen.training.emoji import build_emoji_dataset
+app = typer.Typer(help="Train what drafts for a model of yours.", no_args_is_help=True)
+drafter = typer.Typer(help="Train EAGLE or Medusa heads, a low-resolution model or its up-sampler.", no_args_is_help=True)
+app.add_typer(drafter, name="drafter")
 
-    output = output and expanded(output, "output")
-    built = build_emoji_dataset(output, size=size)
-    folder = output or cache_folder() / f"emoji-{size}"
-    splits = {split: len(built.indices(split)) for split in ("train", "validation")}
-    print_json({"folder": str(folder), "pictures": len(built.records), **splits, "report": built.report})
+R = TypeVar("R")
+Recipe = Annotated[str | None, typer.Option(metavar="FILE", help="Settings in TOML. Default: those of the packaged drafter.")]
+Data = Annotated[Path, typer.Option(metavar="DIR", help="Holds images.npy and captions.jsonl.")]
+Run = Annotated[
+    Path | None,
+    typer.Option(metavar="DIR", help="Log, curves, checkpoint, weights. A run found there is resumed. Default: runs/KIND."),
+]
+TrainingDevice = Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
+Steps = Annotated[int | None, typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")]
+Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")]
 
 
-@app.command()
-def tokenizer(
-    config: Recipe = "emoji-tokenizer",
-    data: Data = None,
-    output: Run = Path("runs/tokenizer"),
+def _config(recipe: str | None, name: str, kind: type[R], steps: int | None) -> R:
+    from vargen.training.config import load_config
+
+    check_range(steps, "steps", 1)
+    return load_config(expanded(recipe, "recipe") if recipe else name, kind, steps)
+
+
+def _load_data(folder: Path) -> CaptionedImages:
+    from vargen.training.dataset import load_captioned_images
+
+    return load_captioned_images(expanded(folder, "data"))
+
+
+def _output(output: Path | None, name: str) -> Path:
+    return expanded(output, "output") if output else Path("runs") / name
+
+
+def _head_command(kind: str, summary: str) -> Callable[..., None]:
+    def train(
+        model: Model = "emoji",
+        recipe: Recipe = None,
+        prompt_file: Annotated[
+            Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, for a model that reads text.")
+        ] = None,
+        data: Annotated[
+            Path | None, typer.Option(metavar="DIR", help="Instead: holds images.npy and captions.jsonl with the prompts.")
+        ] = None,
+        features: Annotated[
+            Path | None,
+            typer.Option(metavar="FILE", help="Instead, without a text encoder: .npz with embeds [n, P, C] and mask [n, P]."),
+        ] = None,
+        generated_images: Annotated[
+            Path | None,
+            typer.Option(metavar="DIR", help="Generated images, which kinds may share. Default: in the run's folder."),
+        ] = None,
+        output: Run = None,
+        num_images: Annotated[
+            int | None, typer.Option(metavar="N", help="Images to generate and train on, instead of the recipe's.")
+        ] = None,
+        steps: Steps = None,
+        device: TrainingDevice = Device.auto,
+        threads: Threads = None,
+    ) -> None:
+        quiet_libraries()
+        from vargen.training.generated_images import select_prompt_source
+        from vargen.training.heads import load_target, train_head
+        from vargen.training.heads_config import HeadConfig
+
+        run = _output(output, kind)
+        check_range(num_images, "num_images", 2)
+        config = _config(recipe, kind, HeadConfig, steps).with_images(num_images)
+        prompts = prompt_file and expanded(prompt_file, "prompt_file")
+        embeddings = features and expanded(features, "features")
+        shared = generated_images and expanded(generated_images, "generated_images")
+        fix_threads(threads)
+        pipe = load_target(model, pick_device(device))
+        captions = None if data is None else lambda: _load_data(data)
+        source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
+        print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
+
+    drafter.command(kind, help=summary)(train)
+    return train
+
+
+eagle = _head_command("eagle", "Train EAGLE's layer, which drafts token by token, on a LlamaGen's features.")
+medusa = _head_command("medusa", "Train Medusa's heads, which draft all tokens at once, on a LlamaGen's features.")
+
+
+@drafter.command("low-res")
+def low_res(
+    data: Data,
+    model: Model = "emoji",
+    recipe: Recipe = None,
+    output: Run = None,
     steps: Steps = None,
     device: TrainingDevice = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Train the image tokenizer; print its held-out figures."""
+    """Train a small transformer on images at a low resolution; print its validation metrics."""
     quiet_libraries()
-    from vargen.training.recipe import TokenizerRecipe
-    from vargen.training.tokenizer import train_tokenizer
+    from vargen.training.config import NextTokenConfig
+    from vargen.training.low_res import train_low_res
 
-    output = expanded(output, "output")
-    recipe = recipe_of(config, TokenizerRecipe, steps)
-    pictures, place = open_data(data), pick_device(device)
+    config = _config(recipe, "low-res", NextTokenConfig, steps)
+    run, folder = _output(output, "low-res"), _model_folder(model)
+    images, place = _load_data(data), pick_device(device)
     fix_threads(threads)
-    print_json({"model": str(output / "vqvae"), **train_tokenizer(recipe, pictures, output, place)})
+    metrics = train_low_res(config, images, folder / "vqvae", folder, run, place)
+    print_json({"model": str(run / "transformer"), **metrics})
 
 
-@app.command("var-tokenizer")
-def var_tokenizer(
-    config: Recipe = "emoji-var-tokenizer",
-    data: Data = None,
-    output: Run = Path("runs/var-tokenizer"),
+@drafter.command()
+def upsampler(
+    data: Data,
+    model: Model = "emoji",
+    recipe: Recipe = None,
+    output: Run = None,
     steps: Steps = None,
     device: TrainingDevice = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Train the multi-scale image tokenizer of a next-scale model; print its held-out figures."""
+    """Train an up-sampler, which predicts tokens from an image at a low resolution; print its validation metrics."""
     quiet_libraries()
-    from vargen.training.multi_scale_recipe import MultiScaleTokenizerRecipe
-    from vargen.training.multi_scale_tokenizer import train_multi_scale_tokenizer
+    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
-    output = expanded(output, "output")
-    recipe = recipe_of(config, MultiScaleTokenizerRecipe, steps)
-    pictures, place = open_data(data), pick_device(device)
+    config = _config(recipe, "upsampler", UpsamplerConfig, steps)
+    run, folder = _output(output, "upsampler"), _model_folder(model)
+    images, place = _load_data(data), pick_device(device)
     fix_threads(threads)
-    print_json({"model": str(output / "vqvae"), **train_multi_scale_tokenizer(recipe, pictures, output, place)})
+    print_json({"model": str(run / "upsampler"), **train_upsampler(config, images, folder / "vqvae", run, place)})
 
 
-@app.command()
-def generator(
-    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A tokenizer's run, or a saved image tokenizer.")],
-    config: Recipe = "emoji-generator",
-    data: Data = None,
-    init: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Start from these weights: a generator's run, or a saved transformer.")
-    ] = None,
-    text_encoder: TextEncoder = None,
-    output: Run = Path("runs/generator"),
-    steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
-) -> None:
-    """Train the transformer on an image tokenizer's tokens; print its held-out figures."""
-    quiet_libraries()
-    from vargen.training.generator import train_generator
-    from vargen.training.recipe import GeneratorRecipe
+def _model_folder(model: str) -> Path:
+    """The folder of a LlamaGen that reads text, which has its image tokenizer and text encoder."""
+    from vargen.pipelines.loading import checked_folder
 
-    output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
-    recipe = recipe_of(config, GeneratorRecipe, steps)
-    encoder = text_encoder_folder(text_encoder)
-    codes = saved(tokenizer, "vqvae", "tokenizer")
-    start = saved(expanded(init, "init"), "transformer", "init") if init else None
-    pictures, place = open_data(data), pick_device(device)
-    fix_threads(threads)
-    figures = train_generator(recipe, pictures, codes, encoder, output, place, start)
-    print_json({"model": str(output / "transformer"), **figures})
+    folder = Path(checked_folder(model, "LlamaGenPipeline", {}))
+    for part in ("vqvae", "text_encoder", "tokenizer"):
+        if not (folder / part).is_dir():
+            raise FileNotFoundError(f"model {model!r} must have a {part}, which a drafter of a low resolution shares")
+    return folder
 
 
-@app.command()
-def var(
-    tokenizer: Annotated[Path, typer.Option(metavar="DIR", help="A multi-scale tokenizer's run, or a saved one.")],
-    config: Recipe = "emoji-var",
-    data: Data = None,
-    teacher: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="A run, or a saved model, that a small one imitates.")
-    ] = None,
-    text_encoder: TextEncoder = None,
-    output: Run = Path("runs/var"),
-    steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
-) -> None:
-    """Train the next-scale transformer on a multi-scale tokenizer's codes; print its held-out figures."""
-    quiet_libraries()
-    from vargen.training.var import train_var
-    from vargen.training.var_recipe import VARRecipe
-
-    output, tokenizer = expanded(output, "output"), expanded(tokenizer, "tokenizer")
-    recipe = recipe_of(config, VARRecipe, steps)
-    encoder = text_encoder_folder(text_encoder)
-    codes = saved(tokenizer, "vqvae", "tokenizer")
-    guide = saved(expanded(teacher, "teacher"), "transformer", "teacher") if teacher else None
-    pictures, place = open_data(data), pick_device(device)
-    fix_threads(threads)
-    figures = train_var(recipe, pictures, codes, encoder, output, place, guide)
-    print_json({"model": str(output / "transformer"), **figures})
+# Where the other verbs went.
+_RECIPES = {
+    "data": "emoji-data",
+    "tokenizer": "emoji-tokenizer",
+    "generator": "emoji-generator",
+    "scorer": "emoji-scorer",
+    "var-tokenizer": "emoji-var-tokenizer",
+    "var": "emoji-var",
+    "video-data": "emoji-video-data",
+    "video-vae": "emoji-video-vae",
+    "video-preview": "emoji-video-preview",
+    "video-target": "emoji-video-target",
+    "video-drafter": "emoji-video-drafter",
+    "package": "package emoji",
+    "package-var": "package emoji-var",
+    "package-video": "package emoji-video",
+    "package-scorer": "package emoji-scorer",
+    "package-low-res": "package emoji-low-res",
+    "package-drafter": "package emoji-eagle",
+    "recall": "recall",
+    "sheet": "sheet",
+    "examples": "lookup-examples",
+}
 
 
-@app.command()
-def scorer(
-    config: Recipe = "emoji-scorer",
-    data: Data = None,
-    model: Annotated[Path | None, typer.Option(metavar="DIR", help="Holds text_encoder/, tokenizer/ and vqvae/.")] = None,
-    output: Run = Path("runs/scorer"),
-    steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
-) -> None:
-    """Train the scorer that tells how well a picture fits a caption; print its held-out figures."""
-    quiet_libraries()
-    import vargen.assets
-    from vargen.training.recipe import ScorerRecipe
-    from vargen.training.scorer import train_scorer
-
-    output = expanded(output, "output")
-    recipe = recipe_of(config, ScorerRecipe, steps)
-    parts = expanded(model, "model") if model else Path(vargen.assets.__file__).parent / "emoji"
-    for part in (parts / "text_encoder", parts / "tokenizer", parts / "vqvae"):
-        if not part.is_dir():
-            raise FileNotFoundError(f"model folder {str(parts)!r} must hold text_encoder/, tokenizer/ and vqvae/")
-    pictures, place = open_data(data), pick_device(device)
-    fix_threads(threads)
-    figures = train_scorer(recipe, pictures, parts, parts / "vqvae", output, place)
-    print_json({"model": str(output / "scorer"), **figures})
+def _moved(old: str, new: str) -> None:
+    @app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+    def moved(context: typer.Context) -> Any:
+        raise ValueError(f"`vargen train {old}` is now `{new}`")
 
 
-class _Kind(StrEnum):
-    eagle = "eagle"
-    medusa = "medusa"
-
-
-@app.command()
-def drafter(
-    kind: Annotated[_Kind, typer.Option(help="EAGLE's layer, which drafts token by token, or Medusa's heads, all at once.")],
-    model: Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")] = "emoji",
-    config: Annotated[str | None, typer.Option(metavar="FILE|NAME", help="A recipe. Default: that of the kind.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="What to draw, one a line. Default: the data set's captions; classes.")
-    ] = None,
-    features: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Caption features .npz: embeds [n, P, C], mask [n, P].")
-    ] = None,
-    data: Data = None,
-    drawn: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Drawn pictures, which kinds may share. Default: in the run's folder.")
-    ] = None,
-    output: Annotated[Path | None, typer.Option(metavar="DIR", help="The run, as above. Default: runs/KIND.")] = None,
-    pictures: Annotated[int | None, typer.Option(metavar="N", help="Drawn pictures, instead of the recipe's.")] = None,
-    steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
-) -> None:
-    """Train a drafter on a LlamaGen's features and on pictures that it draws; print its held-out figures."""
-    quiet_libraries()
-    from dataclasses import replace
-
-    import torch
-
-    from vargen.pipelines.registry import describe, open_pipeline
-    from vargen.training.drafter import train_drafter
-    from vargen.training.drafter_data import subjects_of
-    from vargen.training.drafter_recipe import DrafterRecipe
-
-    output = expanded(output, "output") if output else Path("runs") / kind.value
-    recipe = recipe_of(config or kind.value, DrafterRecipe, steps)
-    check_range(pictures, "pictures", 2)
-    if pictures is not None:
-        recipe = replace(recipe, pictures=pictures, held_out=min(recipe.held_out, max(1, pictures // 10)))
-    if describe(model).pipeline != "LlamaGenPipeline":
-        raise ValueError(f"model must be a LlamaGen, whose features drafters take, got {model!r}")
-    fix_threads(threads)
-    pipe = open_pipeline(model, torch_dtype=torch.float32).to(pick_device(device))
-    given = {"prompts": prompts, "features": features}
-    files = {name: path and expanded(path, name) for name, path in given.items()}
-    subjects = subjects_of(pipe, recipe.pictures, lambda: open_data(data), **files)
-    place = drawn and expanded(drawn, "drawn")
-    print_json({"drafter": str(output / "drafter"), **train_drafter(kind.value, recipe, pipe, subjects, output, place)})
+for _old, _new in _RECIPES.items():
+    _moved(_old, f"python -m recipes {_new}`, run in a checkout of vargen: `python -m recipes --help")
+for _old in ("low-res", "upsampler"):
+    _moved(_old, f"vargen train drafter {_old}")

@@ -157,7 +157,7 @@ def scorer_folder(source: str | Path) -> Path:
     for folder in (path, path / "scorer"):
         if (folder / "config.json").is_file():
             return folder
-    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training (`vargen train scorer`) first")
+    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training first")
 
 
 def _settings(folder: Path) -> dict[str, Any]:

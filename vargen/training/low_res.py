@@ -13,19 +13,20 @@ from torch import Tensor
 
 from vargen.models.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
-from vargen.training.emoji import EmojiDataset
-from vargen.training.recipe import GeneratorRecipe
-from vargen.training.variants import LookRecipe, VariantStore
+from vargen.training.config import NextTokenConfig
+from vargen.training.dataset import CaptionedImages
+from vargen.training.next_token import ImageMetrics, train_next_token
+from vargen.training.variants import AugmentationConfig, VariantStore
 
 _AT_ONCE = 512
 
 
-def shrunk(pixels_BCYX: Tensor, factor: int) -> Tensor:
+def downscale(pixels_BCYX: Tensor, factor: int) -> Tensor:
     """Every pixel the mean of `factor` x `factor`."""
     return F.avg_pool2d(pixels_BCYX, factor)
 
 
-def at_low_resolution(data: EmojiDataset, recipe: GeneratorRecipe, downsampling: int) -> EmojiDataset:
+def downscale_dataset(data: CaptionedImages, recipe: NextTokenConfig, downsampling: int) -> CaptionedImages:
     """The pictures as small as the recipe's grid asks for, by a tokenizer that makes one token of `downsampling` pixels.
 
     Raises:
@@ -39,7 +40,7 @@ def at_low_resolution(data: EmojiDataset, recipe: GeneratorRecipe, downsampling:
     small = np.empty((len(data.images), wanted, wanted, 3), np.uint8)
     for start in range(0, len(small), _AT_ONCE):
         part = torch.from_numpy(np.asarray(data.images[start : start + _AT_ONCE])).movedim(-1, 1).float()
-        small[start : start + _AT_ONCE] = shrunk(part, side // wanted).round().to(torch.uint8).movedim(1, -1).numpy()
+        small[start : start + _AT_ONCE] = downscale(part, side // wanted).round().to(torch.uint8).movedim(1, -1).numpy()
     return replace(data, images=small)
 
 
@@ -48,7 +49,9 @@ class TokenPairs(VariantStore):
 
     fast = False
 
-    def __init__(self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: LookRecipe, device: torch.device, factor: int):
+    def __init__(
+        self, folder: Path, images: np.ndarray, vqvae: VQModel, recipe: AugmentationConfig, device: torch.device, factor: int
+    ):
         self.vqvae, self.factor = vqvae.eval(), factor
         self.tokens_of = BlankAware(vqvae)
         side = images.shape[1] // vqvae.downsampling
@@ -58,7 +61,7 @@ class TokenPairs(VariantStore):
         super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        levels = ((shrunk(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
+        levels = ((downscale(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
         parts = self.tokens_of(levels), self.tokens_of(pixels_BCYX)
         return torch.cat(parts, dim=1).cpu().numpy() + 1
 
@@ -67,3 +70,19 @@ class TokenPairs(VariantStore):
         rows = torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
         low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
         return low.unflatten(1, (self.low, self.low)), high
+
+
+def train_low_res(
+    recipe: NextTokenConfig,
+    data: CaptionedImages,
+    tokenizer_folder: Path,
+    text_encoder_folder: Path,
+    folder: Path,
+    device: torch.device,
+    init_folder: Path | None = None,
+    image_metrics: ImageMetrics | None = None,
+) -> dict[str, float]:
+    """`train_next_token` on the images at the resolution that the recipe's grid asks for; arguments and results are its own."""
+    downsampling = VQModel.from_pretrained(tokenizer_folder).downsampling
+    small = downscale_dataset(data, recipe, downsampling)
+    return train_next_token(recipe, small, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)

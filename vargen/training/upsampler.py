@@ -23,10 +23,10 @@ from vargen.files import whole_files
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
 from vargen.training.blanks import tokens_digest
-from vargen.training.emoji import EmojiDataset
+from vargen.training.config import Schedule, at_least
+from vargen.training.dataset import CaptionedImages
 from vargen.training.focus import Focus
 from vargen.training.low_res import TokenPairs
-from vargen.training.recipe import Schedule, at_least
 from vargen.training.run import TrainingRun
 from vargen.training.variants import Looks
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("vargen")
 
 
 @dataclass(frozen=True)
-class UpsamplerRecipe:
+class UpsamplerConfig:
     """How to train a `TokenUpsampler`. `model`: what its constructor takes beside vocabulary and grids."""
 
     model: dict[str, Any] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class UpsamplerRecipe:
 
 
 def train_upsampler(
-    recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device
+    recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
     """Train until `recipe.schedule.steps`, resuming what is in `folder`; the weights land in `folder/upsampler`.
 
@@ -101,7 +101,9 @@ def train_upsampler(
 class _Trainer:
     """An up-sampler and all that its training changes."""
 
-    def __init__(self, recipe: UpsamplerRecipe, data: EmojiDataset, tokenizer_folder: Path, folder: Path, device: torch.device):
+    def __init__(
+        self, recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
+    ):
         torch.manual_seed(recipe.seed)
         self.recipe, self.device = recipe, device
         vqvae = VQModel.from_pretrained(tokenizer_folder).to(device).float().eval().requires_grad_(False)

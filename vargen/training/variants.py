@@ -6,27 +6,24 @@ Generators of both families are trained on these: tokens or latents of a picture
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from vargen.device import fast_dtype
-from vargen.training.emoji import EmojiDataset, is_held_out_cell, sample_caption
+from vargen.training.dataset import CaptionedImages, to_pixels
 from vargen.training.focus import Focus
-from vargen.training.pixels import to_pixels
-from vargen.training.recolour import COLOURS, HUES, colour_of_hue, dominant_hue, may_change, recoloured_caption, turned
+from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
 
 _SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
 _PART = 64  # pictures that are encoded at once
-_SIDED = frozenset("left right west east clockwise anticlockwise clock o’clock keycap button flag".split())
-_UNWRITTEN = frozenset({"animals & nature", "food & drink", "travel & places", "activities", "objects", "smileys & emotion"})
 
 
-class LookRecipe(Protocol):
+class AugmentationConfig(Protocol):
     """What a recipe says about the pictures that are seen."""
 
     @property
@@ -43,11 +40,6 @@ class LookRecipe(Protocol):
     def mirrored(self) -> float: ...
     @property
     def recoloured(self) -> float: ...
-
-
-def mirrors(record: Mapping[str, Any]) -> bool:
-    """Whether a picture's mirror image fits its caption: nothing is written in it, and no side is named."""
-    return record["group"] in _UNWRITTEN and not _SIDED & set(record["label"].lower().replace("-", " ").split())
 
 
 def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
@@ -78,7 +70,7 @@ class VariantStore:
     fast: ClassVar[bool] = True
 
     def __init__(
-        self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: LookRecipe, device: torch.device,
+        self, folder: Path, kind: str, made_of: str, images: np.ndarray, recipe: AugmentationConfig, device: torch.device,
         shape: tuple[int, ...], dtype: type[np.generic],
     ):  # fmt: skip
         self.images, self.device = images, device
@@ -144,11 +136,11 @@ class VariantStore:
 
 
 class Looks:
-    """What training sees, of the training split without its held-out cells, by (seed, step) alone."""
+    """What training sees, by (seed, step) alone."""
 
-    def __init__(self, data: EmojiDataset, store: VariantStore, recipe: LookRecipe):
-        self.records, self.store, self.recipe = data.records, store, recipe
-        self.indices = np.array([i for i in data.indices("train") if not is_held_out_cell(data.records[i])], dtype=np.int64)
+    def __init__(self, data: CaptionedImages, store: VariantStore, recipe: AugmentationConfig):
+        self.data, self.store, self.recipe = data, store, recipe
+        self.indices = data.training_indices()
         self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
 
     def __call__(self, step: int, count: int, stream: int = 0) -> tuple[list[int], list[int], list[str], Tensor]:
@@ -168,18 +160,18 @@ class Looks:
 
     def _variant(self, i: int, words: random.Random) -> tuple[str, int]:
         """A caption of picture i and the variant that fits it."""
-        record, text = self.records[i], sample_caption(self.records[i], words)
+        text = self.data.sample_caption(i, words)
         variant, chance = words.randrange(len(self.store.offsets)), words.random()
-        if self.recipe.mirrored and mirrors(record) and words.random() < self.recipe.mirrored:
+        if self.recipe.mirrored and self.data.can_flip(i) and words.random() < self.recipe.mirrored:
             variant += self.store.mirrored
-        if chance >= self.recipe.recoloured + _SAYS_ITS_COLOUR or not may_change(record):
+        if chance >= self.recipe.recoloured + _SAYS_ITS_COLOUR or not self.data.can_recolor(i):
             return text, variant
         hue = self.store.hue(i)
         if hue is None:
             return text, variant
-        own = colour_of_hue(hue)
+        own = color_of_hue(hue)
         if chance >= self.recipe.recoloured:
-            return recoloured_caption(text, own, own) or text, variant
+            return recolor_caption(text, own, own) or text, variant
         new = words.choice([colour for colour in COLOURS if colour != own])
-        changed = recoloured_caption(text, own, new)
+        changed = recolor_caption(text, own, new)
         return (changed, len(self.store.offsets) + COLOURS.index(new)) if changed else (text, variant)

@@ -143,7 +143,7 @@ class FeatureTree(Shaped):
         """What to say where there is none."""
         return (
             f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
-            f"`vargen train drafter --kind {self.kind}`, then pipe.load_drafter(folder)"
+            f"`vargen train drafter {self.kind}`, then pipe.load_drafter(folder)"
         )
 
     def bind(self, model: TokenModel) -> Self:

@@ -1,0 +1,98 @@
+"""`python -m recipes NAME`: train a network of a packaged model; `package NAME`: make its folder; and what looks at results."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from recipes import looks, runner
+from vargen.cli.console import Commands, configure_logging, print_json, quiet_libraries, table
+from vargen.cli.options import Device
+from vargen.device import wait_passively
+
+app = typer.Typer(
+    name="recipes",
+    cls=Commands,
+    help="How the packaged models were made: a recipe's name trains its network.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def root() -> None:
+    configure_logging()
+    quiet_libraries()
+
+
+@app.command("list")
+def list_recipes() -> None:
+    """List the recipes, with their inputs."""
+    print(table(("recipe", "inputs", "what"), runner.summaries(), "<<<"))
+
+
+def _add_recipe(name: str, inputs: str, summary: str) -> None:
+    @app.command(name, help=f"{summary} Inputs: {inputs}." if inputs else summary)
+    def run(
+        steps: Annotated[int | None, typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")] = None,
+        output: Annotated[
+            Path | None,
+            typer.Option(
+                metavar="DIR", help="Log, curves, checkpoint, network. A run found there is resumed. Default: runs/NAME."
+            ),
+        ] = None,
+        input: Annotated[
+            list[str] | None,
+            typer.Option(metavar="KEY=DIR", help="Repeatable. Default: the output of the recipe that makes it."),
+        ] = None,
+        set: Annotated[
+            list[str] | None,
+            typer.Option(metavar="KEY=VALUE", help="Repeatable: a setting, such as schedule.learning_rate=1e-3."),
+        ] = None,
+        config: Annotated[str | None, typer.Option(metavar="FILE", help="Settings in TOML, instead of the recipe's.")] = None,
+        device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
+        threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
+    ) -> None:
+        folders = {key: Path(folder) for key, folder in runner.parse_pairs("--input", input or ()).items()}
+        settings = runner.parse_settings(set or ())
+        print_json(runner.run_recipe(name, config, steps, output, folders, settings, device, threads))
+
+
+for _name, _inputs, _summary in runner.summaries():
+    _add_recipe(_name, _inputs.replace(" ", ", "), _summary)
+
+
+@app.command("package")
+def package_model(
+    name: Annotated[str, typer.Argument(metavar="NAME", help=f"One of {', '.join(runner.PACKAGES)}.")],
+    run: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=DIR", help="Repeatable: a finished run. Default: that of the recipe's name."),
+    ] = None,
+    output: Annotated[Path | None, typer.Option(metavar="DIR", help="Default: the packaged model, which is replaced.")] = None,
+    set: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=VALUE", help="Repeatable: a default of its calls, such as guidance_scale=2."),
+    ] = None,
+    recall: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="What `python -m recipes recall` printed, for the card of emoji.")
+    ] = None,
+    note: Annotated[str, typer.Option(metavar="TEXT", help="How it was trained, for the model card.")] = "",
+) -> None:
+    """Join finished runs to a packaged model, with a card that reports how far training got."""
+    runs = {key: Path(folder) for key, folder in runner.parse_pairs("--run", run or ()).items()}
+    print_json(runner.package_model(name, runs, output, runner.parse_settings(set or ()), note, recall))
+
+
+app.command("recall")(looks.recall)
+app.command("sheet")(looks.sheet)
+app.command("lookup-examples")(looks.lookup_examples)
+
+if __name__ == "__main__":
+    wait_passively()
+    app(prog_name="python -m recipes")

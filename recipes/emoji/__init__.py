@@ -1,0 +1,1 @@
+"""The emoji data set, and what is trained on its images one token at a time."""

@@ -1,0 +1,1 @@
+"""The next-scale model of emoji."""

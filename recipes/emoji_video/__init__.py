@@ -1,0 +1,1 @@
+"""The block-wise video model of emoji."""

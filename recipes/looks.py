@@ -1,0 +1,117 @@
+"""Do generated images show what was asked for? And examples of training images, beside a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import vargen.assets
+from recipes.emoji.dataset import load_emoji_dataset
+from recipes.emoji.evaluation import Recall, open_pipeline, pipeline_draw
+from recipes.emoji.lookup_examples import choose_examples, kept_tokens
+from recipes.registry import output_folder
+from vargen.cli.console import print_json
+from vargen.cli.evaluation_options import bar
+from vargen.cli.options import Device, check_range, pick_device
+from vargen.cli.subjects import read_prompts
+from vargen.device import fix_threads
+from vargen.evaluation.sheet import blind_sheet
+from vargen.files import expanded, whole_files
+from vargen.models.vq import VQModel
+from vargen.pipelines.component_files import saved_network
+from vargen.pipelines.examples import write_examples
+from vargen.scoring.packaged import PackagedScorer
+from vargen.training.focus import Focus
+
+Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="A packaged model or a folder.")]
+Transformer = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="Instead of the model's own: a generator's run, or a saved transformer.")
+]
+Guidance = Annotated[float | None, typer.Option(metavar="S", help="Guidance scale. Default: the model's.")]
+Temperature = Annotated[float | None, typer.Option(metavar="T", help="Default: the model's.")]
+Seed = Annotated[int, typer.Option(metavar="N", help="Of the first image.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
+Data = Annotated[Path | None, typer.Option(metavar="DIR", help="Default: where `python -m recipes emoji-data` puts it.")]
+
+
+def recall(
+    model: Model = "emoji",
+    transformer: Transformer = None,
+    num_images: Annotated[int | None, typer.Option(metavar="N", help="About how many to generate. Default: 448.")] = None,
+    guidance: Guidance = None,
+    temperature: Temperature = None,
+    seed: Seed = 0,
+    data: Data = None,
+    threads: Threads = None,
+) -> None:
+    """Generate captions of the data and let the packaged scorer look for each among 1,000; print how often it finds them."""
+    check_range(num_images, "num_images", 1)
+    pipe = _load_pipeline(model, transformer)
+    settings = _settings(guidance, temperature)
+    measure = Recall(_load_data(data), Focus(), PackagedScorer())
+    fix_threads(threads)
+    metrics = measure(pipeline_draw(pipe, **settings), num_images, seed)
+    print_json({"model": str(transformer or model), **settings, **metrics})
+
+
+def sheet(
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="The PNG. Its key lies beside it, as JSON.")],
+    prompt_file: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="Repeatable. Default: the packaged sheet.txt and everyday.txt.")
+    ] = None,
+    model: Model = "emoji",
+    transformer: Transformer = None,
+    guidance: Guidance = None,
+    temperature: Temperature = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+) -> None:
+    """Generate prompts for a rater who has to name them: numbers instead of prompts, in another order."""
+    target = expanded(output, "output")
+    packaged = Path(vargen.assets.__file__).parent
+    files = [expanded(file, "prompt_file") for file in prompt_file or (packaged / "sheet.txt", packaged / "everyday.txt")]
+    texts = [text for file in files for text in read_prompts(file)]
+    pipe = _load_pipeline(model, transformer)
+    fix_threads(threads)
+    key = blind_sheet(texts, pipeline_draw(pipe, **_settings(guidance, temperature)), target, seed)
+    print_json({"sheet": str(target), "key": str(key), "images": len(texts)})
+
+
+def lookup_examples(
+    model: Annotated[Path, typer.Option(metavar="DIR", help="The model folder that gets examples.safetensors.")],
+    data: Data = None,
+    generator: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="A generator's run: what it has encoded is not encoded again.")
+    ] = None,
+    count: Annotated[int, typer.Option(metavar="N", help="Training images, at random.")] = 2000,
+    device: Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")] = Device.auto,
+) -> None:
+    """Put tokens of training images beside a model, for the preset lookup. Two bytes a token."""
+    check_range(count, "count", 1)
+    folder = expanded(model, "model")
+    if not (folder / "vqvae" / "config.json").is_file():
+        raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
+    images = _load_data(data)
+    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(pick_device(device)).eval()
+    cached = None if generator is None else kept_tokens(expanded(generator, "generator"), vqvae, len(images.images))
+    with bar("tokens") as progress:
+        tokens = choose_examples(vqvae, images, count, cached, progress=progress)
+    with whole_files(folder) as staged:
+        write_examples(tokens, staged)
+    print_json({"folder": str(folder), "images": len(tokens), "tokens": tokens.numel()})
+
+
+def _load_data(folder: Path | None) -> Any:
+    return load_emoji_dataset(expanded(folder, "data") if folder else output_folder("emoji-data"))
+
+
+def _load_pipeline(model: str, transformer: Path | None) -> Any:
+    given = saved_network(expanded(transformer, "transformer"), "transformer", "transformer") if transformer else None
+    return open_pipeline(model, given)
+
+
+def _settings(guidance: float | None, temperature: float | None) -> dict[str, float]:
+    given = {"guidance_scale": guidance, "temperature": temperature}
+    return {name: value for name, value in given.items() if value is not None}

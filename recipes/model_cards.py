@@ -1,0 +1,231 @@
+"""Model cards: the templates of `cards/`, filled with what runs logged and networks are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from recipes.emoji.scorer_evaluation import FIXED
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.pipelines.borrowed import FILE as BORROWED
+from vargen.scoring.packaged import FILE as CAPTIONS
+
+Metrics = dict[str, Any]
+_CARDS = Path(__file__).parent / "cards"
+
+
+def _fill(card: str, **values: Any) -> str:
+    """A template with every name filled; KeyError for one that is left."""
+    return Template((_CARDS / f"{card}.md").read_text("utf-8")).substitute(values)
+
+
+def _millions(network: Any, digits: int = 1) -> str:
+    return f"{sum(p.numel() for p in network.parameters()) / 1e6:.{digits}f}"
+
+
+def _hours(metrics: Metrics, digits: int = 2) -> str:
+    return f"{metrics['seconds'] / 3600:.{digits}f}"
+
+
+def emoji_card(pipeline: Any, metrics: dict[str, Metrics], note: str) -> str:
+    """Of a next-token pipeline of captions."""
+    vqvae, transformer, draft = pipeline.vqvae, pipeline.transformer, pipeline.draft_transformer
+    tokenizer, generator, config = metrics["tokenizer"], metrics["generator"], transformer.config
+    draft_part, draft_row = "", ""
+    if draft is not None:
+        own = metrics["drafter"]
+        draft_part = (
+            f"| `draft_transformer` | `LlamaGenTransformer`, {draft.config.n_layer} layers of width {draft.config.dim}, "
+            f"for speculative decoding | {_millions(draft)} M |\n"
+        )
+        draft_row = (
+            f"| drafter | {own['step']:.0f} | {_hours(own)} | loss {own['final_held_out_loss']:.3f}, "
+            f"entropy {own['final_entropy']:.3f} nats per token |\n"
+        )
+    plain = f", {tokenizer['plain_perplexity']:.1f} of them for a plain colour" if "plain_perplexity" in tokenizer else ""
+    return _fill(
+        "emoji",
+        downsampling=vqvae.downsampling,
+        codes=vqvae.config.codebook_size,
+        code_width=vqvae.config.codebook_embed_dim,
+        vqvae_millions=_millions(vqvae),
+        layers=config.n_layer,
+        width=config.dim,
+        tokens=transformer.tokens,
+        transformer_millions=_millions(transformer),
+        caption_rows=config.cls_token_num,
+        draft_part=draft_part,
+        defaults=_defaults(pipeline),
+        tokenizer_steps=f"{tokenizer['step']:.0f}",
+        tokenizer_hours=_hours(tokenizer),
+        psnr=f"{tokenizer['psnr']:.2f}",
+        codebook_use=f"{tokenizer['codebook_use']:.1%}",
+        plain_codes=plain,
+        generator_steps=f"{generator['step']:.0f}",
+        generator_hours=_hours(generator),
+        loss=f"{generator['final_held_out_loss']:.3f}",
+        entropy=f"{generator['final_entropy']:.3f}",
+        draft_row=draft_row,
+        recall=_recall(generator),
+        verdict=_verdict(tokenizer["psnr"]),
+        note=f" {note}" if note else "",
+    )
+
+
+def _defaults(pipeline: Any) -> str:
+    return ", ".join(f"{key} {value}" for key, value in pipeline.default_sampling.items())
+
+
+def _recall(generator: Metrics) -> str:
+    """How often the packaged scorer finds the caption, where training evaluated that."""
+    names = {"seen": "training captions", "styles": "held-out styles of known concepts", "concepts": "held-out concepts"}
+    shares = [
+        f"{generator[f'top5_{group}']:.0%} ({generator[f'top1_{group}']:.0%} first) of {name}"
+        for group, name in names.items()
+        if f"top5_{group}" in generator
+    ]
+    return f"The packaged scorer finds the caption among the first 5 of 1,000 for {', '.join(shares)}.\n" if shares else ""
+
+
+def _verdict(psnr: float) -> str:
+    if psnr >= 29:
+        return "The tokenizer meets its goal of 29 dB."
+    if psnr >= 26:
+        return "The tokenizer meets its goal of 26 dB for a CPU; that for a GPU, 29 dB, is still to be tried."
+    return "The tokenizer is below its goal of 26 dB for a CPU: more training, with the commands below, is expected to help."
+
+
+def var_card(pipeline: Any, metrics: dict[str, Metrics], note: str) -> str:
+    """Of a next-scale pipeline of captions."""
+    vqvae, transformer, small, codes = pipeline.vqvae, pipeline.transformer, pipeline.draft_transformer, metrics["tokenizer"]
+    small_part = ""
+    if small is not None:
+        small_part = f"| `draft_transformer` | {_blocks(small)}, for the late scales | {_millions(small)} M |\n"
+    return _fill(
+        "emoji-var",
+        size=vqvae.image_size,
+        passes=len(transformer.scales),
+        borrowed=BORROWED,
+        scales=", ".join(map(str, transformer.scales)),
+        tokens=transformer.tokens,
+        codes=vqvae.config.codebook_size,
+        code_width=vqvae.config.codebook_embed_dim,
+        vqvae_millions=f"{_millions(vqvae)} M",
+        transformer=_blocks(transformer),
+        transformer_millions=f"{_millions(transformer)} M",
+        small_part=small_part,
+        defaults=_defaults(pipeline),
+        rows="".join(_scales_row(name, metrics[name]) for name in ("model", "small") if name in metrics),
+        tokenizer_steps=f"{codes['step']:.0f}",
+        tokenizer_hours=_hours(codes),
+        psnr=f"{codes['psnr']:.2f}",
+        note=note,
+    )
+
+
+def _blocks(transformer: Any) -> str:
+    return f"`VARTransformer`, {transformer.config.depth} blocks of width {transformer.config.dim}"
+
+
+def _scales_row(name: str, metrics: Metrics) -> str:
+    groups = ("seen", "styles", "concepts")
+    losses = ", ".join(f"{metrics[f'loss_{group}']:.2f}" for group in groups)
+    ranks = ", ".join(f"{metrics[f'rank_{group}']:.0%}" for group in groups)
+    return f"| {name} | {metrics['step']:.0f} | {_hours(metrics)} | {losses} | {ranks} |\n"
+
+
+def video_card(
+    networks: dict[str, Any], sampling: dict[str, Any], weight_format: str, size: int, metrics: dict[str, Metrics], note: str
+) -> str:
+    """Of a block-wise video model of `size` bytes."""
+    vae, codes, geometry = networks["vae"], metrics["vae"], networks["transformer"].geometry
+    lines = [f"| `{part}` | `{type(net).__name__}`{_shape(net)} | {_millions(net, 2)} M |" for part, net in networks.items()]
+    return _fill(
+        "emoji-video",
+        size=vae.config.size,
+        block_frames=geometry.block_frames,
+        fps=geometry.fps,
+        steps=f"{len(sampling['levels'])} steps"
+        + (f" of a flow, guidance {sampling['guidance']:g}" if sampling["euler"] else ""),
+        borrowed=BORROWED,
+        parts="\n".join(lines) + "\n",
+        weight_format=weight_format,
+        mebibytes=f"{size / 2**20:.1f}",
+        rows="".join(_video_row(part, metrics[part]) for part in ("target", "drafter") if part in metrics),
+        vae_steps=f"{codes['step']:.0f}",
+        vae_hours=_hours(codes),
+        psnr=f"{codes['psnr']:.2f}",
+        seen_psnr=f"{codes['seen_psnr']:.2f}",
+        motion=f"{codes['motion']:.0%}",
+        flicker=f"{codes['flicker']:.1%}",
+        note=note,
+    )
+
+
+def _shape(network: Any) -> str:
+    if isinstance(network, CausalVideoTransformer):
+        return f", {network.config.num_layers} blocks of width {network.config.dim}"
+    return ""
+
+
+def _video_row(part: str, metrics: Metrics) -> str:
+    losses = f"{metrics['loss_seen']:.3f}, {metrics['loss_held_out']:.3f}"
+    rest = f"{metrics['motion']:.2f} | {metrics['frozen']:.0%} | {metrics['recall']:.1f}"
+    return f"| {part} | {metrics['step']:.0f} | {_hours(metrics)} | {losses} | {rest} |\n"
+
+
+def scorer_card(model: Any, measured: Metrics, last: Metrics, note: str) -> str:
+    """Of a scorer; `measured` by `measure_packaged`, `last` line of the run's log."""
+    top1 = measured["top_1_of_64"]
+    names = {"held_out_concepts": "concepts held out", "held_out_styles": "styles held out, of concepts it knows"}
+    names["training"] = "training pictures"
+    shares = [
+        f"| {name} | {100 * top1[key]:.0f} % | {100 * top1[key + '_style']:.0f} % |"
+        for key, name in names.items()
+        if key in top1
+    ]
+    falls = [f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" for name, fall in measured["falls"].items()]
+    return _fill(
+        "emoji-scorer",
+        millions=_millions(model),
+        fixed=FIXED,
+        file=CAPTIONS,
+        shares="\n".join(shares),
+        images=measured["pictures"],
+        mean_score=f"{measured['mean_score']:.1f}",
+        falls="\n".join(falls),
+        steps=f"{last['step']:.0f}",
+        hours=_hours(last, 1),
+        note=note,
+    )
+
+
+def head_card(kind: str, size: int, metrics: Metrics, note: str) -> str:
+    """Of EAGLE or Medusa heads of `size` bytes."""
+    depths = sorted(int(name.rsplit("_", 1)[1]) for name in metrics if name.startswith("final_overlap_"))
+    rows = "\n".join(
+        f"| {depth} | {metrics[f'final_overlap_{depth}']:.3f} | {metrics[f'final_content_overlap_{depth}']:.3f} |"
+        for depth in depths
+    )
+    return _fill(
+        "head",
+        kind=kind,
+        steps=f"{metrics['step']:.0f}",
+        hours=_hours(metrics),
+        mebibytes=f"{size / 2**20:.1f}",
+        note=note,
+        rows=rows,
+        tokens_per_pass=f"{metrics['final_tokens_per_pass']:.2f}",
+    )
+
+
+def low_res_card(name: str, metrics: Metrics, final: Metrics, note: str) -> str:
+    """Of a low-resolution transformer or its up-sampler."""
+    what = {
+        "low_res": "a transformer for small pictures, by the image tokenizer beside it",
+        "upsampler": "what small pictures make likely at the full size",
+    }[name]
+    rows = "\n".join(f"| {metric.replace('_', ' ')} | {value:.3f} |" for metric, value in sorted(final.items()))
+    trained = f"{metrics['step']:.0f} steps, {_hours(metrics)} hours"
+    return _fill("low-res", name=name, what=what, trained=trained, note=note, rows=rows)

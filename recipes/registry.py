@@ -1,0 +1,167 @@
+"""Every recipe: what it is trained by, what it takes, and from which other recipe that comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import vargen.assets
+from recipes.emoji.config import ScorerConfig, TokenizerConfig
+from recipes.emoji.dataset import build_emoji_dataset, load_emoji_dataset
+from recipes.emoji.tokenizer import train_tokenizer
+from recipes.emoji.trainers import train_eagle, train_emoji_generator, train_emoji_low_res, train_emoji_scorer, train_medusa
+from recipes.emoji_var.config import NextScaleConfig
+from recipes.emoji_var.tokenizer import train_multi_scale_tokenizer
+from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
+from recipes.emoji_var.transformer import train_next_scale
+from recipes.emoji_video.autoencoder import train_autoencoder
+from recipes.emoji_video.clips import build_video_dataset, load_video_dataset
+from recipes.emoji_video.config import AutoencoderConfig, PreviewConfig, VideoConfig
+from recipes.emoji_video.preview import train_video_preview
+from recipes.emoji_video.transformer import train_video
+from vargen.files import cache_folder
+from vargen.training.config import NextTokenConfig
+from vargen.training.heads_config import HeadConfig
+from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+
+PACKAGED = Path(vargen.assets.__file__).parent
+
+
+@dataclass(frozen=True)
+class Input:
+    """A folder that a recipe takes: the output of another one, a packaged model, or, without a default, what the user names.
+
+    Attributes:
+        argument: of the trainer. recipe, packaged: the default. part: the network's folder in it.
+        load: opens the folder; without it the trainer does.
+    """
+
+    argument: str
+    recipe: str = ""
+    packaged: str = ""
+    part: str = ""
+    load: Callable[[Path], Any] | None = None
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One training, or the building of a data set.
+
+    Attributes:
+        config: frozen dataclass, read from a TOML file.
+        run: called with a config, a folder, a device and the inputs by argument; returns metrics.
+        inputs: by their names on the command line.
+        produces: the sub-folder with the trained network. file: name of the TOML file, if not the recipe's.
+        folder: under `runs/`, if not the recipe's name: a recipe that continues another's run has that one's.
+        cached: the user's cache is where it belongs, not `runs/`.
+    """
+
+    config: type
+    run: Callable[..., dict[str, Any]]
+    inputs: dict[str, Input] = field(default_factory=dict)
+    produces: str = ""
+    file: str = ""
+    folder: str = ""
+    cached: str = ""
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """Size of the images of emoji, in pixels."""
+
+    size: int = 128
+
+
+@dataclass(frozen=True)
+class ClipsConfig:
+    """Size of the frames of animated emoji, in pixels."""
+
+    size: int = 64
+
+
+def _build_images(config: ImagesConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+    return _summary(build_emoji_dataset(folder, size=config.size))
+
+
+def _build_clips(config: ClipsConfig, folder: Path, device: torch.device) -> dict[str, Any]:
+    return _summary(build_video_dataset(folder, size=config.size))
+
+
+def _summary(built: Any) -> dict[str, Any]:
+    splits = {split: len(built.indices(split)) for split in ("train", "validation")}
+    return {"records": len(built.records), **splits, "report": built.report}
+
+
+_DATA = {"data": Input("data", "emoji-data", load=load_emoji_dataset)}
+_CLIPS = {"data": Input("data", "emoji-video-data", load=load_video_dataset)}
+_TEXT = {"text-encoder": Input("text_encoder_folder", packaged="emoji")}
+_MODEL = {"model": Input("model", packaged="emoji")}
+_INIT = {"init": Input("init_folder", part="transformer")}
+_TEACHER = Input("teacher_folder", part="transformer")
+_CODES = Input("tokenizer_folder", "emoji-tokenizer", part="vqvae")
+_PACKAGED_CODES = {"tokenizer": replace(_CODES, recipe="", packaged="emoji")}
+_SCALE_CODES = {"tokenizer": replace(_CODES, recipe="emoji-var-tokenizer")}
+_VAE = {"vae": Input("vae_folder", "emoji-video-vae", part="vae")}
+
+_tokenizer = Recipe(TokenizerConfig, train_tokenizer, _DATA, "vqvae", folder="emoji-tokenizer")
+_generator = Recipe(
+    NextTokenConfig,
+    train_emoji_generator,
+    {**_DATA, "tokenizer": _CODES, **_TEXT, **_INIT},
+    "transformer",
+    folder="emoji-generator",
+)
+_var = Recipe(
+    NextScaleConfig, train_next_scale, {**_DATA, **_SCALE_CODES, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer"
+)
+_video = Recipe(VideoConfig, train_video, {**_CLIPS, **_VAE, **_TEXT, **_INIT, "teacher": _TEACHER}, "transformer")
+_heads = {**_DATA, **_MODEL, "generated-images": Input("generated_images")}
+
+
+def _from(recipe: Recipe, **defaults: str) -> Recipe:
+    """With other defaults of its inputs: recipes, or packaged models where a name begins so."""
+    inputs = dict(recipe.inputs)
+    for key, source in defaults.items():
+        kind, _, name = source.rpartition(":")
+        inputs[key] = replace(inputs[key], recipe="" if kind else name, packaged=name if kind else "")
+    return replace(recipe, inputs=inputs)
+
+
+RECIPES = {
+    "emoji-data": Recipe(ImagesConfig, _build_images, cached="emoji-128"),
+    "emoji-tokenizer": _tokenizer,
+    "emoji-tokenizer-plain": _tokenizer,
+    "emoji-tokenizer-decoder": _tokenizer,
+    "emoji-tokenizer-gpu": _tokenizer,
+    "emoji-generator": _generator,
+    "emoji-generator-gpu": _generator,
+    "emoji-drafter": replace(_generator, folder=""),
+    "emoji-low-res": Recipe(
+        NextTokenConfig, train_emoji_low_res, {**_DATA, **_PACKAGED_CODES, **_TEXT, **_INIT}, "transformer", file="low-res"
+    ),
+    "emoji-upsampler": Recipe(UpsamplerConfig, train_upsampler, {**_DATA, **_PACKAGED_CODES}, "upsampler", file="upsampler"),
+    "emoji-eagle": Recipe(HeadConfig, train_eagle, _heads, "drafter", file="eagle"),
+    "emoji-medusa": Recipe(HeadConfig, train_medusa, _heads, "drafter", file="medusa"),
+    "emoji-scorer": Recipe(ScorerConfig, train_emoji_scorer, {**_DATA, **_MODEL}, "scorer"),
+    "emoji-var-tokenizer": Recipe(MultiScaleTokenizerConfig, train_multi_scale_tokenizer, _DATA, "vqvae"),
+    "emoji-var": _var,
+    "emoji-var-small": _from(_var, teacher="emoji-var"),
+    "emoji-var-focus": _from(_var, tokenizer="packaged:emoji-var", init="packaged:emoji-var"),
+    "emoji-video-data": Recipe(ClipsConfig, _build_clips, cached="emoji-video-64"),
+    "emoji-video-vae": Recipe(AutoencoderConfig, train_autoencoder, _CLIPS, "vae"),
+    "emoji-video-preview": Recipe(PreviewConfig, train_video_preview, {**_CLIPS, **_VAE}, "preview"),
+    "emoji-video-target": _video,
+    "emoji-video-drafter": _video,
+    "emoji-video-target-steps": _from(_video, teacher="emoji-video-target"),
+    "emoji-video-drafter-steps": _from(_video, teacher="emoji-video-target", init="emoji-video-drafter"),
+}
+
+
+def output_folder(name: str) -> Path:
+    """Where a recipe writes unless told otherwise."""
+    recipe = RECIPES[name]
+    return cache_folder() / recipe.cached if recipe.cached else Path("runs") / (recipe.folder or name)

@@ -1,0 +1,224 @@
+"""Runs a recipe: its settings, its inputs and its device are checked before anything is loaded or written."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from recipes.emoji.dataset import load_emoji_dataset
+from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
+from recipes.registry import PACKAGED, RECIPES, Input, output_folder
+from vargen.cli.options import Device, check_range, pick_device
+from vargen.device import fix_threads
+from vargen.files import expanded
+from vargen.pipelines import checks
+from vargen.pipelines.component_files import saved_network
+from vargen.training.config import CONFIGS, from_dict, load_config
+
+FOLDERS = (Path(__file__).parent / "configs", CONFIGS)
+
+
+def run_recipe(
+    name: str,
+    config: str | None = None,
+    steps: int | None = None,
+    output: Path | None = None,
+    inputs: Mapping[str, Path] | None = None,
+    settings: Mapping[str, Any] | None = None,
+    device: Device = Device.auto,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Train, or go on with a run that is found in `output`; returns the metrics and where the network is.
+
+    Args:
+        config: a TOML file in place of the recipe's. steps, settings: replace what it says. inputs: folders by name.
+
+    Raises:
+        ValueError: for an unknown input or setting. FileNotFoundError: for an input that is not there.
+    """
+    recipe = RECIPES[name]
+    folder = expanded(output, "output") if output else output_folder(name)
+    loaded = load_settings(name, config, steps, settings)
+    given = {key: expanded(path, key) for key, path in (inputs or {}).items()}
+    if unknown := given.keys() - recipe.inputs.keys():
+        known = ", ".join(recipe.inputs) or "none"
+        raise ValueError(f"input {min(unknown)!r} is none of {name}; it takes: {known}")
+    place = pick_device(device)
+    resolved = {item.argument: resolve_input(key, item, given.get(key)) for key, item in recipe.inputs.items()}
+    fix_threads(threads)
+    arguments = {argument: value for argument, value in resolved.items() if value is not None}
+    metrics = recipe.run(loaded, folder=folder, device=place, **arguments)
+    return {"output": str(folder / recipe.produces), **metrics}
+
+
+def load_settings(
+    name: str, config: str | None = None, steps: int | None = None, settings: Mapping[str, Any] | None = None
+) -> Any:
+    """The settings of a recipe, from its file or another one; raises as `run_recipe`."""
+    recipe = RECIPES[name]
+    if recipe.cached:
+        if config is not None or steps is not None:
+            raise ValueError(f"{name} builds a data set: it takes no steps and no config")
+        return from_dict(recipe.config, dict(settings or {}), name)
+    check_range(steps, "steps", 1)
+    source = expanded(config, "config") if config else recipe.file or name
+    return load_config(source, recipe.config, steps, settings, FOLDERS)
+
+
+def resolve_input(key: str, item: Input, given: Path | None) -> Any:
+    """What the trainer takes: a checked folder, or what it holds; None for one without a default that was not given.
+
+    Raises:
+        FileNotFoundError: if it is not there, naming the recipe that makes it.
+    """
+    if given is None and not (item.recipe or item.packaged):
+        return None
+    folder = given or (PACKAGED / item.packaged if item.packaged else output_folder(item.recipe))
+    try:
+        if item.load is not None:
+            return item.load(folder)
+        if item.part:
+            return saved_network(folder, item.part, key)
+        if not folder.is_dir() and item.packaged:
+            raise FileNotFoundError(f"{key} {str(folder)!r} is no folder")
+        if item.argument == "text_encoder_folder":
+            check_parts(key, folder, "text_encoder", "tokenizer")
+        elif item.argument == "model":
+            check_parts(key, folder, "text_encoder", "tokenizer", "vqvae")
+    except FileNotFoundError as error:
+        hint = f": run `python -m recipes {item.recipe}` first, or give --input {key}=DIR" if item.recipe and not given else ""
+        raise FileNotFoundError(f"{error}{hint}") from None
+    return folder
+
+
+def check_parts(key: str, folder: Path, *parts: str) -> None:
+    """Raise FileNotFoundError unless a folder holds these."""
+    if not all((folder / part).is_dir() for part in parts):
+        raise FileNotFoundError(f"{key} {str(folder)!r} must hold {', '.join(f'{part}/' for part in parts)}")
+
+
+def parse_pairs(option: str, words: Sequence[str]) -> dict[str, str]:
+    """`KEY=VALUE` words of a repeatable option by key."""
+    pairs = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals and value):
+            raise ValueError(f"{option} must be KEY=VALUE, got {word!r}")
+        pairs[key] = value
+    return pairs
+
+
+def parse_settings(words: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` words whose values are written as in TOML; a bare word is text."""
+    settings: dict[str, Any] = {}
+    for key, text in parse_pairs("--set", words).items():
+        try:
+            settings[key] = tomllib.loads(f"value = {text}")["value"]
+        except tomllib.TOMLDecodeError:
+            settings[key] = text
+    return settings
+
+
+def summaries() -> list[tuple[str, str, str]]:
+    """Of each recipe: its name, its inputs, and the first comment of its file."""
+    rows = []
+    for name, recipe in RECIPES.items():
+        files = [folder / f"{recipe.file or name}.toml" for folder in FOLDERS]
+        texts = [file.read_text("utf-8") for file in files if file.is_file()]
+        comment = texts[0].splitlines()[0].lstrip("# ") if texts else recipe.config.__doc__ or ""
+        rows.append((name, " ".join(recipe.inputs), comment))
+    return rows
+
+
+# Of each package: the recipes whose runs it joins, by their names on the command line; and which of them it can do without.
+PACKAGES = {
+    "emoji": {"tokenizer": "emoji-tokenizer", "generator": "emoji-generator", "drafter": "emoji-drafter"},
+    "emoji-low-res": {"low-res": "emoji-low-res", "upsampler": "emoji-upsampler"},
+    "emoji-eagle": {"head": "emoji-eagle"},
+    "emoji-medusa": {"head": "emoji-medusa"},
+    "emoji-scorer": {"scorer": "emoji-scorer"},
+    "emoji-var": {"tokenizer": "emoji-var-tokenizer", "model": "emoji-var", "small": "emoji-var-small"},
+    "emoji-video": {
+        "vae": "emoji-video-vae",
+        "target": "emoji-video-target-steps",
+        "drafter": "emoji-video-drafter-steps",
+        "preview": "emoji-video-preview",
+    },
+}
+_OPTIONAL = {"drafter", "small", "preview"}
+_JOINS_A_MODEL = {"emoji-low-res", "emoji-eagle", "emoji-medusa"}
+
+
+def package_model(
+    name: str,
+    runs: Mapping[str, Path] | None = None,
+    output: Path | None = None,
+    defaults: Mapping[str, Any] | None = None,
+    note: str = "",
+    recall: Path | None = None,
+) -> dict[str, Any]:
+    """Join finished runs to the packaged model `name`; returns the runs, where it is, and what was measured.
+
+    Args:
+        runs: folders by name; those of the recipes where they are not given. A drafter, a small model and a preview decoder are
+            left out where there is no such folder.
+        output: the model's folder; for heads and a low-resolution model, that of the model they become parts of.
+        defaults: of the model's calls. note, recall: see `package_emoji`.
+
+    Raises:
+        ValueError: for an unknown package, run or default. FileNotFoundError: if a run is not finished.
+    """
+    if name not in PACKAGES:
+        raise ValueError(f"name must be one of {', '.join(PACKAGES)}, got {name!r}")
+    named = PACKAGES[name]
+    folders = {key: expanded(path, key) for key, path in (runs or {}).items()}
+    if unknown := folders.keys() - named.keys():
+        raise ValueError(f"run {min(unknown)!r} is none of {name}; it takes: {', '.join(named)}")
+    for key, recipe in named.items():
+        if key not in folders and (key not in _OPTIONAL or output_folder(recipe).is_dir()):
+            folders[key] = output_folder(recipe)
+    if defaults and name not in ("emoji", "emoji-var", "emoji-video"):
+        raise ValueError(f"{name} has no defaults of calls: leave --set out")
+    if recall is not None and name != "emoji":
+        raise ValueError("recall is for the card of emoji alone")
+    _check_defaults(name, dict(defaults or {}))
+    place = expanded(output, "output") if output else PACKAGED / ("emoji" if name in _JOINS_A_MODEL else name)
+    found = _package(name, folders, place, dict(defaults or {}), note, recall and expanded(recall, "recall"))
+    return {"output": str(place), "runs": {key: str(folder) for key, folder in folders.items()}, **found}
+
+
+def _check_defaults(name: str, defaults: dict[str, Any]) -> None:
+    if name != "emoji-video":
+        checks.check_sampling(defaults)
+        return
+    for key, value in defaults.items():
+        number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if key not in ("tau", "scored_frames", "num_blocks"):
+            raise ValueError(f"emoji-video has no default {key!r}: tau, scored_frames or num_blocks")
+        if not number or (key != "tau" and (not isinstance(value, int) or value < 1)):
+            raise ValueError(
+                f"{key} must be a {'finite number' if key == 'tau' else 'whole number of at least 1'}, got {value!r}"
+            )
+
+
+def _package(
+    name: str, runs: dict[str, Path], output: Path, defaults: dict[str, Any], note: str, recall: Path | None
+) -> dict[str, Any]:
+    emoji = PACKAGED / "emoji"
+    if name == "emoji":
+        package_emoji(runs["tokenizer"], runs["generator"], emoji, output, defaults, note, runs.get("drafter"), recall)
+    elif name == "emoji-var":
+        package_var(runs["tokenizer"], runs["model"], output, emoji, runs.get("small"), defaults, note)
+    elif name == "emoji-video":
+        drafter, preview = runs.get("drafter"), runs.get("preview")
+        package_video(runs["vae"], runs["target"], output, emoji, drafter, preview, defaults, note=note)
+    elif name == "emoji-scorer":
+        return package_scorer(runs["scorer"], emoji, load_emoji_dataset(output_folder("emoji-data")), output, note)
+    elif name == "emoji-low-res":
+        return package_low_res(runs["low-res"], runs["upsampler"], output, note)
+    else:
+        return package_head(runs["head"], output, note)
+    return {}

@@ -1,0 +1,339 @@
+"""The video models' trainer at tiny size: it learns, resumes, distils, and its batches and losses are what they say."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from recipes.emoji_video import transformer as trainer
+from recipes.emoji_video.batches import NO_CAPTION, Batches, check_latents, clip_latents, motion_levels
+from recipes.emoji_video.clips import VideoDataset
+from recipes.emoji_video.config import PreviewConfig, VideoConfig
+from recipes.emoji_video.evaluation import Evaluation
+from recipes.emoji_video.generate import block_noise, draw_latents
+from recipes.emoji_video.losses import Losses, drawing, euler_levels
+from recipes.emoji_video.preview import train_video_preview
+from recipes.runner import load_settings
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.video_vae import CausalVideoVAE
+from vargen.training.config import Schedule
+
+CPU = torch.device("cpu")
+VAE = {"size": 16, "widths": [8, 16, 32], "transformer_blocks": 1}
+SHAPE = {
+    "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 1, "channels": 4, "height": 2, "width": 2, "patch": 1,
+    "block_frames": 2, "spatial_stride": 8, "temporal_stride": 1, "fps": 12, "text_dim": 8, "text_len": None, "text_mask": True,
+    "freq_dim": 16, "motion_levels": 2,
+}  # fmt: skip
+
+
+class Killed(BaseException):
+    pass
+
+
+def data(count: int = 10, frames: int = 6, size: int = 16) -> VideoDataset:
+    random = np.random.default_rng(0)
+    clips = np.full((count, frames, size, size, 3), 255, dtype=np.uint8)
+    records = []
+    for i, clip in enumerate(clips):
+        colour = random.integers(0, 255, 3)
+        for t, frame in enumerate(clip):
+            x = round((size - 6) * (0.5 + 0.5 * np.cos(2 * np.pi * t / frames)))
+            frame[5:11, x : x + 6] = colour
+        records.append(
+            {
+                "split": "validation" if i < 2 else "train", "loops": i % 2 == 0, "motion": float(i + 1), "label": f"thing {i}",
+                "group": "objects", "style": "3d", "concept": str(i),
+            }
+        )  # fmt: skip
+    return VideoDataset(clips, records)
+
+
+def recipe(**changes) -> VideoConfig:
+    base = {
+        "schedule": Schedule(steps=6, learning_rate=3e-3, warmup_steps=1), "batch_size": 3, "caption_rows": 6, "euler_steps": 4,
+        "independent": 0.5, "rollout": 0.5, "evaluate_every": 4, "checkpoint_every": 2, "levels": [1000, 500],
+    }  # fmt: skip
+    return VideoConfig(**{"model": SHAPE, **base, **changes})
+
+
+class Bank:
+    """Features that are a function of the words."""
+
+    def __init__(self, *arguments):
+        pass
+
+    def __call__(self, texts):
+        from vargen.models.condition import Condition
+
+        rows = [torch.randn(3, 8, generator=torch.Generator().manual_seed(sum(map(ord, text)))) for text in texts]
+        return Condition(caption_embeds=torch.stack(rows), caption_mask=torch.ones(len(texts), 3, dtype=torch.bool))
+
+
+@pytest.fixture(autouse=True)
+def without_a_text_encoder(monkeypatch):
+    monkeypatch.setattr(trainer, "CaptionBank", Bank)
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("vae")
+    CausalVideoVAE(**VAE).save_pretrained(folder)
+    return folder
+
+
+def train(folder, vae, changed=None, **more):
+    return trainer.train_video(changed or recipe(), data(), vae, vae, folder, CPU, **more)
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return CausalVideoTransformer.from_pretrained(folder / "transformer").state_dict()
+
+
+@pytest.fixture(scope="module")
+def flow(tmp_path_factory, vae):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "CaptionBank", Bank)
+        folder = tmp_path_factory.mktemp("flow")
+        return folder, train(folder, vae)
+
+
+@pytest.mark.parametrize("killed_at", [1, 4])
+def test_a_killed_run_resumes_to_the_same_weights(tmp_path, vae, flow, monkeypatch, killed_at):
+    """In its first part, whose blocks have noise of their own, and in the second, of clean and drawn contexts."""
+    batches = Batches.__call__
+
+    def kill(self, step):
+        if step == killed_at:
+            raise Killed
+        return batches(self, step)
+
+    monkeypatch.setattr(Batches, "__call__", kill)
+    with pytest.raises(Killed):
+        train(tmp_path, vae)
+    monkeypatch.setattr(Batches, "__call__", batches)
+    assert train(tmp_path, vae) == flow[1]
+    first, second = weights(flow[0]), weights(tmp_path)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_it_learns_what_its_clips_are(tmp_path, vae, flow):
+    longer = recipe(
+        schedule=Schedule(steps=60, learning_rate=2e-2, warmup_steps=2), rollout=0.0, averaged=0.9, adamw_learning_rate=2e-2,
+        evaluate_every=1000, checkpoint_every=1000,
+    )  # fmt: skip
+    found = train(tmp_path, vae, longer)
+    assert found["loss_seen"] < 0.8 * flow[1]["loss_seen"]
+    assert {"motion", "frozen", "recall", "held_out_motion", "loss_held_out"} <= found.keys()
+    assert (tmp_path / "drawn.png").is_file()
+    assert json.loads((tmp_path / trainer.SAMPLING).read_text())["euler"] is True
+
+
+def test_few_steps_are_learned_from_a_teacher(tmp_path, vae, flow):
+    teacher = flow[0] / "transformer"
+    few = recipe(objective="consistency")
+    found = train(tmp_path / "few", vae, few, teacher_folder=teacher)
+    assert all(np.isfinite(list(found.values())))
+    how = json.loads((tmp_path / "few" / trainer.SAMPLING).read_text())
+    assert how == {"levels": pytest.approx([1, 2 / 3]), "euler": False, "guidance": 1.0}
+    start = weights(flow[0])
+    small = recipe(objective="consistency", model={**SHAPE, "dim": 12})
+    train(tmp_path / "small", vae, small, teacher_folder=teacher)
+    kept = recipe(objective="consistency", schedule=Schedule(steps=1, learning_rate=0.0), adamw_learning_rate=0.0)
+    train(tmp_path / "kept", vae, kept, teacher_folder=teacher)
+    assert all(torch.allclose(value, start[name]) for name, value in weights(tmp_path / "kept").items())
+
+
+def test_consistency_has_nothing_to_learn_where_the_model_already_goes_to_one_point(vae):
+    """A flow whose every path is a straight line to zero is its own few-step model: x - s v = 0 at all levels for v = x / s."""
+
+    class Straight(torch.nn.Module):
+        device = CPU
+        geometry = CausalVideoTransformer(**SHAPE).geometry
+
+        def forward(self, noisy, timestep, text, context=None):
+            return noisy / (timestep / 1000).clamp_min(1e-6)[..., None, None, None]
+
+        def text_cache(self, *given):
+            return None
+
+        config = CausalVideoTransformer(**SHAPE).config
+
+    model = Straight()
+    losses = Losses(model, model, Bank(), recipe(objective="consistency", rollout=0.0), model)
+    losses.dtype = torch.float32
+    clips = data()
+    latents = clip_latents_of(vae, clips)
+    batch = Batches(clips, latents, recipe(), 2, 2, CPU)(0)
+    loss, told = losses(0, batch)
+    assert loss < 1e-4 and told["apart"] < 1e-4
+
+
+def clip_latents_of(vae, clips):
+    import tempfile
+    from pathlib import Path
+
+    with tempfile.TemporaryDirectory() as folder:
+        return clip_latents(Path(folder), clips, CausalVideoVAE.from_pretrained(vae), CPU)
+
+
+def test_latents_are_computed_once_for_an_encoder(tmp_path, vae, monkeypatch):
+    clips, network = data(), CausalVideoVAE.from_pretrained(vae)
+    made = clip_latents(tmp_path, clips, network, CPU)
+    assert made.shape == (10, 6, 4, 2, 2) and made.dtype == np.float16
+    with monkeypatch.context() as patch:
+        patch.setattr(CausalVideoVAE, "encode", lambda *a: pytest.fail("encoded again"))
+        assert np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
+    check_latents(tmp_path, network, tmp_path)
+    network.latent_std.fill_(2.0)
+    with pytest.raises(ValueError, match="latents of another autoencoder"):
+        check_latents(tmp_path, network, tmp_path)
+    assert not np.array_equal(clip_latents(tmp_path, clips, network, CPU), made)
+
+
+def test_batches_roll_loops_only_and_do_not_learn_what_is_given(vae):
+    clips = data()
+    latents = np.arange(10 * 6 * 4 * 2 * 2, dtype=np.float16).reshape(10, 6, 4, 2, 2)
+    batches = Batches(clips, latents, recipe(batch_size=40, rolled=0.5, caption_dropout=0.25, motion_told=0.5), 2, 2, CPU)
+    batch, again = batches(3), batches(3)
+    assert torch.equal(batch.clean, again.clean) and batch.texts == again.texts
+    first = batch.clean[:, 0, 0, 0, 0].numpy() / 16
+    index, start = (first // 6).astype(int), (first % 6).astype(int)
+    assert set(index) <= set(clips.indices("train")) and set(start) == {0, 2, 4}
+    assert all(clips.records[i]["loops"] for i, s in zip(index, start, strict=True) if s)
+    given = (batch.weights[:, :2] == 0).all((1, 2, 3, 4)).numpy()
+    assert np.array_equal(given, start > 0) and (batch.weights[:, 2:] > 0).all()
+    assert 0 < batch.texts.count(NO_CAPTION) < 40 and set(batch.motion.tolist()) == {0, 1, 2}
+    assert np.bincount(motion_levels(clips, 2)[clips.indices("train")]).tolist() == [4, 4]
+
+
+def test_places_that_move_count_more():
+    clips = data()
+    batches = Batches(clips, np.zeros((10, 6, 4, 2, 2), np.float16), recipe(motion_weight=3.0), 2, 0, CPU)
+    clip = np.zeros((6, 4, 2, 2), np.float32)
+    clip[1::2, :, 0, 0] = 1
+    weights = batches.place_weights(clip, rolled=False)
+    assert weights.mean() == pytest.approx(1) and weights[1, 0, 0, 0] > 5 * weights[1, 0, 1, 1]
+
+
+def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
+    model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
+    text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
+    null = model.text_cache(Bank()(["", ""]).caption_embeds)
+    drawn = draw_latents(model, text, 3, [1.0, 0.5], seed=4)
+    assert drawn.shape == (2, 6, 4, 2, 2) and torch.equal(drawn, draw_latents(model, text, 3, [1.0, 0.5], seed=4))
+    assert torch.allclose(drawn[:, :4], draw_latents(model, text, 2, [1.0, 0.5], seed=4), atol=1e-5)
+    assert not torch.allclose(drawn, draw_latents(model, text, 3, [1.0, 0.5], seed=5), atol=1e-2)
+    plain = draw_latents(model, text, 2, [1.0, 0.5], null=null, guidance=1.0)
+    assert torch.equal(plain, draw_latents(model, text, 2, [1.0, 0.5]))
+    assert not torch.allclose(plain, draw_latents(model, text, 2, [1.0, 0.5], null=null, guidance=4.0), atol=1e-4)
+    given = torch.ones(2, 2, 4, 2, 2)
+    assert torch.equal(draw_latents(model, text, 2, [1.0], first=given)[:, :2], given)
+    noises = [block_noise(s, b, k, (4,), CPU) for s in (0, 1) for b in (0, 1) for k in (0, 1)]
+    assert len({tuple(noise.tolist()) for noise in noises}) == 8
+
+
+def test_a_drawn_block_sees_clean_ones(flow):
+    """What the cache holds of an earlier block is of a clean pass, not of its last noisy step."""
+    model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
+    text = model.text_cache(Bank()(["a", "b"]).caption_embeds)
+    drawn = draw_latents(model, text, 2, [1.0, 0.5], seed=3)
+    cache = model.new_cache(2, 4)
+    cache.begin()
+    model(drawn[:, :2], torch.zeros(2), text, cache)
+    cache.commit()
+    cache.begin()
+    x = block_noise(3, 1, 0, (2, 2, 4, 2, 2), CPU)
+    x = x - model(x, torch.full((2,), 1000.0), text, cache)
+    x = 0.5 * x + 0.5 * block_noise(3, 1, 1, x.shape, CPU)
+    x = x - 0.5 * model(x, torch.full((2,), 500.0), text, cache)
+    assert torch.allclose(x, drawn[:, 2:], atol=1e-5)
+
+
+def test_euler_steps_follow_a_straight_flow_to_its_end():
+    """For the velocity of one point, every sampler ends there."""
+
+    class Point(torch.nn.Module):
+        def forward(self, x, timestep, text, cache):
+            level = (timestep / 1000).clamp_min(1e-6)[:, None, None, None, None]
+            return (x - 0.7) / level
+
+    real = CausalVideoTransformer(**SHAPE)
+    model = Point()
+    model.geometry, model.new_cache = real.geometry, real.new_cache
+    text = real.text_cache(torch.zeros(1, 2, 8))
+    for euler in (True, False):
+        levels = euler_levels(recipe()) if euler else [1.0, 0.6]
+        assert torch.allclose(draw_latents(model, text, 2, levels, euler=euler), torch.tensor(0.7), atol=1e-4)
+
+
+def test_a_frozen_video_is_told_from_one_that_moves(vae, flow, monkeypatch):
+    clips, network = data(), CausalVideoVAE.from_pretrained(vae)
+    evaluation = Evaluation(clips, clip_latents_of(vae, clips), network, Bank(), recipe(), CPU)
+    model = CausalVideoTransformer.from_pretrained(flow[0] / "transformer")
+    from recipes.emoji_video.autoencoder import to_video
+
+    monkeypatch.setattr(evaluation, "drawn", lambda m, chosen: to_video(clips.frames[chosen], CPU))
+    real = evaluation.figures(model, None)
+    assert real["motion"] == pytest.approx(1) and real["frozen"] == 0 and real["recall"] > 50
+    monkeypatch.setattr(evaluation, "drawn", lambda m, chosen: to_video(clips.frames[chosen][:, [0] * 6], CPU))
+    frozen = evaluation.figures(model, None)
+    assert frozen["motion"] == 0 and frozen["frozen"] == 1 and frozen["recall"] > 50
+
+
+def test_a_preview_is_trained_and_resumed(tmp_path, vae):
+    made = PreviewConfig(
+        model={"latent_channels": 4, "widths": [8, 8], "stride": 8}, batch_size=8, evaluate_every=20, checkpoint_every=10,
+        schedule=Schedule(steps=30, learning_rate=1e-2, warmup_steps=1),
+    )  # fmt: skip
+    found = train_video_preview(made, data(), vae, tmp_path / "run", CPU)
+    assert found["psnr"] > 8 and train_video_preview(made, data(), vae, tmp_path / "run", CPU) == found
+    with pytest.raises(ValueError, match="stride must be the autoencoder's, 8, got 4"):
+        train_video_preview(dataclasses.replace(made, model={**made.model, "stride": 4}), data(), vae, tmp_path / "b", CPU)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"height": 4}, "height must be the autoencoder's, 2, got 4"), ({"block_frames": 4}, "block_frames must divide"),
+     ({"temporal_stride": 4}, "temporal_stride must be"), ({"channels": 16}, "channels must be")],
+)  # fmt: skip
+def test_networks_that_do_not_fit_are_refused(tmp_path, vae, change, message):
+    with pytest.raises(ValueError, match=message):
+        train(tmp_path / "run", vae, recipe(model={**SHAPE, **change}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_is_given_for_consistency_and_for_nothing_else(tmp_path, vae, flow):
+    with pytest.raises(ValueError, match="teacher must be given"):
+        train(tmp_path / "run", vae, recipe(objective="consistency"))
+    with pytest.raises(ValueError, match="teacher must be given"):
+        train(tmp_path / "run", vae, teacher_folder=flow[0] / "transformer")
+    with pytest.raises(ValueError, match="init must be of the recipe's shape"):
+        train(tmp_path / "run", vae, recipe(model={**SHAPE, "dim": 12}), init_folder=flow[0] / "transformer")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [({"objective": "gan"}, "objective must be one of"), ({"rollout": 1.5}, "rollout must be a share"),
+     ({"levels": [500, 1000]}, "steps must fall"), ({"optimizer": "sgd"}, "optimizer"), ({"euler_steps": 0}, "euler_steps")],
+)  # fmt: skip
+def test_recipes_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        recipe(**change)
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"),
+    [("target", 5e6, 8e6), ("target-steps", 5e6, 8e6), ("drafter", 1e6, 2e6), ("drafter-steps", 1e6, 2e6)],
+)
+def test_packaged_recipes_are_of_the_promised_sizes(name, least, most):
+    packaged = load_settings(f"emoji-video-{name}")
+    with torch.device("meta"):
+        model = CausalVideoTransformer(**packaged.model)
+    assert least <= sum(p.numel() for p in model.parameters()) <= most
+    assert (packaged.objective == "consistency") == name.endswith("steps")
+    assert packaged.caption_rows == model.config.text_len, "longer padding costs time, and is not seen"
+    assert drawing(packaged)["euler"] is (packaged.objective == "flow") and model.geometry.block_tokens == 64

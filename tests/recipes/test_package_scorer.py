@@ -1,0 +1,40 @@
+"""A scorer's card tells what was measured on the weights that are packaged."""
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from PIL.ImageFilter import GaussianBlur
+
+from recipes.emoji.dataset import EmojiDataset
+from recipes.emoji.scorer_evaluation import blurred, foreign_captions
+from recipes.package import package_scorer
+
+
+def data() -> EmojiDataset:
+    groups = ("food", "food", "animals", "food", "animals")
+    records = [
+        {"concept": f"thing {i}", "label": f"thing {i}", "tags": [], "synonyms": [], "tones": [], "group": group, "style": "3d",
+         "split": "train"}
+        for i, group in enumerate(groups)
+    ]  # fmt: skip
+    return EmojiDataset(np.zeros((5, 8, 8, 3), dtype=np.uint8), records)
+
+
+def test_foreign_captions_are_of_another_concept_of_the_group() -> None:
+    assert foreign_captions(data(), [0, 1, 2, 3, 4]) == ["thing 1", "thing 3", "thing 4", "thing 0", "thing 2"]
+    assert foreign_captions(data(), [0, 2]) == ["thing 2", "thing 0"], "none of the group is there"
+
+
+def test_blurring_is_the_blur_of_pictures_on_white() -> None:
+    picture = Image.new("RGB", (64, 64), "white")
+    picture.paste((200, 30, 60), (20, 24, 44, 40))
+    ours = blurred(torch.from_numpy(np.array(picture)).permute(2, 0, 1)[None].float() / 255, 2.0)[0]
+    theirs = np.asarray(picture.filter(GaussianBlur(2.0)), dtype=np.float32) / 255
+    assert np.abs(ours.permute(1, 2, 0).numpy() - theirs).max() < 0.03
+
+
+def test_an_unfinished_run_is_refused(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError, match="scorer is missing"):
+        package_scorer(tmp_path, tmp_path, data(), tmp_path / "out")
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,109 @@
+"""Video runs join to a folder that is small, borrows its text encoder, and names no folder of this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import vargen.assets
+from recipes.emoji_video.batches import encoder_digest
+from recipes.package import MAX_BYTES, package_video
+from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.video_preview import PreviewDecoder
+from vargen.models.video_vae import CausalVideoVAE
+
+LENDER = vargen.assets.packaged_model_path("emoji")
+VAE = {"size": 16, "widths": [8, 16, 64], "transformer_blocks": 1}
+SHAPE = {
+    "dim": 64, "ffn_dim": 64, "num_heads": 2, "num_layers": 1, "channels": 4, "height": 2, "width": 2, "patch": 1,
+    "block_frames": 2, "spatial_stride": 8, "temporal_stride": 1, "fps": 12, "text_dim": 384, "text_len": None,
+    "text_mask": True, "freq_dim": 16, "motion_levels": 2,
+}  # fmt: skip
+LOSSES = {"loss_seen": 0.25, "loss_held_out": 0.5}
+FIGURES = {"step": 40, "seconds": 3600.0, **LOSSES, "motion": 0.81, "frozen": 0.1, "recall": 19.5}
+HOW = {"levels": [1.0, 0.75], "euler": False, "guidance": 1.0}
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> dict[str, Path]:
+    found = {name: tmp_path / name for name in ("vae", "target", "drafter", "preview")}
+    torch.manual_seed(0)
+    vae = CausalVideoVAE(**VAE)
+    vae.save_pretrained(found["vae"] / "vae")
+    logged = {"step": 30, "seconds": 7200.0, "psnr": 27.5, "seen_psnr": 29.25, "motion": 0.97, "flicker": 0.012}
+    (found["vae"] / "log.jsonl").write_text(json.dumps(logged) + "\n")
+    for name, shape in (("target", SHAPE), ("drafter", {**SHAPE, "dim": 32})):
+        CausalVideoTransformer(**shape).save_pretrained(found[name] / "transformer")
+        (found[name] / "sampling.json").write_text(json.dumps(HOW))
+        (found[name] / "log.jsonl").write_text(json.dumps(FIGURES) + "\n")
+        (found[name] / f"latents-{encoder_digest(vae)}.npy").write_bytes(b"")
+    PreviewDecoder(4, (16, 16)).save_pretrained(found["preview"] / "preview")
+    (found["preview"] / "log.jsonl").write_text(json.dumps({"step": 3, "seconds": 60.0, "psnr": 22.0}) + "\n")
+    return found
+
+
+def join(runs: dict[str, Path], output: Path, **more) -> Path:
+    return package_video(runs["vae"], runs["target"], output, LENDER, runs["drafter"], runs["preview"], **more)
+
+
+def test_the_folder_holds_int8_networks_that_open(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = join(runs, tmp_path / "out", note="On a slow machine.", defaults={"num_blocks": 6})
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["_class_name"] == "CausalVideoPipeline" and index["defaults"] == {**HOW, "num_blocks": 6}
+    assert index["draft_transformer"] == ["vargen.models.causal_video", "CausalVideoTransformer"]
+    assert index["text_encoder"] == ["vargen.models.text_encoder", "MiniLMTextEncoder"]
+    assert not (folder / "text_encoder").exists()
+    assert json.loads((folder / "borrowed.json").read_text())["text_encoder"] == "emoji"
+    kinds = {"vae": CausalVideoVAE, "transformer": CausalVideoTransformer, "draft_transformer": CausalVideoTransformer,
+             "preview_decoder": PreviewDecoder}  # fmt: skip
+    for part, kind in kinds.items():
+        weights = folder / part / "diffusion_pytorch_model.safetensors"
+        assert any(value.dtype == torch.int8 for value in load_file(weights).values()), part
+        assert kind.from_pretrained(folder / part).config.weight_format == "int8"
+        assert weights.stat().st_mode & 0o044 == 0o044
+    was = CausalVideoTransformer.from_pretrained(runs["target"] / "transformer").state_dict()
+    now = CausalVideoTransformer.from_pretrained(folder / "transformer").state_dict()
+    assert all((was[name] - now[name]).abs().max() <= 0.01 * was[name].abs().max() for name in was)
+    card = (folder / "README.md").read_text()
+    figures = ("27.50 dB", "29.25 on training", "2.00 hours", "0.250, 0.500", "| 0.81 | 10% | 19.5 |", "1.2%", "2 steps")
+    for said in (*figures, "On a slow machine."):
+        assert said in card, said
+    assert not [file for file in folder.rglob("*.json") if str(tmp_path) in file.read_text()], "no folder of this machine"
+
+
+def test_a_target_alone_is_enough(runs: dict[str, Path], tmp_path: Path) -> None:
+    folder = package_video(runs["vae"], runs["target"], tmp_path / "out", LENDER, weight_format="float16")
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["draft_transformer"] == [None, None] == index["preview_decoder"]
+
+
+def test_an_unfinished_run_leaves_the_old_folder(runs: dict[str, Path], tmp_path: Path) -> None:
+    join(runs, tmp_path / "out")
+    before = {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+    (runs["target"] / "sampling.json").unlink()
+    with pytest.raises(FileNotFoundError, match="finish the training run first"):
+        join(runs, tmp_path / "out")
+    assert before == {file: file.read_bytes() for file in (tmp_path / "out").rglob("*") if file.is_file()}
+
+
+def test_what_does_not_belong_together_is_not_joined(runs: dict[str, Path], tmp_path: Path, monkeypatch) -> None:
+    (runs["drafter"] / "sampling.json").write_text(json.dumps({**HOW, "levels": [1.0]}))
+    with pytest.raises(ValueError, match="must be drawn with alike"):
+        join(runs, tmp_path / "out")
+    (runs["drafter"] / "sampling.json").write_text(json.dumps(HOW))
+    CausalVideoTransformer(**{**SHAPE, "block_frames": 3}).save_pretrained(runs["drafter"] / "transformer")
+    with pytest.raises(ValueError, match="geometry of the drafter must be the target's"):
+        join(runs, tmp_path / "out")
+    next(runs["drafter"].glob("latents-*.npy")).rename(runs["drafter"] / "latents-0123456789abcdef.npy")
+    with pytest.raises(ValueError, match="latents of another autoencoder"):
+        join(runs, tmp_path / "out")
+    with pytest.raises(ValueError, match="weight_format must be one of"):
+        join(runs, tmp_path / "out", weight_format="int4")
+    monkeypatch.setitem(MAX_BYTES, "emoji-video", 1000)
+    with pytest.raises(ValueError, match="store it as int8"):
+        package_video(runs["vae"], runs["target"], tmp_path / "out", LENDER)
+    assert not (tmp_path / "out").exists()

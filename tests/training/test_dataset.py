@@ -1,0 +1,65 @@
+"""A data set of anyone's captioned images: what it must hold, and what is said of a file that does not."""
+
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from vargen.training.dataset import CaptionedImages, load_captioned_images
+from vargen.training.focus import Focus
+
+
+def write(folder: Path, *lines: object, size: int = 4) -> Path:
+    np.save(folder / "images.npy", np.zeros((len(lines), size, size, 3), np.uint8))
+    texts = [line if isinstance(line, str) else json.dumps(line) for line in lines]
+    (folder / "captions.jsonl").write_text("\n".join(texts) + "\n")
+    return folder
+
+
+def test_captions_splits_and_further_fields_are_read(tmp_path: Path) -> None:
+    lines = [{"caption": f"thing {i}"} for i in range(40)]
+    lines[3] = {"captions": ["a cat", "a black cat"], "can_flip": True, "style": "photo"}  # type: ignore[dict-item]
+    lines[4]["split"] = "validation"
+    data = load_captioned_images(write(tmp_path, *lines))
+    assert data.indices("validation").tolist() == [4, 19, 39]
+    assert data.captions(3) == ["a cat", "a black cat"] and data.captions(0) == ["thing 0"]
+    assert {data.sample_caption(3, random.Random(seed)) for seed in range(20)} == {"a cat", "a black cat"}
+    assert data.can_flip(3) and not data.can_flip(2) and not data.can_recolor(3)
+    groups = data.evaluation_groups(Focus(), seen=5)
+    assert len(groups["seen"]) == 5 and groups["validation"] == [4, 19, 39]
+    assert data.candidate_captions([0, 3], 2) == [["thing 0", "a cat"], ["a cat", "thing 0"]]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["", "[]", '{"text": "a"}', '{"caption": ""}', '{"captions": [1]}', '{"caption": "a", "split": "dev"}'],
+)
+def test_a_line_that_is_none_is_named(tmp_path: Path, line: str) -> None:
+    with pytest.raises(ValueError, match="line 2"):
+        load_captioned_images(write(tmp_path, {"caption": "a"}, line))
+
+
+def test_files_that_are_missing_or_do_not_fit_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"images\.npy"):
+        load_captioned_images(tmp_path)
+    write(tmp_path, {"caption": "a"}, {"caption": "b"})
+    (tmp_path / "captions.jsonl").write_text('{"caption": "a"}\n')
+    with pytest.raises(ValueError, match=r"images\.npy"):
+        load_captioned_images(tmp_path)
+    (tmp_path / "images.npy").write_bytes(b"no array")
+    with pytest.raises(ValueError, match=r"images\.npy"):
+        load_captioned_images(tmp_path)
+    (tmp_path / "captions.jsonl").unlink()
+    with pytest.raises(FileNotFoundError, match=r"captions\.jsonl"):
+        load_captioned_images(tmp_path)
+
+
+def test_methods_may_be_overridden_for_captions_of_another_kind() -> None:
+    class Named(CaptionedImages):
+        def captions(self, i: int) -> list[str]:
+            return [f"a {self.records[i]['name']}"]
+
+    data = Named(np.zeros((1, 4, 4, 3), np.uint8), [{"name": "cat", "split": "train"}])
+    assert data.sample_caption(0, random.Random(0)) == "a cat"

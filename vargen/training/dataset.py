@@ -1,0 +1,148 @@
+"""Captioned images of anyone's: what the networks that users train for their own model are trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from vargen.training.focus import Focus
+
+Record = dict[str, Any]
+IMAGES, CAPTIONS = "images.npy", "captions.jsonl"
+_VALIDATION_EVERY = 20  # of the images whose split the file leaves open
+
+
+@dataclass(frozen=True)
+class CaptionedImages:
+    """Images and what is known of each. A data set with captions of its own kind overrides the methods.
+
+    Attributes:
+        images: uint8 `[N, size, size, 3]`, may be mapped from disk.
+        records: N dictionaries. `captions`: texts, the first of them for evaluations; `split`; and, where they are true,
+            `can_flip` (its mirror image fits the captions) and `can_recolor` (it may have another color). `style` and `group`
+            can be weighted by a `Focus`.
+        report: counts made while building.
+    """
+
+    images: np.ndarray
+    records: list[Record]
+    report: dict[str, Any] = field(default_factory=dict)
+
+    def indices(self, split: str) -> np.ndarray:
+        """Positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
+        if split not in ("train", "validation"):
+            raise ValueError(f"unknown split {split!r}; expected 'train' or 'validation'")
+        return np.array([i for i, r in enumerate(self.records) if r["split"] == split], dtype=np.int64)
+
+    def training_indices(self) -> np.ndarray:
+        """Positions (int64) of the images that training sees."""
+        return self.indices("train")
+
+    def captions(self, i: int) -> list[str]:
+        """The captions of image i; the first is the one that evaluations use."""
+        return self.records[i]["captions"]
+
+    def sample_caption(self, i: int, rng: random.Random) -> str:
+        """A caption of image i for training; equal states of `rng` give equal captions."""
+        return rng.choice(self.captions(i))
+
+    def can_flip(self, i: int) -> bool:
+        """Whether the mirror image of image i fits its captions."""
+        return bool(self.records[i].get("can_flip"))
+
+    def can_recolor(self, i: int) -> bool:
+        """Whether image i may have another color, if its caption says so."""
+        return bool(self.records[i].get("can_recolor"))
+
+    def evaluation_groups(self, focus: Focus, **counts: int) -> dict[str, list[int]]:
+        """Images that evaluations look at, evenly spread, by the name of their group; empty groups are left out.
+
+        Args:
+            focus: which kinds training sees most. counts: most images of each group; 64 by default.
+        """
+        groups = {"seen": self.training_indices().tolist(), "validation": self.indices("validation").tolist()}
+        return {name: spread(members, counts.get(name, 64)) for name, members in groups.items() if members}
+
+    def candidate_captions(self, members: Sequence[int], count: int) -> list[list[str]]:
+        """For each image `count` captions, where there are so many: its own first, then those of other members."""
+        step = max(1, len(members) // count)
+        found = []
+        for n, i in enumerate(members):
+            others = [members[(n + step * j) % len(members)] for j in range(1, min(count, len(members)))]
+            found.append([self.caption_like(j, i) for j in [i, *others]])
+        return found
+
+    def caption_like(self, i: int, other: int) -> str:
+        """The first caption of image i, in the style of image `other` where captions name styles."""
+        return self.captions(i)[0]
+
+
+def load_captioned_images(folder: Path) -> CaptionedImages:
+    """Open a folder of `images.npy`, uint8 `[N, size, size, 3]`, and `captions.jsonl`, a JSON object for each image in order.
+
+    An object holds `caption`, or several `captions`, and what else is said in `CaptionedImages`. Of images without a `split`
+    every twentieth is held out for validation. The images stay on disk (memory-mapped).
+
+    Raises:
+        FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
+    """
+    images = open_images(folder, CAPTIONS, "a data set is a folder with both")
+    records = []
+    for number, line in enumerate((folder / CAPTIONS).read_text("utf-8").splitlines()):
+        try:
+            record = json.loads(line)
+            texts = record.pop("captions", None) or [record.pop("caption")]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            texts = []
+        if not texts or not isinstance(texts, list) or not all(isinstance(text, str) and text.strip() for text in texts):
+            form = '{"caption": "a red apple"}'
+            raise ValueError(f"{folder / CAPTIONS}: line {number + 1} must be like {form}, got {line[:80]!r}")
+        split = "train" if (number + 1) % _VALIDATION_EVERY else "validation"
+        records.append({"split": split, **record, "captions": texts})
+        if records[-1]["split"] not in ("train", "validation"):
+            raise ValueError(f"{folder / CAPTIONS}: line {number + 1}: split must be 'train' or 'validation'")
+    check_images(folder, images, records)
+    return CaptionedImages(images, records)
+
+
+def open_images(folder: Path, beside: str, hint: str) -> np.ndarray:
+    """`images.npy` of a folder, mapped read-only; FileNotFoundError without it or the file `beside` it."""
+    for name in (IMAGES, beside):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} is missing; {hint}")
+    try:
+        return np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:  # of which numpy's may recommend unpickling
+        raise ValueError(f"{folder}: {IMAGES} is damaged ({type(error).__name__}); {hint}") from None
+
+
+def check_images(folder: Path, images: np.ndarray, records: Sequence[Record]) -> None:
+    """Raise ValueError unless these are uint8 `[N, size, size, 3]` and a record for each."""
+    square = images.ndim == 4 and images.shape[1] == images.shape[2] and images.shape[3] == 3
+    if not square or images.dtype != np.uint8 or len(images) != len(records):
+        raise ValueError(
+            f"{folder}: {IMAGES} must be uint8 [N, size, size, 3] and fit its {len(records)} records, "
+            f"got {images.dtype}{list(images.shape)}"
+        )
+
+
+def spread(members: Sequence[int], count: int) -> list[int]:
+    """At most `count` of them, evenly spread."""
+    if len(members) <= count:
+        return list(members)
+    return [members[len(members) * place // count] for place in range(count)]
+
+
+def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
+    """uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
+    # contiguous: channels-last group norm and small convolutions are six times slower on a CPU
+    moved = torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2)
+    return moved.contiguous().float() / 127.5 - 1

@@ -1,0 +1,284 @@
+"""Train a drafter on the features of a frozen transformer: EAGLE's layer, or Medusa's heads.
+
+The target runs by teacher forcing over pictures it drew itself, both guidance halves, and the drafter learns its *guided* and
+filtered probabilities, which are what drafts are judged by. EAGLE's layer learns from its own outputs as well, as it meets them
+in drafts (EAGLE-3, arXiv:2503.01840).
+
+Shape suffixes: B pictures, R rows (2 B under guidance, conditional first), N tokens, D width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
+from vargen.decoding.sampling import to_probs
+from vargen.device import fast_dtype
+from vargen.files import whole_files
+from vargen.models.eagle import EagleDrafter
+from vargen.models.medusa import MedusaDrafter
+from vargen.models.weights import weights_digest
+from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
+from vargen.pipelines.registry import describe, open_pipeline
+from vargen.training.generated_images import GeneratedImages, PromptSource
+from vargen.training.heads_config import HeadConfig
+from vargen.training.run import TrainingRun
+
+logger = logging.getLogger("vargen")
+
+KINDS: dict[str, type] = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
+_SLOTS = 1024  # of which logits are made at once: those of a whole batch would not fit a processor's cache, nor some memories
+_DECODED = 4  # held-out pictures that are drawn with the finished drafter
+_MEASURED = 32  # held-out pictures of the curve
+
+Drafter = EagleDrafter | MedusaDrafter
+
+
+def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
+    """A drafter of a kind for a target's configuration; `given`: what its constructor takes beside the target's sizes.
+
+    Raises:
+        ValueError: for an unknown kind, a setting that the drafter lacks, or sizes that it refuses.
+    """
+    if kind not in KINDS:
+        raise ValueError(f"kind must be {' or '.join(map(repr, KINDS))}, got {kind!r}")
+    sizes: dict[str, Any] = {name: target[name] for name in ("dim", "vocab_size", "grid_size")}
+    if kind == "eagle":
+        sizes |= {name: target[name] for name in ("n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base")}
+    try:
+        return KINDS[kind](**{**sizes, **given})
+    except TypeError as error:
+        raise ValueError(f"model has a setting that {KINDS[kind].__name__} lacks: {error}") from error
+
+
+def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
+    """Open a LlamaGen in float32 to draft for, a packaged one or a folder; ValueError for a model of another family."""
+    if describe(model).pipeline != "LlamaGenPipeline":
+        raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
+    return open_pipeline(model, torch_dtype=torch.float32).to(device)
+
+
+def train_head(
+    kind: str,
+    recipe: HeadConfig,
+    pipe: LlamaGenPipeline,
+    subjects: PromptSource,
+    folder: Path,
+    drawn_folder: Path | None = None,
+) -> dict[str, float]:
+    """Draw pictures, then train until `recipe.schedule.steps`, resuming what is in `folder`; weights land in `folder/drafter`.
+
+    Args:
+        kind: `"eagle"` or `"medusa"`. pipe: the target, on the device to train on; its weights stay as they are.
+        subjects: what pictures are drawn of. drawn_folder: where they are kept; default: `folder/drawn`.
+
+    Returns:
+        Figures on held-out pictures: by draft i, `overlap_i`, the share of drafts that the exact rule accepts where those
+        before were; `content_overlap_i`, the same without tokens that are the commonest one; and `tokens_per_pass` of a chain.
+
+    Raises:
+        ValueError: for an unknown kind or setting, a run or pictures in `folder` of another recipe or target, or a run that
+            diverged.
+    """
+    trainer = _Trainer(kind, recipe, pipe, subjects, folder, drawn_folder or folder / "drawn")
+    run, steps = trainer.run, recipe.schedule.steps
+    start = trainer.resumed()
+    trainer.drawn.draw()
+    trainer.begin(start)
+    for step in run.progress(start):
+        losses = trainer.step(step)
+        done = step + 1
+        if done % 10 == 0:
+            run.log(done, **losses)
+        if done % recipe.evaluate_every == 0 or done == steps:
+            run.log(done, **trainer.evaluate(_MEASURED))
+        if done % recipe.checkpoint_every == 0 or done == steps:
+            trainer.save(done)
+    figures = trainer.finish()
+    logger.info("%s drafter %s: %s", kind, folder, figures)
+    return figures
+
+
+class _Trainer:
+    """A drafter, its frozen target, and all that training changes."""
+
+    def __init__(
+        self, kind: str, recipe: HeadConfig, pipe: LlamaGenPipeline, subjects: PromptSource, folder: Path, drawn_folder: Path
+    ):
+        torch.manual_seed(recipe.seed)
+        self.kind, self.recipe, self.pipe, self.folder = kind, recipe, pipe, folder
+        self.target = pipe.transformer.eval().requires_grad_(False)
+        self.device = self.target.device
+        self.fast = fast_dtype(self.device) == torch.bfloat16
+        self.drafter = new_drafter(kind, self.target.config, recipe.model).to(self.device)
+        self.drawn = GeneratedImages(drawn_folder, pipe, subjects, recipe)
+        identity = {"kind": kind, "model": recipe.model, "seed": recipe.seed, "target": weights_digest(self.target)}
+        self.run = TrainingRun(folder, identity, recipe.schedule.steps)
+        rate, decay = recipe.schedule.learning_rate, recipe.weight_decay
+        self.stepper = torch.optim.AdamW(self.drafter.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)
+
+    def resumed(self) -> int:
+        """Take up what the folder holds; returns the step to go on with."""
+        state = self.run.resume(self.device, ("model", "optimizer"))
+        if not state:
+            return 0
+        self.drafter.load_state_dict(state["model"])
+        self.stepper.load_state_dict(state["optimizer"])
+        return state["step"]
+
+    def save(self, step: int) -> None:
+        self.run.checkpoint(step, model=self.drafter.state_dict(), optimizer=self.stepper.state_dict())
+
+    @torch.no_grad()
+    def begin(self, step: int) -> None:
+        """Measure what the inputs are divided by, before the first step."""
+        if step:
+            return
+        hidden, _, _ = self.taught(list(range(min(self.recipe.batch_size, self.drawn.training))))
+        self.drafter.feature_scale.copy_(hidden.float().square().mean((0, 1)).sqrt().clamp(min=1e-4))
+        self.drafter.token_scale.copy_(self.target.tok_embeddings.weight.float().square().mean().sqrt().clamp(min=1e-4))
+
+    # -- one batch ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _guidance(self) -> float | None:
+        return None if self.drawn.scale == 1.0 else self.drawn.scale
+
+    @torch.no_grad()
+    def taught(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Of pictures by their numbers: the target's hidden states `[R, N, D]`, of which row j predicted token j; embeddings of
+        the tokens `[R, N, D]`; and its probabilities `[B, N, V]` of each token."""
+        tokens = torch.from_numpy(self.drawn.tokens[list(numbers)].astype(np.int64)).to(self.device)
+        condition = self.drawn.condition(numbers)
+        rows = tokens
+        if self._guidance is not None:
+            rows, condition = tokens.repeat(2, 1), condition.join(self.target.null_condition(condition))
+        output = self.target(rows, condition, guidance=self._guidance)
+        heat = self.drawn.temperature(numbers, self.device)
+        plain = replace(self.drawn.sampling, temperature=1.0)
+        probs = to_probs(output.logits.float() / heat[:, None, None].clamp(min=1e-5), plain)
+        return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
+
+    def drafts(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
+        """By depth s, features `[R, N - 1 - s, D]`: row i is for token i + 1 + s, of which the target knows tokens up to i."""
+        if isinstance(self.drafter, EagleDrafter):
+            over = None
+            if self.drafter.config.above:
+                over, columns = torch.zeros_like(hidden), self.target.config.grid_size
+                reach = max(columns - 2, 0)
+                over[:, max(columns - 1, 0) :] = hidden[:, max(columns - 1, 0) - reach : hidden.shape[1] - reach]
+            steps = min(self.recipe.unrolled, hidden.shape[1] - 1)
+            unrolled = self.drafter.unrolled(hidden, embeddings, steps, over)
+            return [output[:, step:-1] for step, output in enumerate(unrolled)]
+        ahead = self.drafter(hidden, embeddings)
+        return [ahead[:, : hidden.shape[1] - 1 - i, i] for i in range(min(ahead.shape[2], hidden.shape[1] - 1))]
+
+    def step(self, step: int) -> dict[str, Tensor]:
+        """One step; returns its losses."""
+        recipe = self.recipe
+        for group in self.stepper.param_groups:
+            group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
+        draw = np.random.default_rng((recipe.seed, step))
+        numbers = draw.choice(self.drawn.training, min(recipe.batch_size, self.drawn.training), replace=False).tolist()
+        self.drafter.train()
+        heat = self.drawn.temperature(numbers, self.device)
+        scale = self.drafter.feature_scale
+        divergence = features = torch.zeros((), device=self.device)
+        total = 0.0
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
+            hidden, embeddings, probs = self.taught(numbers)
+            for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
+                weight, first = recipe.weight(depth), depth + 1
+                total += weight
+                divergence = divergence + weight * self._divergence(drafted, probs[:, first:], heat)
+                if self.kind == "eagle" and recipe.feature_weight:
+                    features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
+        loss = (divergence + recipe.feature_weight * features) / total
+        self.stepper.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
+        self.stepper.step()
+        found = {"loss": loss.detach(), "divergence": divergence.detach() / total}
+        return found | ({"features": features.detach() / total} if self.kind == "eagle" else {})
+
+    def _divergence(self, drafted: Tensor, probs: Tensor, heat: Tensor) -> Tensor:
+        """Mean KL(p || q) in nats: q of features `[R, T, D]`, unfiltered so that every token has a gradient; p `[B, T, V]`."""
+        T = drafted.shape[1]
+        size = max(1, _SLOTS // len(probs))
+        total = drafted.new_zeros(())
+        for start in range(0, T, size):
+            part = slice(start, start + size)
+            # Logits are made again for the gradient, piece by piece, and not kept.
+            total = total + checkpoint(self._piece, drafted[:, part], probs[:, part], heat, use_reentrant=False)
+        return total / (len(probs) * T)
+
+    def _piece(self, drafted: Tensor, probs: Tensor, heat: Tensor) -> Tensor:
+        logits = self.target.head(drafted.to(self.target.dtype), self._guidance) / heat[:, None, None].clamp(min=1e-5)
+        entropy = torch.special.entr(probs).sum()
+        return -(probs * logits.log_softmax(-1)).sum() - entropy
+
+    # -- figures --------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, most: int | None = None) -> dict[str, float]:
+        """Overlaps of p and q on held-out pictures, q filtered as drafts are; see `train_head`."""
+        self.drafter.eval()
+        held = list(range(self.drawn.training, self.recipe.pictures))[:most]
+        common = int(np.bincount(self.drawn.tokens[held].ravel()).argmax())
+        found: dict[str, float] = {}
+        counts: dict[str, float] = {}
+        for start in range(0, len(held), self.recipe.batch_size):
+            numbers = held[start : start + self.recipe.batch_size]
+            hidden, embeddings, probs = self.taught(numbers)
+            heat = self.drawn.temperature(numbers, self.device)[:, None, None].clamp(min=1e-5)
+            tokens = torch.from_numpy(self.drawn.tokens[numbers]).to(self.device)
+            for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
+                logits = self.target.head(drafted.to(self.target.dtype), self._guidance)
+                q = to_probs(logits / heat, replace(self.drawn.sampling, temperature=1.0))
+                overlap = torch.minimum(probs[:, depth + 1 :], q).sum(-1)
+                content = tokens[:, depth + 1 :] != common
+                for name, values in ((f"overlap_{depth + 1}", overlap), (f"content_overlap_{depth + 1}", overlap[content])):
+                    found[name] = found.get(name, 0.0) + float(values.sum())
+                    counts[name] = counts.get(name, 0.0) + values.numel()
+        self.drafter.train()
+        return {name: value / max(counts[name], 1) for name, value in found.items()}
+
+    @torch.no_grad()
+    def tokens_per_pass(self) -> float:
+        """Of a chain of drafts, on a few held-out subjects, with seeds that no training picture has."""
+        self.drafter.eval()
+        model = self.pipe.token_model(self.drawn.scale)
+        held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
+        drafter: Any
+        if isinstance(self.drafter, EagleDrafter):
+            drafter = Eagle(min(4, longest), model=LlamaGenEagle(self.drafter, model))
+        else:
+            heads = LlamaGenMedusa(self.drafter, model)
+            drafter = Medusa(min(heads.heads, longest), model=heads)
+        method = Accelerator(self.kind, drafter, exact)
+        seeds = torch.arange(len(held)) + (1 << 50)
+        return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass
+
+    def finish(self) -> dict[str, float]:
+        """Save the weights, and plot the run; returns their figures on all held-out pictures."""
+        figures = {**self.evaluate(), "tokens_per_pass": self.tokens_per_pass()}
+        if not all(math.isfinite(value) for value in figures.values()):
+            raise ValueError(f"the run in {self.folder} diverged ({figures}): lower the learning rate")
+        self.run.log(self.recipe.schedule.steps, **{f"final_{name}": value for name, value in figures.items()})
+        with whole_files(self.folder / "drafter") as staged:
+            self.drafter.eval().save_pretrained(staged)
+        overlaps = [name for name in figures if name.startswith("overlap")]
+        self.run.plot(("loss", "divergence"), tuple(overlaps))
+        return figures
