@@ -4,6 +4,7 @@
 # make test                         everything, on the reference set of packages
 # make test-latest                  the fast tests, on the latest set
 # make test-lowest                  the fast tests, on the oldest packages that pyproject.toml allows
+# make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
 # make lint                         ruff and mypy
 # make clean                        remove what make made, pictures excepted
 #
@@ -32,7 +33,7 @@ LOWEST    := .venv-lowest
 PYTEST    := pytest -n 2 --dist worksteal
 SOURCES   := $(wildcard app.py) vargen pipelines kernels assets examples tests benchmarks
 
-.PHONY: image demo test test-latest test-lowest lint ruff types clean
+.PHONY: image demo test test-latest test-lowest test-gpu lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --model "$$MODEL" --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
@@ -50,6 +51,11 @@ test-latest: $(LATEST)/.fast
 # (decoding, kernels) was tested there.
 test-lowest: $(LOWEST)/.fast
 	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training
+
+# One process: several would share the GPU, and compile every kernel each.
+test-gpu: $(REFERENCE)/.all
+	$(REFERENCE)/bin/python -c 'import torch; torch.cuda.is_available() or exit("make test-gpu needs an NVIDIA GPU")'
+	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_captured.py
 
 lint: ruff types
 
