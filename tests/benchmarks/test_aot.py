@@ -13,12 +13,12 @@ import pytest
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton, an extra, is not installed")
 
 
-def compiled(capability: int, cache: Path) -> list[dict[str, Any]]:
+def compile_all(capability: int, cache: Path, root: Path) -> list[dict[str, Any]]:
     """Every launch that is shipped, compiled for a generation of GPUs."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment |= {"TRITON_CACHE_DIR": str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "vargen.kernels.costs", "--json", str(capability)]
-    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "benchmarks.kernels_static.costs", "--json", str(capability)]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=root)
     assert run.returncode == 0, run.stderr[-2000:]
     return json.loads(run.stdout)["kernels"]
 
@@ -26,10 +26,10 @@ def compiled(capability: int, cache: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     "capability", [pytest.param(80, marks=pytest.mark.slow), 90, pytest.param(100, marks=pytest.mark.slow)]
 )
-def test_kernels_fit(capability: int, tmp_path: Path) -> None:
+def test_kernels_fit(capability: int, tmp_path: Path, repo_root: Path) -> None:
     """Registers and shared memory suffice; no more is spilled than ptxas puts aside for a step of occupancy. Keys and values
     come 16 bytes at a time, also of heads that are 100 wide, whose slots are padded, and their products are of tensor cores."""
-    found = compiled(capability, tmp_path)
+    found = compile_all(capability, tmp_path, repo_root)
     assert {each["capability"] for each in found} == {capability}
     names = {"attend", "merge", "sample", "race", "judge", "walk", "traverse", "group", "near", "match", "keep"}
     assert names == {each["kernel"] for each in found}
@@ -40,7 +40,8 @@ def test_kernels_fit(capability: int, tmp_path: Path) -> None:
     assert all(each["wide_copies"] and each["tensor_cores"] for each in low)
 
 
-def test_interpreting_processes_refuse_to_compile(tmp_path: Path) -> None:
+def test_interpreting_processes_refuse_to_compile(repo_root: Path) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    run = subprocess.run([sys.executable, "-m", "vargen.kernels.costs"], capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-m", "benchmarks.kernels_static.costs"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=repo_root)
     assert run.returncode == 1 and "TRITON_INTERPRET is set" in run.stderr and "Traceback" not in run.stderr

@@ -54,7 +54,7 @@ class Resources:
         return max(1, min(by_registers, shared // (self.shared + 1024), 64 // self.warps, 32))
 
 
-def compiled(launch: Launch, capability: int) -> Resources:
+def compile_launch(launch: Launch, capability: int) -> Resources:
     """Compile what was recorded, specialized as Triton would on a GPU: pointers and integers that 16 divides, integers of 1.
 
     Raises:
@@ -79,7 +79,7 @@ def compiled(launch: Launch, capability: int) -> Resources:
     options = {name: value for name, value in launch.options.items() if name not in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack = _usage(made.asm["cubin"])
+    registers, stack = _read_usage(made.asm["cubin"])
     return Resources(registers, stack, made.metadata.shared, made.metadata.num_warps, made.asm["ptx"])
 
 
@@ -97,7 +97,7 @@ def _type(value: Any) -> str:
     return "fp32"
 
 
-def _usage(cubin: bytes) -> tuple[int, int]:
+def _read_usage(cubin: bytes) -> tuple[int, int]:
     """Registers and stack bytes of a thread."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -11,12 +11,12 @@ import pytest
 if find_spec("triton") is None:
     pytest.skip("Triton, an extra, is not installed", allow_module_level=True)
 
-from vargen.kernels import costs
-from vargen.kernels.aot import SHARED_LIMIT
-from vargen.kernels.shipped import cases
+from kernels_static import costs
+from kernels_static.aot import SHARED_LIMIT
+from kernels_static.shipped import list_cases
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-AGAIN = "make it again: python -m vargen.kernels.costs"
+AGAIN = "make it again: python -m benchmarks.kernels_static.costs"
 
 
 @pytest.fixture(scope="module")
@@ -33,17 +33,17 @@ def test_the_sheet_lists_what_is_shipped(document: dict[str, Any]) -> None:
     """Every launch for every generation of GPUs, in order, with its grid and its warps."""
     expected = [
         (case.operation, case.shape, launch.name, launch.programs, launch.options["num_warps"], capability)
-        for case, launch in costs.shipped_launches(cases())
+        for case, launch in costs.list_launches(list_cases())
         for capability in SHARED_LIMIT
     ]
     names = ("operation", "shape", "kernel", "programs", "warps", "capability")
     listed = [tuple(each[name] for name in names) for each in document["kernels"]]
     assert listed == expected, AGAIN
     assert len(set(listed)) == len(listed), "two launches of one name: the page shows one of them alone"
-    assert document["operations"] == [costs.operation(case) for case in cases()], AGAIN
+    assert document["operations"] == [costs.describe_operation(case) for case in list_cases()], AGAIN
 
 
 def test_the_page_shows_the_sheet(page: Path, document: dict[str, Any]) -> None:
     text = page.read_text()
-    assert costs.tables(document) in text, AGAIN
+    assert costs.format_tables(document) in text, AGAIN
     assert f"Triton {document['triton']}" in text.replace("\n", " ")

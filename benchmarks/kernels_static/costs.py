@@ -1,5 +1,6 @@
-"""What kernels cost as far as it can be known without a GPU: `python -m vargen.kernels.costs [--json] [80] [90] [100]`, the
-compute capabilities, by default all.
+"""What the kernels cost as far as it can be known without a GPU.
+
+    python -m benchmarks.kernels_static.costs [--json] [80] [90] [100]     # compute capabilities, by default all
 
 Registers, spills and shared memory are read from what the compiler made for each GPU; programs and waves follow from the grid
 and these. Bytes and operations are counted from shapes. The roofline's time is computed, bytes over bandwidth or operations
@@ -15,13 +16,14 @@ from typing import Any, NamedTuple
 
 import triton
 
-from vargen.kernels.aot import SHARED_LIMIT, Resources, compiled
 from vargen.kernels.launch import Launch
-from vargen.kernels.shipped import Case, cases
+
+from .aot import SHARED_LIMIT, Resources, compile_launch
+from .shipped import KernelCase, list_cases
 
 
 class GPU(NamedTuple):
-    """Of a data sheet: compute capability, multiprocessors, bytes a second, operations a second of two-byte products."""
+    """From a data sheet: compute capability, multiprocessors, bytes a second, operations a second of two-byte products."""
 
     capability: int
     multiprocessors: int
@@ -39,35 +41,35 @@ _WIDE = re.compile(r"cp\.async\.c[ag]\.shared\.global[^;]*, 0x10,|cp\.async\.c[a
 _CORES = ("mma.sync", "wgmma", "tcgen05.mma")
 
 
-def resources(launch: Launch, capability: int, made: dict[str, Resources]) -> Resources:
-    """What a launch takes on a GPU; equal ones are compiled once."""
+def compile_once(launch: Launch, capability: int, made: dict[str, Resources]) -> Resources:
+    """What a launch takes on a GPU; equal launches are compiled once."""
     kinds = [
         getattr(each, "dtype", (each == 1, each % 16 == 0) if isinstance(each, int) else type(each)) for each in launch.args
     ]
     key = f"{launch.name} {capability} {kinds} {sorted(launch.options.items())}"
     if key not in made:
-        made[key] = compiled(launch, capability)
+        made[key] = compile_launch(launch, capability)
     return made[key]
 
 
-def sheet(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)) -> dict[str, Any]:
-    """Every shipped launch on every generation of GPUs, and what the roofline allows every case."""
+def make_report(capabilities: tuple[int, ...] = tuple(SHARED_LIMIT)) -> dict[str, Any]:
+    """Make the report: every shipped launch on every generation of GPUs, and what the roofline allows every case."""
     made: dict[str, Resources] = {}
-    found = cases()
+    found = list_cases()
     kernels = [
-        _described(case, launch, resources(launch, capability, made), capability)
-        for case, launch in shipped_launches(found)
+        _describe_launch(case, launch, compile_once(launch, capability, made), capability)
+        for case, launch in list_launches(found)
         for capability in capabilities
     ]
-    return {"triton": triton.__version__, "kernels": kernels, "operations": [operation(case) for case in found]}
+    return {"triton": triton.__version__, "kernels": kernels, "operations": [describe_operation(case) for case in found]}
 
 
-def shipped_launches(found: list[Case]) -> list[tuple[Case, Launch]]:
+def list_launches(found: list[KernelCase]) -> list[tuple[KernelCase, Launch]]:
     """Every launch, with its case; a case may have several."""
     return [(case, launch) for case in found for launch in case.launches]
 
 
-def operation(case: Case) -> dict[str, Any]:
+def describe_operation(case: KernelCase) -> dict[str, Any]:
     """What can be said of a case without a compiler."""
     return {
         "operation": case.operation, "shape": case.shape, "bytes": case.bytes, "flops": case.flops,
@@ -78,7 +80,7 @@ def operation(case: Case) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _described(case: Case, launch: Launch, found: Resources, capability: int) -> dict[str, Any]:
+def _describe_launch(case: KernelCase, launch: Launch, found: Resources, capability: int) -> dict[str, Any]:
     resident = found.blocks_per_multiprocessor(capability)
     return {
         "operation": case.operation, "shape": case.shape, "kernel": launch.name, "capability": capability,
@@ -93,8 +95,8 @@ def _described(case: Case, launch: Launch, found: Resources, capability: int) ->
     }  # fmt: skip
 
 
-def tables(document: dict[str, Any]) -> str:
-    """The sheet as two tables of Markdown."""
+def format_tables(document: dict[str, Any]) -> str:
+    """The report as two tables of Markdown."""
     seen: dict[tuple[str, str, str], dict[int, dict[str, Any]]] = {}
     for each in document["kernels"]:
         seen.setdefault((each["kernel"], each["operation"], each["shape"]), {})[each["capability"]] = each
@@ -118,7 +120,7 @@ def tables(document: dict[str, Any]) -> str:
 if __name__ == "__main__":
     asked = tuple(each for each in SHARED_LIMIT if str(each) in sys.argv[1:])
     try:
-        document = sheet(asked or tuple(SHARED_LIMIT))
+        document = make_report(asked or tuple(SHARED_LIMIT))
     except RuntimeError as error:
         sys.exit(str(error))
-    print(json.dumps(document) if "--json" in sys.argv[1:] else tables(document))
+    print(json.dumps(document) if "--json" in sys.argv[1:] else format_tables(document))
