@@ -46,7 +46,7 @@ Find here whether a method runs with your model, on your device, in your dtype. 
   [tests of their own](kernels.md), which a GPU runs compiled and a CPU interpreted.
 - **refused**: the call raises a `ValueError` before anything is generated, for the numbered reason below the table.
 
-`from_pretrained(..., torch_dtype=...)` sets the dtype; without it, [the fastest of the device](models.md) is chosen. {compile}
+`from_pretrained(..., torch_dtype=...)` sets the dtype; without it, [the fastest of the device](usage.md) is chosen. {compile}
 """
 
 
