@@ -4,6 +4,8 @@
 # make test                         everything, on the reference set of packages
 # make test-latest                  the fast tests, on the latest set
 # make test-lowest                  the fast tests, on the oldest packages that pyproject.toml allows
+# make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
+# make docs                         the documentation site, in build/site
 # make lint                         ruff and mypy
 # make clean                        remove what make made, pictures excepted
 #
@@ -29,10 +31,11 @@ export PROMPT MODEL OUT SEED TORCH_INDEX
 REFERENCE := .venv
 LATEST    := .venv-latest
 LOWEST    := .venv-lowest
+DOCS      := .venv-docs
 PYTEST    := pytest -n 2 --dist worksteal
-SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks
+SOURCES   := $(wildcard app.py) vargen pipelines kernels assets recipes examples tests benchmarks docs
 
-.PHONY: image demo test test-latest test-lowest lint ruff types clean
+.PHONY: image demo test test-latest test-lowest test-gpu docs lint ruff types clean
 
 image: $(REFERENCE)/.core
 	@$(REFERENCE)/bin/vargen generate --model "$$MODEL" --seed "$$SEED" -o "$$OUT" -- "$$PROMPT"
@@ -50,6 +53,15 @@ test-latest: $(LATEST)/.fast
 # (decoding, kernels) was tested there.
 test-lowest: $(LOWEST)/.fast
 	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training tests/recipes
+
+# One process: several would share the GPU, and compile every kernel each.
+test-gpu: $(REFERENCE)/.all
+	$(REFERENCE)/bin/python -c 'import torch; torch.cuda.is_available() or exit("make test-gpu needs an NVIDIA GPU")'
+	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_captured.py
+
+# mkdocstrings reads the sources without importing them, so this environment needs no torch.
+docs: $(DOCS)/.tools
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
 
 lint: ruff types
 
@@ -114,9 +126,14 @@ $(LOWEST)/.fast: pyproject.toml | $(LOWEST)/.torch
 	$(LOWEST)/bin/uv pip install --python $(LOWEST)/bin/python --resolution lowest-direct -c $(LOWEST)/torch.txt -e ".[train,dev]"
 	@touch $@
 
-$(REFERENCE)/bin/python $(LATEST)/bin/python $(LOWEST)/bin/python:
+$(DOCS)/.tools: pyproject.toml | $(DOCS)/bin/python
+	$(DOCS)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' > $(DOCS)/tools.txt
+	$(DOCS)/bin/python -m pip install -r $(DOCS)/tools.txt
+	@touch $@
+
+$(REFERENCE)/bin/python $(LATEST)/bin/python $(LOWEST)/bin/python $(DOCS)/bin/python:
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.version_info >= (3, 11) or sys.exit(f"vargen needs Python 3.11 or newer, and $(PYTHON) is {v}. Name another one: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(@D)/..
 
 clean:
-	rm -rf $(REFERENCE) $(LATEST) $(LOWEST) build dist vargen.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(REFERENCE) $(LATEST) $(LOWEST) $(DOCS) build dist vargen.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -34,18 +34,18 @@ def kernels(
     json_file, names = result_file(as_json, ".json", "json"), shape or ["LlamaGen-B"]
     check_apart({"json": [json_file]}, {})
 
-    from vargen.kernels.shapes import MODELS
+    from vargen.evaluation.kernel_speed import NETWORK_SHAPES
 
     for name in names:
-        if name not in MODELS:
-            raise ValueError(f"shape must be one of {', '.join(MODELS)}, got {shown(name)}")
+        if name not in NETWORK_SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(NETWORK_SHAPES)}, got {shown(name)}")
     chosen, kind, machine = prepare(device, dtype, threads, [])
 
     import torch
 
     from vargen.decoding.sampling import Sampling, to_probs
+    from vargen.evaluation import kernel_speed
     from vargen.evaluation.machine import machine_line
-    from vargen.kernels import measure
     from vargen.kernels.dispatch import explain
     from vargen.models.cache import KVCache
 
@@ -54,14 +54,14 @@ def kernels(
         return KVCache(network.layers, 2, network.key_heads, network.width, **size, dtype=kind, device=chosen)
 
     with torch.inference_mode():
-        rate = measure.copy_rate(chosen)
-        attend = partial(measure.attention_operation, dtype=kind, device=chosen)
+        rate = kernel_speed.measure_copy_rate(chosen)
+        attend = partial(kernel_speed.attention_operation, dtype=kind, device=chosen)
         operations = [attend(name, T, count) for name in names for count in lengths for T in widths]
         filtered = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
-        operations += [measure.sampler_operation(V, T, chosen, filtered) for V in (4096, 16384) for T in widths]
+        operations += [kernel_speed.sampler_operation(V, T, chosen, filtered) for V in (4096, 16384) for T in widths]
         operations += [each for V in (4096, 16384) for T in widths if T > 1 for each in _acceptance(V, T, chosen)]
-        operations += [measure.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
-        timings = measure.measure(operations, chosen, rounds, rate)
+        operations += [kernel_speed.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
+        timings = kernel_speed.measure(operations, chosen, rounds, rate)
     backend, reason = explain(chosen)
     document = {
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
@@ -80,7 +80,7 @@ def _acceptance(V: int, T: int, device: Any) -> list[Any]:
     from vargen.decoding import Draft, Tree
     from vargen.decoding.next_token.acceptance import exact, recursive_rejection
     from vargen.decoding.noise import Noise
-    from vargen.kernels.measure import acceptance_operation
+    from vargen.evaluation.kernel_speed import acceptance_operation
 
     probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
     tokens = q.argmax(-1)

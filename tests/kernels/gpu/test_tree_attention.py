@@ -7,12 +7,12 @@ import random
 
 import pytest
 import torch
+from kernels_static.shipped import attention, commit
 from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels import reference
 from vargen.kernels.attention_tiles import TILES, Tiles, splits_for
-from vargen.kernels.shipped import attention, commit
 from vargen.kernels.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

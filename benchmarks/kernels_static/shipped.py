@@ -1,0 +1,161 @@
+"""The launches that the library's models make, recorded without a GPU: what is compiled ahead of time, tested and listed.
+
+Each case has the bytes that its launches move at least, counted from shapes (the docstrings of the kernels have the formulas),
+and the floating-point operations of its matrix products.
+
+Shape suffixes: B images, R rows (two for each image, guidance's), T tokens of the pass, L tokens held, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vargen.evaluation.kernel_speed import (
+    NETWORK_SHAPES,
+    VOCABULARIES,
+    attention_bytes,
+    attention_flops,
+    commit_bytes,
+    sampler_bytes,
+)
+from vargen.kernels.accept_chain import judge_chain
+from vargen.kernels.accept_traversal import traverse_tree
+from vargen.kernels.accept_tree import match_tree, walk_tree
+from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
+from vargen.kernels.commit import keep
+from vargen.kernels.launch import Launch, recording
+from vargen.kernels.sampler import Coins, race, sample
+from vargen.kernels.tree_attention import tree_attention
+
+
+class KernelCase(NamedTuple):
+    """`launches` of an operation at a `shape`, and what they move and multiply at least."""
+
+    operation: str
+    shape: str
+    launches: list[Launch]
+    bytes: int
+    flops: int = 0
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def _meta_int(*shape: int) -> Tensor:
+    return _meta(*shape, dtype=torch.int64)
+
+
+def _record(run: Callable[[], Any]) -> list[Launch]:
+    with recording() as launches:
+        run()
+    return launches
+
+
+def attention(
+    model: str, T: int, held: int, dtype: torch.dtype = torch.bfloat16, R: int = 2, chain: bool = False
+) -> KernelCase:
+    """One layer's attention of T tokens over `held` tokens, in a cache made for that many."""
+    shape = NETWORK_SHAPES[model]
+    room = -(-shape.width // 16) * 16
+    slots = 1 + held + T
+    k, v = (_meta(R, shape.key_heads, slots, room, dtype=dtype)[..., : shape.width] for _ in range(2))
+    q = _meta(R, T, shape.heads, shape.width, dtype=dtype)
+    words = None if chain else _meta_int(T, -(-T // 64))
+    launches = _record(lambda: tree_attention(q, k, v, _meta_int(R), _meta(R, 1), words))
+    splits = launches[0].grid[2]
+    moved = attention_bytes(shape, R, T, slots, dtype.itemsize)
+    moved += 0 if splits == 1 else 8 * splits * R * T * shape.heads * (shape.width + 1)
+    kind = "chain" if chain else "tree"
+    name = f"{model}, {kind} of {T}, {held} held, {str(dtype).removeprefix('torch.')}"
+    return KernelCase("attention, a layer", name, launches, moved, attention_flops(shape, R, T, slots))
+
+
+def sampling(V: int, T: int, B: int = 1, filters: bool = True, draw: bool = False) -> KernelCase:
+    """Probabilities of T rows of guided logits, with or without filters and a draw."""
+    logits = _meta(B, T, V, dtype=torch.bfloat16)
+    coins = Coins(_meta_int(B), _meta_int(B, T), 0) if draw else None
+    options: dict[str, Any] = {"top_k": 100, "top_p": 0.9} if filters else {}
+    launches = _record(lambda: sample(logits, coins=coins, **options))
+    name = f"V {V}, {T} rows{', top-k and top-p' if filters else ''}{', a draw' if draw else ''}"
+    return KernelCase("sampler", name, launches, sampler_bytes(B * T, V, 2))
+
+
+def draws(V: int, T: int, B: int = 1) -> KernelCase:
+    """The race of T rows of probabilities."""
+    return KernelCase(
+        "race",
+        f"V {V}, {T} rows",
+        _record(lambda: race(_meta(B, T, V), Coins(_meta_int(B), _meta_int(B, T), 0))),
+        4 * B * T * V,
+    )
+
+
+def acceptance(V: int, T: int, B: int = 1, counted: bool = False, drawn: bool = True) -> Iterator[KernelCase]:
+    """Every rule, at T fed tokens of each image; a tree's path is taken to be 5 slots long, with 2 siblings tried at each.
+
+    Args:
+        counted: whether the device counts the passes, as captured ones; only rules with coins differ.
+        drawn: whether drafts were drawn, from probabilities q, and some may be void; else they were looked up, and all count.
+    """
+    probs, q, tokens = _meta(B, T, V), _meta(B, T - 1, V), _meta_int(B, T - 1)
+    valid = _meta(B, T - 1, dtype=torch.bool)
+    shape = f"V {V}, {T} fed{', counted on the device' if counted else ''}{'' if drawn else ', not drawn'}"
+    draft = probs, tokens, q if drawn else None, valid if drawn else None
+    noise = _meta_int(B), _meta_int(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
+    rows = 8 if drawn else 4  # bytes of p and q, or of p
+    relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
+    yield KernelCase("accept, chain", shape, _record(lambda: judge_chain(*draft, *noise)), rows * B * V)
+    yield KernelCase("accept, relaxed chain", shape, _record(lambda: judge_chain(*draft, *noise, **relaxed)), rows * B * V)
+    children = _meta_int(T, 4)
+    walked = _record(lambda: walk_tree(*draft, children, 6, *noise))
+    yield KernelCase("accept, tree", shape, walked, B * 4 * V * (6 + (6 if drawn else 0)))
+    tables = (children, _meta_int(T), _meta_int(T), _meta_int(T))
+    traversed = _record(lambda: traverse_tree(*draft, *tables, 6, *noise))
+    yield KernelCase("accept, traversal", shape, traversed, B * 4 * V * (T // 3 + (T if drawn else 0)))
+    if counted:
+        return
+    codes = _meta(8, V) if drawn else None
+    groups = _record(lambda: grouped_chances(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if drawn else None, codes))
+    yield KernelCase("accept, groups", shape, groups, B * (T - 1) * rows * V + (4 * 8 * V if drawn else 0))
+
+
+def small_cases(T: int, B: int = 1) -> Iterator[KernelCase]:
+    """What needs no row of the vocabulary."""
+    tokens, children = _meta_int(B, T - 1), _meta_int(T, 4)
+    yield KernelCase(
+        "accept, own noise", f"{T} fed", _record(lambda: match_tree(_meta_int(B, T), tokens, children, 6)), 32 * B * T
+    )
+    probs, nearest = _meta(B, T, 16384), _meta(16384, 1000, dtype=torch.int16)
+    near = _record(lambda: neighbour_chances(probs[:, :-1], probs[:, 1:], tokens, nearest, 5.0, None))
+    yield KernelCase("accept, neighbours", f"V 16384, {T} fed, 1000 near", near, B * (T - 1) * 6 * 1000)
+
+
+def commit(model: str, path: int, R: int = 2) -> KernelCase:
+    """Moving a path of so many slots, of which only the root lies in place."""
+    shape = NETWORK_SHAPES[model]
+    room = -(-shape.width // 16) * 16
+    k = _meta(shape.layers, R, shape.key_heads, 1100, room, dtype=torch.bfloat16)[..., : shape.width]
+    done = _meta(R, dtype=torch.int32)
+    launches = _record(lambda: keep(k, k, _meta_int(R), _meta_int(R, path), _meta_int(R), done, first=1, tokens=1024))
+    return KernelCase("commit", f"{model}, path of {path}", launches, commit_bytes(shape, R, path, 2))
+
+
+def list_cases() -> list[KernelCase]:
+    """All: every tile of attention by head width, every vocabulary, every rule."""
+    low, high = torch.bfloat16, torch.float32
+    found = [attention("emoji", 16, 256, high), attention("emoji", 16, 256, low)]
+    for T in (1, 16, 32, 64, 128):
+        found += [attention("LlamaGen-B", T, 1024), attention("LlamaGen-3B", T, 1024)]
+    found += [attention("LlamaGen-XL", 32, 1024), attention("LlamaGen-B", 16, 4096), attention("LlamaGen-3B", 16, 4096)]
+    found += [attention("LlamaGen-B", 64, 1024, high), attention("7B", 16, 1024, high)]
+    found += [attention("LlamaGen-B", 32, 1024, torch.float16), attention("7B", 16, 1024, chain=True)]
+    found += [attention("grouped", 16, 1024), *(attention("7B", T, 1024) for T in (16, 32, 64))]
+    for V in VOCABULARIES:
+        found += [sampling(V, 32), sampling(V, 32, filters=False), sampling(V, 1, draw=True), draws(V, 32), *acceptance(V, 32)]
+    found += [*acceptance(VOCABULARIES[0], 32, counted=True), *acceptance(VOCABULARIES[0], 32, drawn=False)]
+    return [*found, *small_cases(32), commit("LlamaGen-B", 6), commit("LlamaGen-3B", 6), commit("LlamaGen-3B", 32)]

@@ -1,0 +1,241 @@
+"""Times of the kernels beside the alternatives: torch's attention with a mask, FlexAttention, and the library's own torch code.
+What a machine cannot run is listed with the reason. The shapes of the networks and the bytes that an operation moves at least
+are here as well; `benchmarks/kernels_static` uses them without a GPU.
+
+NetworkShape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots, K head width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vargen.kernels.ancestors import packed
+from vargen.kernels.dispatch import explain, in_torch
+from vargen.kernels.few_queries import Seen, attention, folded
+
+Run = Callable[[], Any]
+
+
+class NetworkShape(NamedTuple):
+    """Layers, query heads, key heads and head width of a network."""
+
+    layers: int
+    heads: int
+    key_heads: int
+    width: int
+
+
+NETWORK_SHAPES: dict[str, NetworkShape] = {
+    "emoji": NetworkShape(10, 7, 7, 32),
+    "LlamaGen-B": NetworkShape(12, 12, 12, 64),
+    "LlamaGen-XL": NetworkShape(36, 20, 20, 64),
+    "LlamaGen-3B": NetworkShape(24, 32, 32, 100),
+    "7B": NetworkShape(32, 32, 32, 128),
+    "grouped": NetworkShape(24, 32, 8, 128),
+}
+VOCABULARIES = (4096, 8192, 16384)
+
+
+def attention_bytes(shape: NetworkShape, R: int, T: int, slots: int, size: int) -> int:
+    """Of one layer: keys and values once, queries and output, in numbers of `size` bytes, and the words of a tree."""
+    queries = 2 * R * T * shape.heads * shape.width * size
+    return 2 * R * shape.key_heads * slots * shape.width * size + queries + 8 * T * -(-T // 64)
+
+
+def attention_flops(shape: NetworkShape, R: int, T: int, slots: int) -> int:
+    """Of one layer's two products."""
+    return 4 * R * T * shape.heads * slots * shape.width
+
+
+def sampler_bytes(rows: int, V: int, size: int) -> int:
+    """Logits of `size` bytes read, probabilities of 4 written."""
+    return rows * V * (size + 4)
+
+
+def commit_bytes(shape: NetworkShape, R: int, path: int, size: int) -> int:
+    """Keys and values of all layers read and written, but for the root, which lies in place."""
+    return shape.layers * R * shape.key_heads * (path - 1) * shape.width * size * 4
+
+
+@dataclass(frozen=True)
+class Timing:
+    """`microseconds` of an implementation, or the `reason` for which there are none; `bytes` that the operation moves at least,
+    and the `share` of the time that these take at the rate of a copy."""
+
+    operation: str
+    shape: str
+    implementation: str
+    bytes: int
+    microseconds: float | None = None
+    share: float | None = None
+    reason: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Operation:
+    """`implementations` of an operation by name: what to run, or the reason why it cannot run here."""
+
+    name: str
+    shape: str
+    bytes: int
+    implementations: dict[str, Run | str]
+
+
+def measure_seconds(run: Run, device: torch.device, rounds: int) -> float:
+    """Seconds of one call, the median; on a GPU with its caches emptied before each."""
+    run()
+    if device.type == "cuda":
+        from triton.testing import do_bench
+
+        return do_bench(run, warmup=10, rep=20 * rounds, return_mode="median") / 1e3
+    once = max(_time_once(run), 1e-7)
+    repeats = max(1, min(200, int(0.005 / once)))
+    return statistics.median(_time_once(lambda: [run() for _ in range(repeats)]) / repeats for _ in range(rounds))
+
+
+def _time_once(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def measure_copy_rate(device: torch.device) -> float:
+    """Bytes a second of a large copy, read and written."""
+    count = 2**28 if device.type == "cuda" else 2**25
+    source = torch.ones(count // 4, device=device)
+    target = torch.empty_like(source)
+    return 2 * count / measure_seconds(lambda: target.copy_(source), device, 3)
+
+
+def measure(operations: list[Operation], device: torch.device, rounds: int, rate: float) -> list[Timing]:
+    """Measure every implementation of every operation."""
+    found = []
+    for each in operations:
+        for name, run in each.implementations.items():
+            if isinstance(run, str):
+                found.append(Timing(each.name, each.shape, name, each.bytes, reason=run))
+                continue
+            seconds = measure_seconds(run, device, rounds)
+            found.append(Timing(each.name, each.shape, name, each.bytes, 1e6 * seconds, each.bytes / rate / seconds))
+    return found
+
+
+def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, device: torch.device, images: int = 1) -> Operation:
+    """One layer's attention over a tree of T tokens, two rows an image, in every implementation."""
+    shape: NetworkShape = NETWORK_SHAPES[model]
+    R, S = 2 * images, 1 + held + T
+    room = -(-shape.width // 16) * 16
+    k, v = (torch.randn(R, shape.key_heads, S, room, device=device).to(dtype)[..., : shape.width] for _ in range(2))
+    q = torch.randn(R, T, shape.heads, shape.width, device=device).to(dtype)
+    ancestors = torch.ones(T, T, dtype=torch.bool, device=device).tril()
+    ancestors[T // 2 :, 1 : T // 2] = False  # two branches
+    length, prefix = torch.full((R,), held, device=device), torch.zeros(R, 1, device=device)
+    mask = torch.cat([torch.ones(T, 1 + held, dtype=torch.bool, device=device), ancestors], 1)
+    bias = torch.zeros(R, 1, T, S, device=device, dtype=dtype).masked_fill_(~mask, -torch.inf)
+    with torch.no_grad():
+        ready = folded(bias, shape.heads, shape.key_heads)
+    implementations: dict[str, Run | str] = {
+        "kernel": kernel_or_skip_reason(lambda: attention(q, k, v, Seen(length, prefix, packed(ancestors), 0)), device),
+        "torch, our path": lambda: attention(q, k, v, ready),
+        "SDPA with a mask": lambda: F.scaled_dot_product_attention(
+            q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=shape.heads != shape.key_heads
+        ),
+        "FlexAttention": _make_flex_attention(q, k, v, mask) if device.type == "cuda" else "measure_seconds on a GPU only",
+    }
+    name = f"{model}, T {T}, {held} held, {str(dtype).removeprefix('torch.')}"
+    return Operation("attention, a layer", name, attention_bytes(shape, R, T, S, dtype.itemsize), implementations)
+
+
+def kernel_or_skip_reason(run: Run, device: torch.device) -> Run | str:
+    """The kernel's call, or why there is none on this machine."""
+    name, reason = explain(device)
+    if name == "triton" and device.type != "cuda":
+        return "interpreted kernels are for tests: their time says nothing"
+    return run if name == "triton" else reason
+
+
+def run_in_torch(run: Run) -> Run:
+    """The call with kernels switched off."""
+
+    def without() -> Any:
+        with in_torch():
+            return run()
+
+    return without
+
+
+def _make_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Run:
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return mask[query, key]
+
+    T, S = mask.shape
+    blocks = create_block_mask(visible, None, None, T, S, device=q.device)
+    compiled = torch.compile(flex_attention)
+    grouped = q.shape[2] != k.shape[1]
+    return lambda: compiled(q.transpose(1, 2), k, v, block_mask=blocks, enable_gqa=grouped)
+
+
+def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[[Tensor], Tensor]) -> Operation:
+    """Probabilities of T rows of logits with top-k 100 and top-p 0.9. `reference` is the library's own torch code."""
+    logits = torch.randn(1, T, V, device=device)
+
+    def kernel() -> Any:
+        from vargen.kernels.sampler import sample
+
+        return sample(logits, top_k=100, top_p=0.9).probs
+
+    implementations: dict[str, Run | str] = {
+        "kernel": kernel_or_skip_reason(kernel, device),
+        "torch, our path": run_in_torch(lambda: reference(logits)),
+    }
+    return Operation("sampler", f"V {V}, T {T}, top-k and top-p", sampler_bytes(T, V, 4), implementations)
+
+
+def acceptance_operation(kind: str, V: int, T: int, device: torch.device, verify: Run) -> Operation:
+    """Verification of a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology, which
+    dispatches to the kernel itself. The bytes are those of a rejected first draft: a row of p and one of q."""
+    implementations: dict[str, Run | str] = {
+        "kernel": kernel_or_skip_reason(verify, device),
+        "torch, our path": run_in_torch(verify),
+    }
+    return Operation(f"accept, {kind}", f"V {V}, T {T}", 8 * V, implementations)
+
+
+def commit_operation(
+    model: str, path: int, dtype: torch.dtype, device: torch.device, caches: Callable[[NetworkShape], Any]
+) -> Operation:
+    """Moving a path of a pass. `caches` makes the library's cache of such a network, for two rows and `dtype`."""
+    shape = NETWORK_SHAPES[model]
+    slots = torch.arange(path, device=device)[None].expand(2, -1)
+    paths = torch.where(slots > 0, slots + 1, 0)
+    count = torch.full((2,), path, device=device)
+
+    def keeping(cache: Any) -> Run:
+        start = torch.zeros_like(cache.length)
+
+        def keep() -> None:
+            cache.rollback(start)
+            cache.keep(paths, count)
+
+        return keep
+
+    with in_torch():
+        plain = caches(shape)
+    implementations: dict[str, Run | str] = {
+        "kernel": kernel_or_skip_reason(keeping(caches(shape)), device),
+        "torch, our path": run_in_torch(keeping(plain)),
+    }
+    return Operation("commit", f"{model}, path of {path}", commit_bytes(shape, 2, path, dtype.itemsize), implementations)
