@@ -1,7 +1,7 @@
 """How kernels are run: compiled for a GPU, or by Triton's interpreter, which runs them in NumPy for tests on a CPU.
 
-Every launch goes through `launch`, so that what would be launched can also be recorded: `benchmarks/kernels_static` compiles exactly
-that for GPUs that are not there.
+Every launch goes through `launch`, so that what would be launched can also be recorded: `benchmarks/kernels_static` compiles
+exactly that for GPUs that are not there.
 """
 
 from __future__ import annotations
