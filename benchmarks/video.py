@@ -22,10 +22,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from vargen.decoding import PRESETS, BlockStats, Chance, Lazy, RelativeToFirst, Routing, RunningQuantile, Stride, Threshold
+from vargen.decoding import (
+    PRESETS,
+    Lazy,
+    QuantileThreshold,
+    RandomShare,
+    RelativeThreshold,
+    Stride,
+    Threshold,
+    VideoMethod,
+    VideoStats,
+)
 from vargen.decoding.harness import Clock
-from vargen.decoding.video.loop import decode_blocks
-from vargen.decoding.video.stats import BlockCosts, mean_acceptance, measured_costs
+from vargen.decoding.video.loop import decode_video
+from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
 from vargen.evaluation.machine import describe_machine
 from vargen.evaluation.synthetic_video import (
     PUBLISHED,
@@ -48,8 +58,8 @@ class Point:
 
     policy: str
     setting: str
-    method: Routing
-    runs: list[BlockStats] = field(default_factory=list)
+    method: VideoMethod
+    runs: list[VideoStats] = field(default_factory=list)
     quality: list[float] = field(default_factory=list)
 
 
@@ -59,15 +69,17 @@ def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
     found = [Point("target", "", PRESETS["target"]), Point("draft", "", PRESETS["draft"])]
     found += [Point("threshold", f"{tau:g}", replace(base, policy=Threshold(tau))) for tau in thresholds]
     found += [Point("capped", f"{tau:g}", replace(base, policy=Threshold(tau), longest_run=6)) for tau in thresholds]
-    found += [Point("relative", f"{d:g}", replace(base, policy=RelativeToFirst(d))) for d in deltas]
+    found += [Point("relative", f"{d:g}", replace(base, policy=RelativeThreshold(d))) for d in deltas]
     shares = (0.05, 0.15, 0.3, 0.45, 0.6)
-    found += [Point("quantile", f"{share:g}", replace(base, policy=RunningQuantile(share))) for share in shares]
+    found += [Point("quantile", f"{share:g}", replace(base, policy=QuantileThreshold(share))) for share in shares]
     found += [Point("stride", f"{every}", replace(base, policy=Stride(every))) for every in (2, 3, 4, 6, 10)]
-    found += [Point("chance", f"{share:g}", replace(base, policy=Chance(share))) for share in (0.5, 0.65, 0.75, 0.85, 0.95)]
+    found += [
+        Point("chance", f"{share:g}", replace(base, policy=RandomShare(share))) for share in (0.5, 0.65, 0.75, 0.85, 0.95)
+    ]
     return found
 
 
-Runner = Callable[[Routing, int], tuple[BlockStats, float]]
+Runner = Callable[[VideoMethod, int], tuple[VideoStats, float]]
 
 
 def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
@@ -75,9 +87,9 @@ def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
     model, full = synthetic_pair(work), SyntheticDecoder(work.decode)
     cheap = SyntheticDecoder(work.preview) if preview else None
 
-    def run(method: Routing, seed: int) -> tuple[BlockStats, float]:
+    def run(method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
         score = noisy_score(seed, products=work.score) if method.policy.scored or method.policy.reference else None
-        stream = decode_blocks(model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score)
+        stream = decode_video(model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score)
         found = [quality(seed, block.number, block.latents) for block in stream]
         return stream.stats, statistics.mean(found)
 
@@ -104,7 +116,7 @@ class Packaged:
         self.judge = FrameScorer(self.scorer, frames=frames)
         self.strangers: dict[int, float] = {}
 
-    def __call__(self, method: Routing, seed: int) -> tuple[BlockStats, float]:
+    def __call__(self, method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
         prompt, other = (self.prompts[(seed + k) % len(self.prompts)] for k in range(2))
         source = torch.Generator().manual_seed(seed)
         judge = {"scorer": self.judge} if method.policy.scored or method.policy.reference else {}
@@ -129,7 +141,7 @@ def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:
             point.quality.append(value)
         own = {point.policy: [point.runs[-1]] for point in found}
         refused = [point.runs[-1] for point in found if point.method.policy.scored]
-        costs.append(measured_costs(own["target"], own["draft"], refused))
+        costs.append(estimate_block_costs(own["target"], own["draft"], refused))
     return costs
 
 
@@ -211,7 +223,7 @@ def report(table: list[dict], costs: BlockCosts, about: dict) -> str:
 {machine["cpu"]}, {machine["threads"]} threads, load {machine["load"]:.1f}, torch {machine["torch"]};
 seconds of the processor; {about["videos"]} videos of {about["blocks"]} blocks. Command: `{about["command"]}`.
 
-Milliseconds of a block: {parts}. Break-even acceptance {100 * costs.break_even(4):.0f} %.
+Milliseconds of a block: {parts}. Break-even acceptance {100 * costs.break_even_acceptance(4):.0f} %.
 
 Quality kept (0 %: the drafter's, 100 %: the target's) at equal time by the cost model, between settings of each policy:
 

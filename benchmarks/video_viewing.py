@@ -24,7 +24,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import vargen.assets
-from vargen.decoding import Routing, Threshold, View, lowest
+from vargen.decoding import Threshold, VideoMethod, View, lowest
 from vargen.evaluation.machine import describe_machine
 from vargen.files import whole_file
 from vargen.pipelines.registry import open_pipeline
@@ -110,7 +110,7 @@ def ranked(pipe: Any, text: str, seed: int, blocks: int | None) -> dict[str, Any
             previous = block.frames[-1]
         return found, rows
 
-    own, rows = scored(Routing("rank", policy=Threshold(math.inf), forced=()))
+    own, rows = scored(VideoMethod("rank", policy=Threshold(math.inf), forced=()))
     return {"caption": text, "target": own, "draft": [row.score for row in rows], "alone": scored("draft")[0]}
 
 

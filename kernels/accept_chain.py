@@ -2,9 +2,9 @@
 
 `_judge`, grid `(B,)`: a program owns one image. It gathers what p and q give its T - 1 drafts, makes their coins, and finds the
 first refusal, all drafts at once; then it reads the one row of p, and of q, where the chain ends, and draws from norm((p - q)+)
-by one coin. Relaxed rules hand in how likely they want each draft accepted (`accept_wanted`); what that is beyond min(1, p / q)
-is tapered with the depth, and capped by the budget along the chain, as `vargen.decoding.next_token.acceptance.relaxed` has it.
-Nothing depends on the host.
+by one coin. RelaxedRule rules hand in how likely they want each draft accepted (`accept_wanted`); what that is beyond min(1, p
+/ q) is tapered with the depth, and capped by the budget along the chain, as `vargen.decoding.next_token.acceptance.relaxed`
+has it. Nothing depends on the host.
 
 Bytes moved: 8 V B for the rows of the draw, and a few for each draft.
 
@@ -114,7 +114,7 @@ class ChainVerdict(NamedTuple):
     relaxation: Tensor | None
 
 
-def judge_chain(
+def verify_chain(
     probs: Tensor,
     tokens: Tensor,
     q: Tensor | None,
@@ -138,7 +138,7 @@ def judge_chain(
         seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
         wanted: float32 `[B, T - 1]`, chances of a relaxed rule; None judges exactly.
         relaxation: float32 `[B]`, granted by earlier passes; with `wanted`.
-        budget, tightening: see `vargen.decoding.next_token.acceptance.Relaxed`.
+        budget, tightening: see `vargen.decoding.next_token.acceptance.RelaxedRule`.
 
     Raises:
         ValueError: for more tokens than a program holds.

@@ -149,7 +149,7 @@ def _traverse(
     tl.store(next_ptr + image, drawn_by_coin(p, coin(noise), BLOCK).to(tl.int64))
 
 
-def traverse_tree(
+def verify_traversal(
     probs: Tensor,
     tokens: Tensor,
     q: Tensor | None,
@@ -166,7 +166,7 @@ def traverse_tree(
     """The verdict of `vargen.decoding.next_token.acceptance.traversal`.
 
     Args:
-        probs, tokens, q, valid, children, longest, seeds, position, step: as of `accept_tree.walk_tree`.
+        probs, tokens, q, valid, children, longest, seeds, position, step: as of `accept_tree.verify_recursive_rejection`.
         parents, depth, postorder: int64 `[T]` or `[B, T]`, of `vargen.decoding.Tree`.
 
     Raises:

@@ -169,7 +169,7 @@ def child_table(children: Tensor) -> Tensor:
     return children.contiguous() if children.shape[-1] else torch.nn.functional.pad(children, (0, 1))
 
 
-def walk_tree(
+def verify_recursive_rejection(
     probs: Tensor,
     tokens: Tensor,
     q: Tensor | None,
@@ -183,7 +183,7 @@ def walk_tree(
     """The verdict of `recursive_rejection`.
 
     Args:
-        probs, tokens, q, valid, seeds, position, step: as of `accept_chain.judge_chain`; of siblings drawn without replacement
+        probs, tokens, q, valid, seeds, position, step: as of `accept_chain.verify_chain`; of siblings drawn without replacement
             q has none of the elder ones.
         children: int64 `[T, C]` or `[B, T, C]`, the slots behind each slot in order, 0 where there are no more.
         longest: slots of the longest path, A.
@@ -219,11 +219,11 @@ def walk_tree(
     return verdict
 
 
-def match_tree(drawn: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
+def verify_shared_noise(drawn: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
     """The verdict of `shared_noise`, on chains too: a draft stands where it is the token `drawn` `[B, T]` behind its parent.
 
     Args:
-        tokens, children, longest: as of `walk_tree`.
+        tokens, children, longest: as of `verify_recursive_rejection`.
     """
     B, T = drawn.shape
     verdict = TreeVerdict.uninitialized(B, longest, drawn.device)

@@ -127,10 +127,10 @@ def _rows(probs: Tensor) -> Tensor:
     return probs if probs.stride(2) == 1 and probs.stride(1) == probs.shape[2] else probs.contiguous()
 
 
-def grouped_chances(
+def grouped_accept_prob(
     p: Tensor, q: Tensor | None, tokens: Tensor, size: int, delta: float, distance: float | None, codes_CV: Tensor | None
 ) -> Tensor:
-    """What `vargen.decoding.next_token.acceptance.Grouped` wants, float32 `[B, S]`; may exceed 1.
+    """What `vargen.decoding.next_token.acceptance.GroupedRule` wants, float32 `[B, S]`; may exceed 1.
 
     Args:
         p, q: float32 `[B, S, V]`, of target and draft at each; q None for drafts that were not drawn.
@@ -170,13 +170,13 @@ def grouped_chances(
     return wanted
 
 
-def neighbour_chances(
+def neighborhood_accept_prob(
     p: Tensor, q: Tensor | None, tokens: Tensor, nearest_VK: Tensor, ratio: float | None, delta: float | None
 ) -> Tensor:
-    """What `vargen.decoding.next_token.acceptance.Neighbourhood` wants, float32 `[B, S]`; may exceed 1.
+    """What `vargen.decoding.next_token.acceptance.NeighborhoodRule` wants, float32 `[B, S]`; may exceed 1.
 
     Args:
-        p, q, tokens: as of `grouped_chances`.
+        p, q, tokens: as of `grouped_accept_prob`.
         nearest_VK: int16 or int32, the nearest tokens of each, nearest first.
         ratio, delta: bounds of the mass; None: none.
     """

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import is_eager_cpu
 
 _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
@@ -29,8 +29,8 @@ def categorical(weights: Tensor, coins: Tensor) -> Tensor:
     """
     V = weights.shape[-1]
     K = _BLOCK if V % _BLOCK == 0 and V > _BLOCK else V
-    if eager_on_cpu(weights):
-        return torch.from_numpy(_in_numpy(weights.detach().numpy(), coins.numpy(), K))
+    if is_eager_cpu(weights):
+        return torch.from_numpy(_use_numpy(weights.detach().numpy(), coins.numpy(), K))
     blocks = weights.unflatten(-1, (V // K, K))
     upto = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
     target = coins[..., None] * upto[..., -1:]
@@ -42,7 +42,7 @@ def categorical(weights: Tensor, coins: Tensor) -> Tensor:
     return (block * K + torch.searchsorted(inside, rest, right=True).clamp_(max=K - 1))[..., 0]
 
 
-def _in_numpy(weights: np.ndarray, coins: np.ndarray, K: int) -> np.ndarray:
+def _use_numpy(weights: np.ndarray, coins: np.ndarray, K: int) -> np.ndarray:
     """The same by NumPy, whose small operations cost a fifth of torch's."""
     V = weights.shape[-1]
     blocks = weights.reshape(-1, V // K, K)

@@ -19,18 +19,18 @@ from torch import Tensor
 logger = logging.getLogger("vargen")
 
 VARIABLE = "VARGEN_KERNELS"
-MOST_TOKENS = 16384  # of a row that a program holds in registers
+MAX_VOCAB = 16384  # of a row that a program holds in registers
 _CHOICES = ("auto", "reference", "triton")
 
 
-def eager_on_cpu(tensor: Tensor) -> bool:
+def is_eager_cpu(tensor: Tensor) -> bool:
     """Whether to take what is made for eager passes on a CPU: NumPy, other orders of operands, shapes that change."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def float32_on_cpu(x: Tensor) -> bool:
+def is_eager_cpu_float32(x: Tensor) -> bool:
     """Whether a pass in float32 may take the forms that are quicker on a CPU, operation by operation, without gradients."""
-    return x.dtype == torch.float32 and not torch.is_grad_enabled() and eager_on_cpu(x)
+    return x.dtype == torch.float32 and not torch.is_grad_enabled() and is_eager_cpu(x)
 
 
 def asked_for() -> str:
@@ -72,7 +72,7 @@ def explain(device: torch.device | str) -> tuple[str, str]:
     return "triton", "Triton is installed, this is an NVIDIA GPU, and every kernel passed its check here"
 
 
-def use_triton(tensor: Tensor) -> bool:
+def uses_triton(tensor: Tensor) -> bool:
     """Whether Triton kernels take part in what is computed from this tensor.
 
     Raises:
@@ -83,13 +83,13 @@ def use_triton(tensor: Tensor) -> bool:
     return _chosen(tensor.device.type, os.environ.get(VARIABLE, ""))
 
 
-def fits_kernels(rows: Tensor) -> bool:
+def supports_rows(rows: Tensor) -> bool:
     """Whether Triton kernels take float32 rows `[..., V]` of probabilities or logits: those that a program can hold."""
-    return use_triton(rows) and rows.shape[-1] <= MOST_TOKENS and rows.dtype != torch.float64
+    return uses_triton(rows) and rows.shape[-1] <= MAX_VOCAB and rows.dtype != torch.float64
 
 
 @contextmanager
-def in_torch() -> Iterator[None]:
+def force_reference() -> Iterator[None]:
     """Inside, torch runs whatever VARGEN_KERNELS says: for comparisons, in a process that does nothing else meanwhile."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "reference"

@@ -17,9 +17,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.kernels.dispatch import float32_on_cpu
+from vargen.kernels.dispatch import is_eager_cpu_float32
 
-MOST_QUERIES = 64
+MAX_QUERIES = 64
 
 
 class Seen(NamedTuple):
@@ -31,7 +31,7 @@ class Seen(NamedTuple):
     earlier: int
 
 
-def written_out_pays() -> bool:
+def prefers_explicit_attention() -> bool:
     """Whether attention of few queries is quicker written out: not where torch's own kernel has AVX-512 (see above)."""
     return not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
@@ -43,7 +43,7 @@ def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
     Else as it is, for torch's own.
     """
     B, _, T, S = bias.shape
-    if not float32_on_cpu(bias) or T > MOST_QUERIES or not written_out_pays():
+    if not is_eager_cpu_float32(bias) or T > MAX_QUERIES or not prefers_explicit_attention():
         return bias
     return bias.expand(B, heads, T, S).reshape(B * groups, -1, S)
 

@@ -20,7 +20,7 @@ from torch import nn
 _laying_out = threading.Lock()  # of two calls that begin at once, one waits for the other's layout
 
 
-def transpose_weights(network: nn.Module, transposed: bool = True) -> None:
+def transpose_linear_weights(network: nn.Module, transposed: bool = True) -> None:
     """Lay out the weights of all linear layers in a CPU's memory as `[K, N]`, or with `transposed=False` as `[N, K]` again.
 
     Shapes and values stay, and so does what is computed, up to the order of its sums. Weights that already lie so are not
@@ -42,7 +42,8 @@ _Module: Any = nn.Module  # Any: for checkers, attributes of a network are what 
 
 
 class TransposableWeights(_Module):
-    """A base of networks that call `transpose_weights`: off the CPU, in training and in `state_dict`, weights are `[N, K]`.
+    """A base of networks that call `transpose_linear_weights`: off the CPU, in training and in `state_dict`, weights are `[N,
+    K]`.
 
     safetensors writes contiguous tensors alone, and other users of a state dict expect them, too. They are copies where the
     weights lie transposed: passes of other threads may read the weights meanwhile.
@@ -51,12 +52,12 @@ class TransposableWeights(_Module):
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         super()._apply(fn, *args, **options)
         if any(weight.device.type != "cpu" for weight in self.parameters()):
-            transpose_weights(self, False)
+            transpose_linear_weights(self, False)
         return self
 
     def train(self, mode: bool = True) -> Any:
         if mode:
-            transpose_weights(self, False)
+            transpose_linear_weights(self, False)
         return super().train(mode)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:

@@ -10,16 +10,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import is_eager_cpu
 
 
-def kth_largest(values: Tensor, k: int) -> Tensor:
+def kth_largest_value(values: Tensor, k: int) -> Tensor:
     """`[..., 1]`, the k-th largest (1 is the largest) of each row of `values [..., V]`; 1 <= k <= V.
 
     NaN counts as the largest in torch and, with NumPy, as well: rows with NaN give no meaningful threshold either way.
     """
     V = values.shape[-1]
-    if values.dtype in (torch.float32, torch.float64) and eager_on_cpu(values):
+    if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
         ordered = np.partition(values.detach().numpy(), V - k, axis=-1)
         return torch.from_numpy(ordered[..., V - k : V - k + 1])
     return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
@@ -28,7 +28,7 @@ def kth_largest(values: Tensor, k: int) -> Tensor:
 def largest(values: Tensor, k: int) -> Tensor:
     """`[..., k]`, the k largest of each row of `values [..., V]`, in falling order; 1 <= k <= V."""
     V = values.shape[-1]
-    if values.dtype in (torch.float32, torch.float64) and eager_on_cpu(values):
+    if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
         array = values.detach().numpy()
         kept = array if k == V else np.partition(array, V - k, axis=-1)[..., V - k :]
         return torch.from_numpy(-np.sort(-kept, axis=-1))

@@ -2,9 +2,9 @@
 
 `_sample`, grid `(rows,)`: a program owns one row of V logits (and its unconditional twin), which stay in registers: the
 filters' thresholds are found there by bisection, exactly, without a sort. Whatever equals the k-th largest logit stays, and
-whatever equals the one at which the sum of the k most probable passes p: what `vargen.decoding.sampling.filtered` keeps. The
-token is the winner of the Gumbel race, argmax p / E with the counter-based noise of (seed, position, purpose, step); of equal
-ones the smallest. For it the row is read again, from a cache, by pieces: noise for all of it at once would not fit into
+whatever equals the one at which the sum of the k most probable passes p: what `vargen.decoding.sampling.filter_logits` keeps.
+The token is the winner of the Gumbel race, argmax p / E with the counter-based noise of (seed, position, purpose, step); of
+equal ones the smallest. For it the row is read again, from a cache, by pieces: noise for all of it at once would not fit into
 registers.
 
 Logits that are NaN or infinite have probability 0 and are never drawn, and the row is flagged, so that the caller can refuse
@@ -25,7 +25,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vargen.kernels.counter_noise import exponential, noise_key
-from vargen.kernels.dispatch import MOST_TOKENS
+from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.launch import launch
 from vargen.kernels.selection import kth_key, mass_key, ordered_key
 
@@ -168,8 +168,8 @@ def warps_for(V: int) -> int:
 
 def check_vocabulary(V: int) -> None:
     """Raise ValueError for rows that no program can hold."""
-    if not 1 <= V <= MOST_TOKENS:
-        raise ValueError(f"kernels hold rows of at most {MOST_TOKENS} tokens, got {V}; VARGEN_KERNELS=reference has none")
+    if not 1 <= V <= MAX_VOCAB:
+        raise ValueError(f"kernels hold rows of at most {MAX_VOCAB} tokens, got {V}; VARGEN_KERNELS=reference has none")
 
 
 def sample(

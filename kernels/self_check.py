@@ -87,19 +87,19 @@ def _commit(device: torch.device) -> str | None:
 
 def _acceptance(device: torch.device) -> str | None:
     """Where every probability is 0 or 1, a verdict does not depend on noise."""
-    from vargen.kernels.accept_chain import judge_chain
-    from vargen.kernels.accept_traversal import traverse_tree
-    from vargen.kernels.accept_tree import match_tree, walk_tree
+    from vargen.kernels.accept_chain import verify_chain
+    from vargen.kernels.accept_traversal import verify_traversal
+    from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
     from vargen.kernels.sampler import Coins, race
 
     certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
     tokens = torch.tensor([[5, 6], [5, 6]], device=device)
     noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0
-    chain = judge_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
+    chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
     if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
         return "a chain is judged wrongly"
     wanted, spent = torch.ones(2, 2, device=device), torch.zeros(2, device=device)
-    relaxed = judge_chain(certain, tokens, None, None, *noise, wanted=wanted, relaxation=spent)
+    relaxed = verify_chain(certain, tokens, None, None, *noise, wanted=wanted, relaxation=spent)
     assert relaxed.relaxation is not None
     if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed.relaxation.tolist() != [0, 1]:
         return "a chain is relaxed wrongly"
@@ -107,10 +107,10 @@ def _acceptance(device: torch.device) -> str | None:
         return "a token without probability wins a race"
     siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two behind the root
     children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
-    walked = walk_tree(certain, siblings, None, None, children, 2, *noise)
-    matched = match_tree(certain.argmax(-1), siblings, children, 2)
+    walked = verify_recursive_rejection(certain, siblings, None, None, children, 2, *noise)
+    matched = verify_shared_noise(certain.argmax(-1), siblings, children, 2)
     parents, depth, postorder = (torch.tensor(each, device=device) for each in ([-1, 0, 0], [0, 1, 1], [2, 0, 1]))
-    traversed = traverse_tree(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
+    traversed = verify_traversal(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
     for path, count, next_token in (walked, matched, traversed):
         if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
             return "a tree is judged wrongly"
@@ -119,11 +119,14 @@ def _acceptance(device: torch.device) -> str | None:
 
 def _wanted(device: torch.device) -> str | None:
     """The mass of a token, of the next likelier one and the next less likely; and of a token and its two neighbours."""
-    from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
+    from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
 
     p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], device=device), torch.tensor([[1]], device=device)
     nearest = torch.tensor([[1, 2], [3, 0], [3, 1], [0, 1]], dtype=torch.int16, device=device)
-    chances = grouped_chances(p, None, tokens, 2, 1.0, None, None), neighbour_chances(p, None, tokens, nearest, None, None)
+    chances = (
+        grouped_accept_prob(p, None, tokens, 2, 1.0, None, None),
+        neighborhood_accept_prob(p, None, tokens, nearest, None, None),
+    )
     for chance, expected in zip(chances, (0.6, 0.7), strict=True):
         if not abs(float(chance) - expected) <= 1e-6:
             return f"a mass of {expected} is taken for {float(chance):.3g}"

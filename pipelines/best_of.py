@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Decoded
+from vargen.decoding import DecodeOutput
 from vargen.pipelines.checks import MAX_IMAGES, ImageSeeds
 from vargen.scoring.protocol import Scorer, as_scorer, checked_scores
 from vargen.values import shown, whole
@@ -49,7 +49,7 @@ class BestOf:
                 f"one call draws at most {MAX_IMAGES} images, got {images} x {self.count} candidates (num_candidates)"
             )
 
-    def choose(self, result: Decoded, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]) -> Decoded:
+    def choose(self, result: DecodeOutput, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]) -> DecodeOutput:
         """The best candidate of each picture; all scores and seeds go into the statistics.
 
         Args:
@@ -73,4 +73,4 @@ class BestOf:
         stats.candidate_seeds = [asked[i : i + self.count] for i in range(0, len(asked), self.count)]
         stats.seeds = [asked[i] for i in chosen.tolist()]
         canvas = None if result.canvas is None else result.canvas[rows]
-        return Decoded(result.tokens[rows], result.length[rows], stats, result.finished, canvas)
+        return DecodeOutput(result.tokens[rows], result.length[rows], stats, result.finished, canvas)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import Block, Routing, decode_blocks
+from vargen.decoding import Block, VideoMethod, decode_video
 from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
@@ -24,7 +24,7 @@ from vargen.values import shown, whole
 
 from diffusers.image_processor import VaeImageProcessor  # isort: skip  # behind stored, which guards torchvision
 
-MOST_BLOCKS = 100_000
+MAX_BLOCKS = 100_000
 
 
 class CausalVideoPipeline(VideoModel):
@@ -82,7 +82,7 @@ class CausalVideoPipeline(VideoModel):
         *,
         image: Any = None,
         num_blocks: int | None = None,
-        accelerator: str | Routing | None = None,
+        accelerator: str | VideoMethod | None = None,
         tau: float | None = None,
         scorer: Any = None,
         then: Mapping[int, str] | None = None,
@@ -102,7 +102,7 @@ class CausalVideoPipeline(VideoModel):
             image: the picture to start from: a PIL image, or `[1, 3, Y, X]`, float in [0, 1] or uint8; it is resized. Its frame
                 is not part of the result.
             num_blocks: length in blocks. None: the checkpoint's own.
-            accelerator: name of a preset (`vargen info presets` lists them), or a `Routing`. None: `"sdvg"`, or `"target"`
+            accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
                 for a model that has no drafter.
             tau: threshold of methods that have one, on the scorer's scale; None: the checkpoint's, else the method's.
             scorer: see `frame_scorer`; of methods that score.
@@ -113,16 +113,16 @@ class CausalVideoPipeline(VideoModel):
             generator: of all noise.
             prompt_embeds: features `[1, P, text_dim]` instead of a prompt; not for methods that score.
             callback: called after every pass with a `Progress`; returning False ends the video.
-            clean_prompt: see `LlamaGenPipeline`. profile: see `decode_blocks`.
+            clean_prompt: see `LlamaGenPipeline`. profile: see `decode_video`.
 
         Raises:
             ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed, before anything runs.
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        blocks = self.default("num_blocks") if num_blocks is None else whole(num_blocks, 1, MOST_BLOCKS)
+        blocks = self.default("num_blocks") if num_blocks is None else whole(num_blocks, 1, MAX_BLOCKS)
         if blocks is None:
-            raise ValueError(f"num_blocks must be a whole number from 1 to {MOST_BLOCKS}, got {shown(num_blocks)}")
+            raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {shown(num_blocks)}")
         method = self.chosen(accelerator, tau)
         levels = self.transformer.config.motion_levels
         if motion is not None and whole(motion, 0, levels - 1) is None:
@@ -138,7 +138,7 @@ class CausalVideoPipeline(VideoModel):
         seeds = checks.image_seeds(generator, 1)
         condition = self.video_condition(prompt, prompt_embeds, clean_prompt)
         judge = self.frame_scorer(scorer) if scored else None
-        made = decode_blocks(
+        made = decode_video(
             self.block_model(window, sinks, motion),
             condition,
             int(seeds.noise[0]),
@@ -179,7 +179,7 @@ class CausalVideoPipeline(VideoModel):
                 call with the blocks that are finished; later videos have none.
 
         Raises:
-            ValueError, TypeError: as `stream`, before the first video is begun. NonFiniteLatentsError: see `decode_blocks`.
+            ValueError, TypeError: as `stream`, before the first video is begun. NonFiniteLatentsError: see `decode_video`.
         """
         checks.check_output_type(output_type)
         checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)

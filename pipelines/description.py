@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vargen.decoding import Decoded, DecodeStats, Progress
+from vargen.decoding import DecodeOutput, DecodeStats, Progress
 from vargen.models.condition import Condition
 
 
@@ -76,13 +76,13 @@ class Decoder(Protocol):
         method: Any,
         callback: Callable[[Progress], bool | None] | None = None,
         profile: bool = False,
-    ) -> Decoded:
+    ) -> DecodeOutput:
         """Draw B pictures by a preset's name or a method of this family; see `vargen.decoding.decode`."""
 
     def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
         """As many CPU threads as passes of the baseline are worth, for as long as the block runs."""
 
-    def pass_costs(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
+    def measure_pass_costs(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
         """Seconds of a target pass by the tokens it feeds, measured anew; of `widths` and of the narrowest that there is."""
 
     def spent(

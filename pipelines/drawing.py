@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vargen.decoding import Decoded, Progress, Sampling
+from vargen.decoding import DecodeOutput, Progress, Sampling
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import checks
@@ -100,7 +100,7 @@ def drawn(
     pipe: VisualPipeline,
     request: Request,
     guidance_scale: float,
-    run: Callable[[slice, Callable[[Progress], bool | None]], Decoded],
+    run: Callable[[slice, Callable[[Progress], bool | None]], DecodeOutput],
     on_step_end: OnStepEnd | None,
     output_type: str,
     return_dict: bool,
@@ -124,7 +124,7 @@ def drawn(
     return pipe.output(images=images, stats=result.stats) if return_dict else (images,)
 
 
-def _pictures(pipe: VisualPipeline, result: Decoded, output_type: str) -> Any:
+def _pictures(pipe: VisualPipeline, result: DecodeOutput, output_type: str) -> Any:
     return pipe.decode_tokens(result.tokens, result.length if result.stats.stopped else None, output_type)
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, Decoded, DecodeStats, Jacobi, Progress, decode
-from vargen.decoding.next_token.drafters.heads import FeatureTree
-from vargen.decoding.next_token.drafters.initial import LOW_RES, NO_LOW_RES
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Jacobi, Progress, decode
+from vargen.decoding.next_token.drafters.heads import HeadDrafter
+from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -130,10 +130,10 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     def check_method(cls, described: Description, method: Accelerator) -> None:
         method.check_grid(described.tokens)
         drafter = method.drafter
-        if isinstance(drafter, FeatureTree) and drafter.model is None and drafter.kind not in described.drafters:
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
             raise ValueError(drafter.missing())
         if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
-            raise ValueError(NO_LOW_RES)
+            raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
         method.bind(self.token_model(1.0))
@@ -251,7 +251,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
         request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
 
-        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> Decoded:
+        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
             negative = request.negative and request.negative.rows(chosen)
             model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
             condition, seeds = request.condition.rows(chosen), request.seeds.noise[chosen]

@@ -62,7 +62,7 @@ class _OfTarget:
 
 
 class LlamaGenEagle(_OfTarget):
-    """`FeatureModel` of an `EagleDrafter` and its target."""
+    """`AutoregressiveHead` of an `EagleDrafter` and its target."""
 
     def __init__(self, drafter: EagleDrafter, target: Target):
         self.drafter, self.target = drafter, target
@@ -113,7 +113,7 @@ class LlamaGenEagle(_OfTarget):
 
 
 class LlamaGenMedusa(_OfTarget):
-    """`FeatureHeads` of a `MedusaDrafter` and its target."""
+    """`ParallelHeads` of a `MedusaDrafter` and its target."""
 
     def __init__(self, drafter: MedusaDrafter, target: Target):
         self.drafter, self.target = drafter, target

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vargen.decoding import Decoded, DecodeStats
+from vargen.decoding import DecodeOutput, DecodeStats
 
 logger = logging.getLogger("vargen")
 _ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # of torch, safetensors
@@ -43,7 +43,7 @@ def _ran_out(error: BaseException | None) -> bool:
     return False
 
 
-def within_memory(run: Callable[[slice], Decoded], images: int) -> Decoded:
+def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOutput:
     """All images at once, or, if memory does not suffice, half of them after the other half.
 
     Raises:
@@ -59,7 +59,7 @@ def within_memory(run: Callable[[slice], Decoded], images: int) -> Decoded:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     half = images // 2
-    parts: list[Decoded] = []
+    parts: list[DecodeOutput] = []
     for chosen in (slice(0, half), slice(half, images)):
         try:
             parts.append(run(chosen))
@@ -73,4 +73,6 @@ def within_memory(run: Callable[[slice], Decoded], images: int) -> Decoded:
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
     missing = images - len(tokens)  # a callback stopped the first half
     tokens, length = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (tokens, length))
-    return Decoded(tokens, length, DecodeStats.joined([part.stats for part in parts]), all(part.finished for part in parts))
+    return DecodeOutput(
+        tokens, length, DecodeStats.joined([part.stats for part in parts]), all(part.finished for part in parts)
+    )

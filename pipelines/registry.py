@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vargen.decoding import Decoded
+from vargen.decoding import DecodeOutput
 from vargen.device import pick_device
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.description import Decoder, Description
@@ -101,7 +101,7 @@ class Network(Protocol):
 class PictureNetwork(Network, Protocol):
     """A network of which whole pictures are measured, against the sampling loop that its authors published."""
 
-    def pixels(self, drawn: Decoded) -> Tensor:
+    def pixels(self, drawn: DecodeOutput) -> Tensor:
         """Pixels `[B, 3, Y, X]` of what a decoder drew."""
 
     def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Decoded, DecodeStats, Progress, Sampling, ScaleModel, Schedule, decode_scales
+from vargen.decoding import DecodeOutput, DecodeStats, Progress, Sampling, ScaleModel, ScaleSchedule, decode_scales
 from vargen.decoding.pass_costs import timed
 
 Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
@@ -32,24 +32,24 @@ class ScaleDecoder:
         self,
         condition: Any,
         seeds: Tensor,
-        method: str | Schedule,
+        method: str | ScaleSchedule,
         callback: Callable[[Progress], bool | None] | None = None,
         profile: bool = False,
-    ) -> Decoded:
+    ) -> DecodeOutput:
         return decode_scales(self.model, condition, seeds, method, self.sampling, callback=callback, profile=profile)
 
     def threads(self, condition: Any, batch: int) -> AbstractContextManager[int]:
         """Torch's own number: passes are wide."""
         return nullcontext(torch.get_num_threads())
 
-    def pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
+    def measure_pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
         """Of guided passes of the target, each at its place in a picture."""
         each = sorted({self.model.scale_tokens[0], *widths})
         places = {width: ("target", *scales_of(self.model.scale_tokens, width), True) for width in each}
         return {width: self._seconds(place, condition, batch, anew=True) for width, place in places.items()}
 
     def spent(
-        self, method: Schedule, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
+        self, method: ScaleSchedule, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
     ) -> tuple[float, int]:
         stages, seconds, passes = method.bind(self.model), 0.0, 0
         for run in runs:

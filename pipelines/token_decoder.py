@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Accelerator, Decoded, DecodeStats, Progress, Sampling, TokenModel, decode
-from vargen.decoding.pass_costs import pass_costs, suitable_threads
+from vargen.decoding import Accelerator, DecodeOutput, DecodeStats, Progress, Sampling, TokenModel, decode
+from vargen.decoding.pass_costs import measure_pass_costs, use_best_threads
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class TokenDecoder:
         method: str | Accelerator,
         callback: Callable[[Progress], bool | None] | None = None,
         profile: bool = False,
-    ) -> Decoded:
+    ) -> DecodeOutput:
         return decode(self.model, condition, seeds, method, self.sampling, callback=callback, profile=profile)
 
     def threads(self, condition: Any, batch: int) -> AbstractContextManager[int]:
-        return suitable_threads(self.model, condition, batch, 1)
+        return use_best_threads(self.model, condition, batch, 1)
 
-    def pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
+    def measure_pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
         widths = sorted({1, *widths})
-        return pass_costs(self.model, condition, batch, widths, repeats=15, anew=True)
+        return measure_pass_costs(self.model, condition, batch, widths, repeats=15, anew=True)
 
     def spent(
         self, method: Accelerator, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.compat import outside_autocast
 from vargen.convert.var import DEFAULTS
-from vargen.decoding import Decoded, DecodeStats, Progress, Schedule, decode_scales
+from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
@@ -159,7 +159,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
         top_k: int | None = None,
         top_p: float | None = None,
         negative_prompt: str | list[str] | None = None,
-        accelerator: str | Schedule = "plain",
+        accelerator: str | ScaleSchedule = "plain",
         generator: torch.Generator | list[torch.Generator] | None = None,
         prompt_embeds: Tensor | None = None,
         prompt_mask: Tensor | None = None,
@@ -187,7 +187,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
                 none, to this at the last; the official `cfg` is one less. None: the checkpoint's default, as for `temperature`,
                 `top_k` and `top_p`.
             negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
-            accelerator: name of a preset (`vargen info presets` lists them), or a `Schedule`.
+            accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
             generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as of `LlamaGenPipeline`.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
@@ -214,7 +214,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
         request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
         kept, keep = self._source(source, request.prompts, request.drawn // request.prompts)
 
-        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> Decoded:
+        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
             return decode_scales(
                 self.scale_model(scale, request.negative and request.negative.rows(chosen), compile),
                 request.condition.rows(chosen),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vargen.convert.var import DEFAULTS
-from vargen.decoding import Decoded, Sampling
+from vargen.decoding import DecodeOutput, Sampling
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, official_config
@@ -82,7 +82,7 @@ class Network:
     # -- whole pictures -----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def pixels(self, drawn: Decoded) -> Tensor:
+    def pixels(self, drawn: DecodeOutput) -> Tensor:
         """Pixels `[B, 3, Y, X]` of what was drawn."""
         assert drawn.canvas is not None
         return self.vqvae.decode_latent(drawn.canvas)

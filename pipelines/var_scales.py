@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from vargen.decoding.sampling import guide
+from vargen.decoding.sampling import apply_guidance
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
@@ -154,7 +154,7 @@ class VARScales:
                 self._pass(cache, condition, inputs, count)
                 for cache, condition in zip(state.halves, state.conditions, strict=True)
             )
-            logits = guide(conditional, unconditional, 1 + strength[:, None])
+            logits = apply_guidance(conditional, unconditional, 1 + strength[:, None])
         return self._by_scale(logits, last - count)
 
     def _pass(

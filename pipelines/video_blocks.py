@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from vargen.decoding.video.denoising import TIMESTEPS, clean_from
+from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_cache import TextCache, VideoCache
@@ -32,7 +32,7 @@ class VideoBlocks:
     """See `vargen.decoding.BlockModel`.
 
     Args:
-        levels: noise level of each step; see `vargen.decoding.video.denoising.warped_levels`.
+        levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
         fresh_noise: see `BlockModel`.
         guidance_scale: 1 runs the prompt alone; distilled models need no more.
         null: condition of the unguided row; needed for another scale.
@@ -127,4 +127,4 @@ class VideoBlocks:
         if self.rows == 2:
             with_prompt, without = velocity.chunk(2)
             velocity = without + self.guidance_scale * (with_prompt - without)
-        return clean_from(noisy, velocity, level)
+        return predict_clean(noisy, velocity, level)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vargen.compat import tokenized
-from vargen.decoding import Routing
-from vargen.decoding.video.denoising import warped_levels
+from vargen.decoding import VideoMethod
+from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_stream import StreamDecoder
@@ -30,7 +30,7 @@ from vargen.specs import read_spec
 class VideoModel(StoredPipeline):
     """Networks of video as a video needs them; see `CausalVideoPipeline`."""
 
-    paradigm: ClassVar[str] = Routing.paradigm
+    paradigm: ClassVar[str] = VideoMethod.paradigm
     baseline: ClassVar[str] = "target"
     default_method: ClassVar[str] = "sdvg"
 
@@ -44,7 +44,7 @@ class VideoModel(StoredPipeline):
             transformer = CausalVideoTransformer.from_config(CausalVideoTransformer.load_config(folder / "transformer"))
         geometry, given = transformer.geometry, {**USUAL, **(index.get("defaults") or {})}
         blocks = given["num_blocks"]
-        passes = blocks * (len(given["levels"] or warped_levels()) + 1) - 1
+        passes = blocks * (len(given["levels"] or shifted_levels()) + 1) - 1
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         frames = geometry.pixel_frames(0, blocks * geometry.block_frames)
         side = geometry.pixel_size[0]
@@ -82,7 +82,7 @@ class VideoModel(StoredPipeline):
     # -- parts of a call --------------------------------------------------------------------------------------------------
 
     def block_model(self, window: int | None = None, sinks: int | None = None, motion: int | None = None) -> VideoBlocks:
-        """The models as `vargen.decoding.decode_blocks` sees them; arguments as in a call."""
+        """The models as `vargen.decoding.decode_video` sees them; arguments as in a call."""
         guidance = float(self.default("guidance"))
         null = None if guidance == 1 else self.no_caption()
         options: dict[str, Any] = {
@@ -93,7 +93,7 @@ class VideoModel(StoredPipeline):
             "sinks": self.default("sinks") if sinks is None else sinks,
             "motion": motion,
         }
-        levels = self.default("levels") or warped_levels()
+        levels = self.default("levels") or shifted_levels()
         draft = self.draft_transformer
         small = None if draft is None else VideoBlocks(draft, levels, device=self._device_of(self.transformer), **options)
         return VideoBlocks(self.transformer, levels, draft_model=small, device=self._device_of(self.transformer), **options)
@@ -166,7 +166,7 @@ class VideoModel(StoredPipeline):
         decoder: Any = self._decoder()
         return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
 
-    def chosen(self, accelerator: Any, tau: Any = None) -> Routing:
+    def chosen(self, accelerator: Any, tau: Any = None) -> VideoMethod:
         """The method of a call, with its threshold.
 
         Raises:

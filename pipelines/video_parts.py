@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from vargen.decoding.video.policies import check_threshold
+from vargen.decoding.video.policies import validate_threshold
 from vargen.models.causal_video import geometry_of
 from vargen.values import real, shown, whole
 
@@ -99,6 +99,6 @@ def check_defaults(defaults: Any) -> None:
         if name in given and whole(given[name], least, most) is None:
             raise ValueError(f"defaults: {name} must be a whole number from {least} to {most}, got {shown(given[name])}")
     try:
-        check_threshold(given.get("tau", 0.0))
+        validate_threshold(given.get("tau", 0.0))
     except TypeError as error:
         raise ValueError(f"defaults: {error}") from error

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding import Block, BlockStats, BlockStream
+from vargen.decoding import Block, BlockStream, VideoStats
 
 if TYPE_CHECKING:
     from vargen.pipelines.video_model import VideoModel
@@ -27,12 +27,12 @@ class CausalVideoPipelineOutput(BaseOutput):
         frames: N videos, one of each prompt: lists of PIL images; or float32 `[N, F, Y, X, 3]` numpy or `[N, F, 3, Y, X]` torch
             in [0, 1]; or latents, float32 `[N, F', C, Y', X']`; by `output_type`. Arrays of a call that was stopped between
             videos come as a list, for they are of different lengths.
-        stats: of the video, a row for each block; for a list of prompts, a list of them. See `vargen.decoding.BlockStats`.
+        stats: of the video, a row for each block; for a list of prompts, a list of them. See `vargen.decoding.VideoStats`.
         fps: frames per second that it is made for.
     """
 
     frames: Any
-    stats: Any  # BlockStats | list[BlockStats], which would have to be told apart wherever one prompt is given
+    stats: Any  # VideoStats | list[VideoStats], which would have to be told apart wherever one prompt is given
     fps: int
 
 
@@ -58,7 +58,7 @@ class VideoStream(Iterator[Block]):
         return block
 
     @property
-    def stats(self) -> BlockStats:
+    def stats(self) -> VideoStats:
         """Of the blocks that are finished."""
         return self._blocks.stats
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vargen import Accelerator
-from vargen.decoding import Grouped, Jacobi, Sampling, Speculative
+from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.decoding.next_token.draft_length import Adaptive, Auto
 from vargen.options import OPTIONS, Option, options_table
 from vargen.pipelines import checks
@@ -57,9 +57,9 @@ NUMPY = [
     (lambda x: checks.check_class_labels([x], 10)[0], np.uint8(3)),
     (lambda x: Jacobi(window=x).window, np.int64(8)),
     (lambda x: Speculative(length=x).length, np.int64(3)),
-    (lambda x: Grouped(size=x).size, np.int64(5)),
-    (lambda x: Grouped(delta=x).delta, np.float32(0.5)),
-    (lambda x: Grouped(budget=x).budget, np.float32(0.5)),
+    (lambda x: GroupedRule(size=x).size, np.int64(5)),
+    (lambda x: GroupedRule(delta=x).delta, np.float32(0.5)),
+    (lambda x: GroupedRule(budget=x).budget, np.float32(0.5)),
     (lambda x: Adaptive(max_fed=x).max_fed, np.int64(20)),
     (lambda x: Auto(promising=x).promising, np.float32(0.5)),
 ]
@@ -87,7 +87,7 @@ def test_no_setting_takes_what_is_no_number(read, bad):
         lambda x: checks.check_guidance(x),
         lambda x: checks.check_count(x, 1),
         lambda x: checks.check_class_labels(x, 10),
-        lambda x: Grouped(delta=x),
+        lambda x: GroupedRule(delta=x),
     ],
 )
 def test_huge_numbers_get_an_answer_of_a_line(read, huge):

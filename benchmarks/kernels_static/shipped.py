@@ -22,10 +22,10 @@ from vargen.evaluation.kernel_speed import (
     commit_bytes,
     sampler_bytes,
 )
-from vargen.kernels.accept_chain import judge_chain
-from vargen.kernels.accept_traversal import traverse_tree
-from vargen.kernels.accept_tree import match_tree, walk_tree
-from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
+from vargen.kernels.accept_chain import verify_chain
+from vargen.kernels.accept_traversal import verify_traversal
+from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
+from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
 from vargen.kernels.commit import keep
 from vargen.kernels.launch import Launch, recording
 from vargen.kernels.sampler import Coins, race, sample
@@ -109,18 +109,18 @@ def acceptance(V: int, T: int, B: int = 1, counted: bool = False, drawn: bool = 
     noise = _meta_int(B), _meta_int(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
     rows = 8 if drawn else 4  # bytes of p and q, or of p
     relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
-    yield KernelCase("accept, chain", shape, _record(lambda: judge_chain(*draft, *noise)), rows * B * V)
-    yield KernelCase("accept, relaxed chain", shape, _record(lambda: judge_chain(*draft, *noise, **relaxed)), rows * B * V)
+    yield KernelCase("accept, chain", shape, _record(lambda: verify_chain(*draft, *noise)), rows * B * V)
+    yield KernelCase("accept, relaxed chain", shape, _record(lambda: verify_chain(*draft, *noise, **relaxed)), rows * B * V)
     children = _meta_int(T, 4)
-    walked = _record(lambda: walk_tree(*draft, children, 6, *noise))
+    walked = _record(lambda: verify_recursive_rejection(*draft, children, 6, *noise))
     yield KernelCase("accept, tree", shape, walked, B * 4 * V * (6 + (6 if drawn else 0)))
     tables = (children, _meta_int(T), _meta_int(T), _meta_int(T))
-    traversed = _record(lambda: traverse_tree(*draft, *tables, 6, *noise))
+    traversed = _record(lambda: verify_traversal(*draft, *tables, 6, *noise))
     yield KernelCase("accept, traversal", shape, traversed, B * 4 * V * (T // 3 + (T if drawn else 0)))
     if counted:
         return
     codes = _meta(8, V) if drawn else None
-    groups = _record(lambda: grouped_chances(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if drawn else None, codes))
+    groups = _record(lambda: grouped_accept_prob(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if drawn else None, codes))
     yield KernelCase("accept, groups", shape, groups, B * (T - 1) * rows * V + (4 * 8 * V if drawn else 0))
 
 
@@ -128,10 +128,10 @@ def small_cases(T: int, B: int = 1) -> Iterator[KernelCase]:
     """What needs no row of the vocabulary."""
     tokens, children = _meta_int(B, T - 1), _meta_int(T, 4)
     yield KernelCase(
-        "accept, own noise", f"{T} fed", _record(lambda: match_tree(_meta_int(B, T), tokens, children, 6)), 32 * B * T
+        "accept, own noise", f"{T} fed", _record(lambda: verify_shared_noise(_meta_int(B, T), tokens, children, 6)), 32 * B * T
     )
     probs, nearest = _meta(B, T, 16384), _meta(16384, 1000, dtype=torch.int16)
-    near = _record(lambda: neighbour_chances(probs[:, :-1], probs[:, 1:], tokens, nearest, 5.0, None))
+    near = _record(lambda: neighborhood_accept_prob(probs[:, :-1], probs[:, 1:], tokens, nearest, 5.0, None))
     yield KernelCase("accept, neighbours", f"V 16384, {T} fed, 1000 near", near, B * (T - 1) * 6 * 1000)
 
 

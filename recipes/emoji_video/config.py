@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from vargen.decoding.video.denoising import warped_levels
+from vargen.decoding.video.denoising import shifted_levels
 from vargen.training.config import Schedule, at_least
 
 
@@ -87,7 +87,7 @@ class VideoConfig:
             raise ValueError(f"objective must be one of {', '.join(OBJECTIVES)}, got {self.objective!r}")
         if self.optimizer not in ("muon", "adamw"):
             raise ValueError(f"optimizer must be 'muon' or 'adamw', got {self.optimizer!r}")
-        warped_levels(self.levels, self.shift)  # raises ValueError
+        shifted_levels(self.levels, self.shift)  # raises ValueError
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vargen.decoding.video.denoising import TIMESTEPS, clean_from, noised
+from vargen.decoding.video.denoising import TIMESTEPS, noised, predict_clean
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_cache import TextCache
 
 
-def block_noise(seed: int, block: int, step: int, shape: Sequence[int], device: torch.device) -> Tensor:
+def make_block_noise(seed: int, block: int, step: int, shape: Sequence[int], device: torch.device) -> Tensor:
     """Noise of one step of one block, float32, by (seed, block, step) alone."""
     generator = torch.Generator().manual_seed((seed * 100_003 + block) * 101 + step)
     return torch.randn(tuple(shape), generator=generator).to(device)
@@ -61,16 +61,16 @@ def draw_latents(
     for block in range(blocks):
         cache.begin()
         shape = geometry.latent_shape(B)
-        x = block_noise(seed, block, 0, shape, device) if block or first is None else first
+        x = make_block_noise(seed, block, 0, shape, device) if block or first is None else first
         for step, level in enumerate(levels if block or first is None else ()):
             v = velocity(x, level)
             following = levels[step + 1] if step + 1 < len(levels) else 0.0
             if euler:
                 x = x + (following - level) * v
             else:
-                x = clean_from(x, v, level)
+                x = predict_clean(x, v, level)
                 if following:
-                    x = noised(x, block_noise(seed, block, step + 1, shape, device), following)
+                    x = noised(x, make_block_noise(seed, block, step + 1, shape, device), following)
         done.append(x)
         if block + 1 < blocks:
             velocity(x, 0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
-from vargen.decoding.video.denoising import TIMESTEPS, clean_from, noised, warp, warped_levels
+from vargen.decoding.video.denoising import TIMESTEPS, noised, predict_clean, shifted_levels, warp
 from vargen.device import fast_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.caption_bank import CaptionBank
@@ -33,7 +33,7 @@ def drawing(recipe: VideoConfig) -> dict[str, object]:
     """How a model of this recipe is drawn with: `levels`, `euler` and `guidance` of `draw_latents`."""
     if recipe.objective == "flow":
         return {"levels": euler_levels(recipe), "euler": True, "guidance": recipe.guidance}
-    return {"levels": list(warped_levels(recipe.levels, recipe.shift)), "euler": False, "guidance": 1.0}
+    return {"levels": list(shifted_levels(recipe.levels, recipe.shift)), "euler": False, "guidance": 1.0}
 
 
 class Losses:
@@ -125,11 +125,11 @@ class Losses:
             nearer = noisy + (wide_following - wide) * leading
             text = text_of(self.average, self.bank, batch.texts, batch.motion)
             v = self.average(nearer, following * TIMESTEPS, text, context=context).float()
-            target = clean_from(nearer, v, wide_following)
+            target = predict_clean(nearer, v, wide_following)
         with self.amp():
             text = text_of(self.model, self.bank, batch.texts, batch.motion)
             v = self.model(noisy, level * TIMESTEPS, text, context=context)
-        error = clean_from(noisy, v.float(), wide) - target
+        error = predict_clean(noisy, v.float(), wide) - target
         smooth = (error.square() + _HUBER**2).sqrt() - _HUBER
         return _mean(smooth, batch.weights), {"apart": error.detach().abs().mean()}
 

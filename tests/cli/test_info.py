@@ -65,7 +65,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
 
     import torch
 
-    from vargen.decoding import pass_costs as cost
+    from vargen.decoding import measure_pass_costs as cost
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.chosen_threads", lambda: None)

@@ -56,7 +56,7 @@ def test_a_wrong_method_of_ones_own_ends_with_1(run: Any, mine: str) -> None:
         (["json:nothing"], "could not be imported"),
         (["..:x"], "must be module:name"),
         (["sjd:window=x"], "window"),
-        (["json:dumps"], "must be an Accelerator or a Schedule, got function"),
+        (["json:dumps"], "must be an Accelerator or a ScaleSchedule, got function"),
         (["ar", "--chains", "10"], "chains must be a whole number from 1000"),
     ],
 )

@@ -13,7 +13,7 @@ from vargen.decoding import (
     Accelerator,
     Adaptive,
     Draft,
-    Grouped,
+    GroupedRule,
     Jacobi,
     Noise,
     Purpose,
@@ -34,7 +34,7 @@ def test_specs_differ_wherever_methods_do() -> None:
     methods = [
         *PRESETS.values(),
         *(Accelerator(drafter=Jacobi(Adaptive(*sizes)), acceptance=exact) for sizes in ((4, 16), (8, 32))),
-        Accelerator(drafter=Jacobi(16, "maximal"), acceptance=Grouped(size=15)),
+        Accelerator(drafter=Jacobi(16, "maximal"), acceptance=GroupedRule(size=15)),
         Accelerator(drafter=Speculative(3), acceptance=exact),
     ]
     specs = [json.dumps(method.spec()) for method in methods]
@@ -51,7 +51,7 @@ def test_what_cannot_be_named_is_an_error_rather_than_left_out(part: Any) -> Non
 def test_a_rule_bound_to_a_model_is_still_equal_to_itself() -> None:
     model = TableModel(vocab=4, tokens=9)
     model.codebook = torch.eye(4)
-    rule = Grouped(distance=1.0)
+    rule = GroupedRule(distance=1.0)
     assert rule.bind(model) == rule and rule.bind(model) is not rule and rule.codebook is None
 
 

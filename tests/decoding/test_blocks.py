@@ -13,33 +13,33 @@ from tiny_video import LEVELS, condition, models, preview, stream, transformer, 
 from vargen.decoding import (
     PRESETS,
     BlockModel,
-    Chance,
     Eager,
     Lazy,
     LowerQuantile,
     NonFiniteLatentsError,
+    RandomShare,
     Replay,
-    Routing,
+    SingleModel,
     Stride,
     Threshold,
-    Unscored,
+    VideoMethod,
     Window,
     last,
     lowest,
     mean,
 )
 from vargen.decoding.noise import gaussian
-from vargen.decoding.video.denoising import Follower, block_noise
+from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
 from vargen.pipelines.video_blocks import VideoBlocks
 
-FREE = Routing(policy=Threshold(), forced=())
+FREE = VideoMethod(policy=Threshold(), forced=())
 
 
-def routed(makers: str, **changes) -> Routing:
+def routed(makers: str, **changes) -> VideoMethod:
     """`"tdr"`: target, draft, refined."""
     names = {"t": "target", "d": "draft", "r": "refined"}
     refine = {"refine": 2} if "r" in makers else {}
-    return Routing(policy=Replay(tuple(names[each] for each in makers)), forced=(), **refine, **changes)
+    return VideoMethod(policy=Replay(tuple(names[each] for each in makers)), forced=(), **refine, **changes)
 
 
 def closely(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -47,7 +47,7 @@ def closely(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def noise_of(model: BlockModel, number: int):
-    return lambda step: block_noise(7, number, step, model.block_shape, model.device)
+    return lambda step: make_block_noise(7, number, step, model.block_shape, model.device)
 
 
 # -- noise
@@ -95,7 +95,7 @@ def after(makers: str, window: int | None, sinks: int, **changes):
     return model, made, [block.latents[None] for block in blocks]
 
 
-def keys(follower: Follower, frames: int) -> torch.Tensor:
+def keys(follower: BlockGenerator, frames: int) -> torch.Tensor:
     cache = follower.state.cache
     assert cache.frames == frames
     held = min(frames, cache.slots) * cache.geometry.frame_tokens
@@ -112,9 +112,9 @@ def test_both_caches_are_those_of_a_fresh_prefill(makers: str, window: int | Non
         fresh = network.start(condition(), 2 * len(makers) + 2)
         for block in latents:
             network.forward(fresh, [block])
-        prefilled = Follower(network, condition(), Eager(), 2 * len(makers) + 2)
-        prefilled.state = fresh
-        assert closely(keys(follower, 2 * len(makers)), keys(prefilled, 2 * len(makers)))
+        prefill = BlockGenerator(network, condition(), Eager(), 2 * len(makers) + 2)
+        prefill.state = fresh
+        assert closely(keys(follower, 2 * len(makers)), keys(prefill, 2 * len(makers)))
 
 
 @torch.no_grad()
@@ -125,7 +125,7 @@ def test_a_drafter_that_kept_its_refused_draft_would_be_found() -> None:
     wrong = model.draft_model.start(condition(), 10)
     for block in [*latents[:1], -latents[1], *latents[2:]]:
         model.draft_model.forward(wrong, [block])
-    other = Follower(model.draft_model, condition(), Eager(), 10)
+    other = BlockGenerator(model.draft_model, condition(), Eager(), 10)
     other.state = wrong
     assert not closely(keys(made.drafter, 8), keys(other, 8))
 
@@ -147,19 +147,19 @@ def test_a_rolling_cache_with_sinks_is_one_that_is_rebuilt() -> None:
     """What each block sees of earlier ones, made from their latents alone, is what the ring holds."""
     for fused in (False, True):
         window, sinks, model = 6, 2, models(6, 2)
-        made = stream(Routing(fused=fused), 7, model)
+        made = stream(VideoMethod(fused=fused), 7, model)
         blocks = [block.latents[None] for block in made]
         for number in range(1, len(blocks)):
             state = model.start(condition(), 100)
             for block in blocks[:number]:
                 model.forward(state, [block])
-            follower = Follower(model, condition(), Eager(), 100)
+            follower = BlockGenerator(model, condition(), Eager(), 100)
             follower.state = state
             with torch.no_grad():
                 again = follower.draw(noise_of(model, number))
             assert closely(again, blocks[number])
         whole = models()
-        assert not closely(video(stream(Routing(fused=fused), 7, whole))[0], torch.cat(blocks, 1)[0]), "the window matters"
+        assert not closely(video(stream(VideoMethod(fused=fused), 7, whole))[0], torch.cat(blocks, 1)[0]), "the window matters"
         assert made.blocks * 2 > window > sinks
 
 
@@ -168,7 +168,7 @@ def test_a_window_is_drawn_from_the_latest_blocks_as_if_the_video_began_there() 
     for fused in (False, True):
         made = stream(routed("tdtdtt", commit=Window(2), fused=fused), 6, model)
         blocks = [block.latents[None] for block in made]
-        follower = Follower(model, condition(), Eager(), 6)
+        follower = BlockGenerator(model, condition(), Eager(), 6)
         with torch.no_grad():
             follower.see(blocks[2])
             follower.see(blocks[3])
@@ -243,10 +243,10 @@ def test_forced_blocks_and_long_runs_are_the_targets() -> None:
 
 
 def test_baselines_place_the_target_without_looking() -> None:
-    made = stream(Routing(policy=Stride(3), forced=()), 7, score=None)
+    made = stream(VideoMethod(policy=Stride(3), forced=()), 7, score=None)
     video(made)
     assert "".join(maker[0] for maker in made.stats.makers) == "tddtddt"
-    few = [stream(Routing(policy=Chance(0.3), forced=()), 24, score=None, seed=seed) for seed in range(3)]
+    few = [stream(VideoMethod(policy=RandomShare(0.3), forced=()), 24, score=None, seed=seed) for seed in range(3)]
     makers = [made.stats.makers for made in few if video(made)]
     assert len(set(makers)) == 3 and 0.15 < sum(each.count("draft") for each in makers) / 72 < 0.45
 
@@ -432,10 +432,10 @@ def test_models_of_different_latents_are_refused() -> None:
         (lambda: Threshold(math.nan), "tau .* got nan"),
         (lambda: PRESETS["sdvg"].with_tau(math.nan), "tau .* got nan"),
         (lambda: PRESETS["stride"].with_tau(0.0), "tau must be left out"),
-        (lambda: Routing(refine=-1), "refine must be"),
-        (lambda: Routing(forced=(-1,)), "forced must be"),
-        (lambda: Routing(off_after=0), "off_after must be"),
-        (lambda: Chance(1.5), "acceptance must be from 0 to 1"),
+        (lambda: VideoMethod(refine=-1), "refine must be"),
+        (lambda: VideoMethod(forced=(-1,)), "forced must be"),
+        (lambda: VideoMethod(off_after=0), "off_after must be"),
+        (lambda: RandomShare(1.5), "acceptance must be from 0 to 1"),
         (lambda: Stride(0), "every must be"),
         (lambda: Window(0), "blocks must be"),
         (lambda: Replay(("someone",)), "makers must be"),
@@ -445,7 +445,11 @@ def test_models_of_different_latents_are_refused() -> None:
 def test_bad_settings_are_named(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-    assert Routing(policy=Unscored()).kind == "exact" and Routing(commit=Window()).kind == "relaxed" and FREE.kind == "relaxed"
+    assert (
+        VideoMethod(policy=SingleModel()).kind == "exact"
+        and VideoMethod(commit=Window()).kind == "relaxed"
+        and FREE.kind == "relaxed"
+    )
 
 
 def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
@@ -457,7 +461,7 @@ def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
     assert closely(video(stream("target", 2, same))[0], plain), "guidance away from the prompt itself changes nothing"
     followed = VideoBlocks(transformer(0), LEVELS, fresh_noise=False)
     shape = followed.block_shape
-    x = block_noise(7, 0, 0, shape, torch.device("cpu"))
+    x = make_block_noise(7, 0, 0, shape, torch.device("cpu"))
     state = followed.start(condition(), 4)
     with torch.no_grad():
         for level, following in zip(LEVELS, [*LEVELS[1:], 0.0], strict=True):

@@ -13,10 +13,10 @@ import torch
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
-from vargen.decoding import Accelerator, Decoded, Jacobi, Sampling, decode, exact, resolve_method
+from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode, exact, resolve_method
 from vargen.decoding.next_token import captured
 from vargen.decoding.next_token import loop as tokens
-from vargen.decoding.next_token.acceptance.pooled import Pooled
+from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import Auto
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -52,7 +52,7 @@ def tiny_low_res(upsampled: bool) -> LlamaGenLowRes:
 
 def drawn(
     method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokens | None = None, **options: Any
-) -> Decoded:
+) -> DecodeOutput:
     condition = Condition(class_labels=torch.arange(1, images + 1, device=device))
     model = tiny(device) if model is None else model
     return decode(model, condition, torch.arange(3, 3 + images), method, Sampling(0.9, top_k=20), **options)
@@ -75,7 +75,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return on
 
 
-def same(found: Decoded, expected: Decoded) -> bool:
+def same(found: DecodeOutput, expected: DecodeOutput) -> bool:
     """Pictures and statistics, but for seconds."""
     untimed = [replace(each.stats, seconds=0.0, seconds_by_part={}) for each in (found, expected)]
     alike = torch.equal(found.tokens, expected.tokens) and torch.equal(found.length, expected.length)
@@ -98,8 +98,8 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int, graphs: Simpl
 def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool, graphs: SimpleNamespace) -> None:
     """The small picture, which is drawn in the first pass, is a run of its own, and is captured for itself."""
     method = resolve_method(method).fitted(GRID**2)
-    if isinstance(method.acceptance, Pooled):  # with fewer neighbours, or so small a vocabulary stands in two passes
-        method = replace(method, acceptance=Pooled(size=2))
+    if isinstance(method.acceptance, PooledRule):  # with fewer neighbours, or so small a vocabulary stands in two passes
+        method = replace(method, acceptance=PooledRule(size=2))
     model = tiny(low_res=tiny_low_res(upsampled))
     expected = drawn(method, model=model)
     graphs.on = True
@@ -201,7 +201,7 @@ def test_a_window_that_follows_measured_costs_is_run_one_by_one(
     """As on a CPU, where it is chosen in each pass."""
     monkeypatch.setattr(Auto, "start", graphs.chosen)
     costs = lambda model, condition, images, widths: {fed: 1 + 0.01 * fed for fed in widths}  # noqa: E731
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", costs)
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", costs)
     method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_method("gumbel").acceptance)
     expected = drawn(method)
     graphs.on = True

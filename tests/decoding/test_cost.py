@@ -12,7 +12,7 @@ import torch
 from tiny_models import text_pipeline
 
 from vargen import device
-from vargen.decoding import pass_costs as cost
+from vargen.decoding import measure_pass_costs as cost
 
 
 @pytest.fixture(autouse=True)
@@ -50,17 +50,17 @@ def forget() -> None:
 def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, condition = drawing
     timed = passes(monkeypatch)
-    first = cost.pass_costs(model, condition, 1, (1, 4))
+    first = cost.measure_pass_costs(model, condition, 1, (1, 4))
     assert set(timed) == {1, 4}
     timed.clear()
-    assert cost.pass_costs(model, condition, 1, (1, 4)) == first
+    assert cost.measure_pass_costs(model, condition, 1, (1, 4)) == first
     forget()
-    assert cost.pass_costs(model, condition, 1, (1, 4)) == first
+    assert cost.measure_pass_costs(model, condition, 1, (1, 4)) == first
     assert not timed
-    cost.pass_costs(model, condition, 1, (1, 2))
+    cost.measure_pass_costs(model, condition, 1, (1, 2))
     assert set(timed) == {2}
     timed.clear()
-    cost.pass_costs(model, condition, 1, (1, 2), anew=True)
+    cost.measure_pass_costs(model, condition, 1, (1, 2), anew=True)
     assert set(timed) == {1, 2}
 
 
@@ -75,16 +75,16 @@ def test_slow_passes_are_measured_once_but_for_a_report(drawing: Any, monkeypatc
 
     monkeypatch.setattr(model, "forward", counting)
     monkeypatch.setattr(cost, "_ENOUGH", -1.0)  # every pass takes longer
-    cost.pass_costs(model, condition, 1, (1, 2))
+    cost.measure_pass_costs(model, condition, 1, (1, 2))
     assert timed == [1, 2] == fed
-    cost.pass_costs(model, condition, 1, (1, 2), anew=True)
+    cost.measure_pass_costs(model, condition, 1, (1, 2), anew=True)
     assert len(timed) > 4 and len(fed) > len(timed)
 
 
 @pytest.mark.parametrize("change", ["dtype", "guidance", "batch", "threads", "size"])
 def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     pipe, model, condition = drawing
-    cost.pass_costs(model, condition, 1, (1,))
+    cost.measure_pass_costs(model, condition, 1, (1,))
     timed, images, before = passes(monkeypatch), 1, torch.get_num_threads()
     if change == "dtype":
         pipe.to(torch.float64)
@@ -98,7 +98,7 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
         other = text_pipeline(grid_size=8)
         model, condition = other.token_model(2.0), other.condition("a cat")[0]
     try:
-        cost.pass_costs(model, condition, images, (1,))
+        cost.measure_pass_costs(model, condition, images, (1,))
     finally:
         torch.set_num_threads(before)
     assert timed
@@ -106,32 +106,32 @@ def test_costs_of_one_thing_are_not_taken_for_another(drawing: Any, monkeypatch:
 
 def test_old_costs_are_measured_anew(drawing: Any, monkeypatch: pytest.MonkeyPatch, kept_here: Path) -> None:
     _, model, condition = drawing
-    cost.pass_costs(model, condition, 1, (1,))
+    cost.measure_pass_costs(model, condition, 1, (1,))
     ((name, entry),) = json.loads(kept_here.read_text()).items()
     kept_here.write_text(json.dumps({name: {**entry, "measured": time.time() - 40 * 86400}}))
     forget()
     timed = passes(monkeypatch)
-    cost.pass_costs(model, condition, 1, (1,))
+    cost.measure_pass_costs(model, condition, 1, (1,))
     assert timed
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "null", '{"x": 1}', "\x00\xff", "FITTING"])
 def test_a_damaged_file_costs_a_measurement_and_nothing_else(drawing: Any, kept_here: Path, content: str) -> None:
     _, model, condition = drawing
-    cost.pass_costs(model, condition, 1, (1,))
+    cost.measure_pass_costs(model, condition, 1, (1,))
     if content == "FITTING":  # the right name, and nothing of use behind it
         (name,) = json.loads(kept_here.read_text())
         content = json.dumps({name: {"measured": time.time(), "seconds": {"one": "fast", "1": -3}}})
     kept_here.write_text(content, encoding="latin-1")
     forget()
-    assert cost.pass_costs(model, condition, 1, (1,))[1] > 0
+    assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
 
 
 def test_a_home_that_cannot_be_written_is_no_error(drawing: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path / "file" / "below"))
     _, model, condition = drawing
-    assert cost.pass_costs(model, condition, 1, (1,))[1] > 0
+    assert cost.measure_pass_costs(model, condition, 1, (1,))[1] > 0
 
 
 def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], width: int = 1) -> int:
@@ -140,7 +140,7 @@ def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, flo
     monkeypatch.setattr(cost, "cores", lambda: 4)
     monkeypatch.setattr(cost, "_time", lambda *_: seconds[torch.get_num_threads()])
     monkeypatch.setattr(cost, "chosen_threads", lambda: None)
-    with cost.suitable_threads(model, condition, 1, width) as count:
+    with cost.use_best_threads(model, condition, 1, width) as count:
         assert torch.get_num_threads() == count
     return count
 
@@ -163,7 +163,7 @@ def test_threads_have_to_pay(drawing: Any, monkeypatch: pytest.MonkeyPatch, seco
 def test_a_number_that_a_person_chose_stays(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, condition = drawing
     timed = passes(monkeypatch)
-    with device.threads(2), cost.suitable_threads(model, condition, 1, 1) as count:
+    with device.threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
         assert count == 2
     assert not timed
 

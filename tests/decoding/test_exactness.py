@@ -15,7 +15,7 @@ from one_step import Coins, one_step, random_probs
 from vargen.decoding import (
     Accelerator,
     Draft,
-    Grouped,
+    GroupedRule,
     Jacobi,
     Noise,
     Sampling,
@@ -38,7 +38,7 @@ from vargen.evaluation.table_model import TableModel
 def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:
     """Total variation from the enumerated joint distribution, in units of the noise floor."""
     finding = measure(accelerator, model, sampling, chains)
-    assert finding.impossible == 0 or isinstance(accelerator.acceptance, Grouped)
+    assert finding.impossible == 0 or isinstance(accelerator.acceptance, GroupedRule)
     return finding.times_the_floor
 
 
@@ -119,7 +119,7 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
         choice.fed = {3: 3, 2: 2, 1: 2}.get(choice.probes, 1)
         return choice.fed
 
-    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.ByCost.next", turns)
+    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.WidthController.next", turns)
     small = TableModel(vocab=3, tokens=5, seed=77)
     accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=exact)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
@@ -142,8 +142,8 @@ def surplus(step):
     """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
     p, draft, noise = step.probs, step.draft, step.noise
     accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
-    redrawn = noise.draw(p, Purpose.REDRAW)
-    return torch.cat([torch.where(accepted, draft.tokens, redrawn[:, :-1]), redrawn[:, -1:]], dim=1)
+    resample_rejected = noise.draw(p, Purpose.REDRAW)
+    return torch.cat([torch.where(accepted, draft.tokens, resample_rejected[:, :-1]), resample_rejected[:, -1:]], dim=1)
 
 
 class StaleProbs(Jacobi):
@@ -151,7 +151,7 @@ class StaleProbs(Jacobi):
 
     def observe(self, state, step):
         super().observe(state, step)
-        kept = state.last.redrawn[:, :-1] == step.draft.tokens
+        kept = state.last.resample_rejected[:, :-1] == step.draft.tokens
         state.last.probs = state.last.probs.clone()
         state.last.probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, state.last.probs[:, :-1])
 
@@ -171,7 +171,7 @@ WRONG = {
     "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus), acceptance=least_of_two),
     "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
     "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
-    "grouped acceptance": Accelerator(drafter=Jacobi(4, "maximal"), acceptance=Grouped(size=2, delta=1.0)),
+    "grouped acceptance": Accelerator(drafter=Jacobi(4, "maximal"), acceptance=GroupedRule(size=2, delta=1.0)),
 }
 
 
@@ -221,11 +221,11 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
             step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, verdict.count)
             token = maximal(step)[:, 0]
             left = coins.drawn_from[0][:, 0]
-            redrawn = left / left.sum(-1, keepdim=True)
+            resample_rejected = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()
             keeps = coin * q[:, d] < p[:, d]
             assert (token[keeps] == d).all()
-            total += (q[:, d] * weight)[:, None] * torch.where(keeps[:, None], kept, redrawn)
+            total += (q[:, d] * weight)[:, None] * torch.where(keeps[:, None], kept, resample_rejected)
             agree += q[:, d] * weight * keeps
     assert (total - p).abs().max() < 1e-10
     assert torch.allclose(agree, torch.minimum(p, q).sum(1), atol=1e-10)

@@ -3,28 +3,28 @@
 import pytest
 import torch
 
-from vargen.decoding.video.denoising import clean_from, noised, warp, warped_levels
+from vargen.decoding.video.denoising import add_noise, predict_clean, shifted_levels, warp
 
 
 def test_the_warped_table_is_that_of_the_distilled_models():
-    assert [1000 * level for level in warped_levels()] == pytest.approx([1000, 937.5, 833.3333, 625])
-    assert warped_levels((1000, 757, 522), shift=8) == pytest.approx((1, 6.056 / 6.299, 4.176 / 4.654))
+    assert [1000 * level for level in shifted_levels()] == pytest.approx([1000, 937.5, 833.3333, 625])
+    assert shifted_levels((1000, 757, 522), shift=8) == pytest.approx((1, 6.056 / 6.299, 4.176 / 4.654))
     assert warp(0) == 0 and warp(1) == 1 and warp(0.3, 1) == pytest.approx(0.3)
 
 
 def test_the_velocity_leads_back_to_the_clean_latents_from_every_level():
     clean, noise = torch.randn(2, 1, 3, 4, 4, 4, generator=torch.Generator().manual_seed(0))
-    for level in warped_levels():
-        assert torch.allclose(clean_from(noised(clean, noise, level), noise - clean, level), clean, atol=1e-6)
-    assert torch.equal(noised(clean, noise, 0.0), clean) and torch.equal(noised(clean, noise, 1.0), noise)
+    for level in shifted_levels():
+        assert torch.allclose(predict_clean(add_noise(clean, noise, level), noise - clean, level), clean, atol=1e-6)
+    assert torch.equal(add_noise(clean, noise, 0.0), clean) and torch.equal(add_noise(clean, noise, 1.0), noise)
     half = clean.bfloat16()
-    assert clean_from(half, half, 0.5).dtype == torch.bfloat16
+    assert predict_clean(half, half, 0.5).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("steps", [(), (500, 500), (250, 500), (1001,), (1000, 0)])
 def test_steps_that_do_not_fall_are_refused(steps):
     with pytest.raises(ValueError, match="steps must fall"):
-        warped_levels(steps)
+        shifted_levels(steps)
 
 
 @pytest.mark.parametrize(("level", "shift"), [(1.1, 5), (-0.1, 5), (0.5, 0), (float("nan"), 5), (0.5, float("inf"))])

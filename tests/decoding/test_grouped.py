@@ -1,9 +1,9 @@
-"""Grouped acceptance: what it grants beyond the exact rule is what it reports, and no more than its budget."""
+"""GroupedRule acceptance: what it grants beyond the exact rule is what it reports, and no more than its budget."""
 
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, Grouped, Jacobi, Noise, Sampling, Tree, decode, exact
+from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, exact
 from vargen.decoding.noise import race
 from vargen.evaluation.table_model import TableModel
 
@@ -32,7 +32,7 @@ def plain_group(p: list[float], token: int, size: int, delta: float) -> set[int]
 @pytest.mark.parametrize("delta", [0.05, 0.3, 1.0])
 def test_groups_equal_a_plain_walk_over_ranks(size, delta):
     probs, draft, _ = window_of_laws(20, 12, 4)
-    rule = Grouped(size=size, delta=delta)
+    rule = GroupedRule(size=size, delta=delta)
     member = rule.members(probs[:, :-1], draft.tokens)
     for image in range(20):
         for slot in range(4):
@@ -46,18 +46,18 @@ def test_the_distance_filter_leaves_out_codes_that_look_different():
     codes = torch.nn.functional.normalize(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), dim=-1)
     model = TableModel(vocab=12, tokens=4)
     model.codebook = codes
-    rule = Grouped(size=12, delta=1.0, distance=0.8).bind(model)
-    assert rule == Grouped(size=12, delta=1.0, distance=0.8)  # a bound rule is still the same method
+    rule = GroupedRule(size=12, delta=1.0, distance=0.8).bind(model)
+    assert rule == GroupedRule(size=12, delta=1.0, distance=0.8)  # a bound rule is still the same method
     member = rule.members(probs[:, :-1], draft.tokens)
     gap = (codes[member] - codes[draft.tokens][..., None, :]).square().sum(-1)
     assert (gap < 0.8).all()
-    loose = Grouped(size=12, delta=1.0).members(probs[:, :-1], draft.tokens)
+    loose = GroupedRule(size=12, delta=1.0).members(probs[:, :-1], draft.tokens)
     assert (member != draft.tokens[..., None]).sum() < (loose != draft.tokens[..., None]).sum()
 
 
 def test_relaxation_is_what_was_granted_up_to_the_first_refusal():
     probs, draft, noise = window_of_laws(3000, 8, 5)
-    rule, nothing = Grouped(size=4, delta=0.5), torch.zeros(3000)
+    rule, nothing = GroupedRule(size=4, delta=0.5), torch.zeros(3000)
     relaxed, strict = rule(probs, draft, noise, nothing), exact(probs, draft, noise, nothing)
     assert (relaxed.count >= strict.count).all() and (relaxed.count > strict.count).any()
     assert (relaxed.relaxation >= 0).all() and (relaxed.relaxation <= relaxed.count).all()
@@ -72,7 +72,7 @@ def test_mean_relaxation_bounds_the_one_step_total_variation():
     generator = torch.Generator().manual_seed(3)
     p, q = (torch.rand(2, 1, 6, generator=generator) ** 3).double()
     p, q = p / p.sum(), q / q.sum()
-    rule = Grouped(size=3, delta=1.0)
+    rule = GroupedRule(size=3, delta=1.0)
     chance = torch.zeros(6, dtype=torch.float64)
     for d in range(6):
         draft = Draft(torch.tensor([[d]]), Tree.of_chain(1), q[:, None])
@@ -89,19 +89,19 @@ def test_mean_relaxation_bounds_the_one_step_total_variation():
 @pytest.mark.parametrize("budget", [0.0, 0.3, 2.0])
 def test_no_image_spends_more_than_its_budget(budget):
     model = TableModel(vocab=8, tokens=40, seed=6)
-    rule = Grouped(size=6, delta=1.0, budget=budget)
+    rule = GroupedRule(size=6, delta=1.0, budget=budget)
     arguments = (model, torch.zeros(64, dtype=torch.int64), torch.arange(64))
     result = decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=rule))
     spent = torch.tensor(result.stats.relaxation)
     assert spent.max() <= budget + 1e-5
-    free = decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=Grouped(6, 1.0)))
+    free = decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=GroupedRule(6, 1.0)))
     assert torch.tensor(free.stats.relaxation).min() > 2.0  # the budgets above do bind
 
 
 def test_a_budget_of_nothing_is_the_exact_rule():
     model = TableModel(vocab=6, tokens=30, seed=6)
     condition, seeds = torch.zeros(16, dtype=torch.int64), torch.arange(16)
-    tight = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=Grouped(4, 1.0, budget=0)))
+    tight = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=GroupedRule(4, 1.0, budget=0)))
     strict = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=exact))
     assert torch.equal(tight.tokens, strict.tokens)
     assert tight.stats.passes == strict.stats.passes
@@ -109,7 +109,7 @@ def test_a_budget_of_nothing_is_the_exact_rule():
 
 def test_forced_tokens_stay_forced():
     model = TableModel(vocab=6, tokens=20, seed=6, forced={3: 2, 10: 0, 19: 5})
-    accelerator = Accelerator(drafter=Jacobi(6, "maximal"), acceptance=Grouped(size=6, delta=1.0))
+    accelerator = Accelerator(drafter=Jacobi(6, "maximal"), acceptance=GroupedRule(size=6, delta=1.0))
     result = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200), accelerator, Sampling())
     assert (result.tokens[:, [3, 10, 19]] == torch.tensor([2, 0, 5])).all()
 
@@ -128,10 +128,10 @@ def test_forced_tokens_stay_forced():
 )
 def test_bad_parameters_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
-        Grouped(**arguments)
+        GroupedRule(**arguments)
 
 
 def test_distance_needs_a_codebook():
-    accelerator = Accelerator(drafter=Jacobi(4), acceptance=Grouped(distance=0.5))
+    accelerator = Accelerator(drafter=Jacobi(4), acceptance=GroupedRule(distance=0.5))
     with pytest.raises(ValueError, match="codebook"):
         decode(TableModel(vocab=4, tokens=9), torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)

@@ -8,7 +8,7 @@ import torch
 
 from vargen.decoding import (
     Accelerator,
-    Grouped,
+    GroupedRule,
     Jacobi,
     Noise,
     NonFiniteLogitsError,
@@ -19,16 +19,16 @@ from vargen.decoding import (
     list_methods,
     shared_noise,
 )
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, ByCost, Fixed, Geometric, Growth
+from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed, GeometricEstimate, Growth, WidthController
 from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context
-from vargen.decoding.pass_costs import pass_costs
+from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.evaluation.table_model import TableLowRes, TableModel
 
 METHODS = {
     "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),
     "scd": Accelerator(drafter=Jacobi(6, "maximal", "mixture"), acceptance=exact),
     "gumbel": Accelerator(drafter=Jacobi(6, "gumbel", "previous")),
-    "gsd": Accelerator(drafter=Jacobi(6, "maximal", "above"), acceptance=Grouped(3, 1.0, budget=2.0)),
+    "gsd": Accelerator(drafter=Jacobi(6, "maximal", "above"), acceptance=GroupedRule(3, 1.0, budget=2.0)),
     "adaptive": Accelerator(drafter=Jacobi(Adaptive(2, 9, ahead=2.0), "maximal"), acceptance=exact),
     "speculative": Accelerator(drafter=Speculative(3, TableModel(vocab=4, tokens=24, seed=1, rows=4)), acceptance=exact),
 }
@@ -114,7 +114,7 @@ def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
 
     def choice(seconds, **options):
-        return ByCost(seconds, Growth(0.4, 0.9), **{"probes": 0, "least": 4, "margin": 1.1, **options})
+        return WidthController(seconds, Growth(0.4, 0.9), **{"probes": 0, "least": 4, "margin": 1.1, **options})
 
     assert choice({1: 1.0, 4: 1.0, 16: 1.0}).next() == 16  # steps cost the same: the widest
     dear = choice({1: 1.0, 4: 4.0, 16: 16.0})
@@ -136,7 +136,7 @@ def test_the_controller_waits_for_the_slowest_picture():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
     active = torch.ones(4, dtype=torch.bool)
     for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
-        choice = ByCost({1: 1.0, 8: 2.0}, Growth(0.4, 0.9), probes=0, least=4, margin=1.1, fed=8)
+        choice = WidthController({1: 1.0, 8: 2.0}, Growth(0.4, 0.9), probes=0, least=4, margin=1.1, fed=8)
         for _ in range(80):
             choice.observe(torch.tensor(counts), active)
         assert choice.expectation.mean > 0.8 and choice.next() == fed
@@ -149,7 +149,7 @@ def test_one_controller_serves_chains_too():
     """A chain whose drafts always stand is as long as pays; one whose drafts never stand ends."""
     active = torch.ones(1, dtype=torch.bool)
     for kept, fed in ((True, 5), (False, 1)):
-        choice = ByCost({1: 1.0, 3: 1.2, 5: 1.4}, Geometric(), probes=2)
+        choice = WidthController({1: 1.0, 3: 1.2, 5: 1.4}, GeometricEstimate(), probes=2)
         for _ in range(40):
             drafted = choice.next()
             choice.observe(torch.tensor([drafted if kept else 1]), active)
@@ -158,7 +158,7 @@ def test_one_controller_serves_chains_too():
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
 def test_the_automatic_window_does_not_probe_where_nothing_could_pay(price, fed, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: {1: 1.0, 4: 4 * price})
     model = TableModel(vocab=4, tokens=60, spread=30.0)
     result = decode(model, torch.zeros(2, dtype=torch.int64), torch.arange(2), Accelerator(drafter=Jacobi("auto", "gumbel")))
     assert set(result.stats.fed) == fed
@@ -170,7 +170,7 @@ def chains(monkeypatch, target, small=0.05):
     def costs(model, condition, images, widths):
         return {width: small if model.vocab_of_small else target(width) for width in widths}
 
-    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.pass_costs", costs)
+    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.measure_pass_costs", costs)
 
 
 def speculative(small, rule=exact, **options):
@@ -210,7 +210,7 @@ def test_the_automatic_chain_changes_no_picture_of_same_noise(seed, monkeypatch)
 
 @pytest.mark.parametrize("costs", [{1: 1.0, 4: 4.0}, {1: 1.0, 4: 1.0}, {2: 1.0, 3: 1.1}])
 def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatch):
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length.pass_costs", lambda *_: costs)
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", lambda *_: costs)
     model, condition, seeds = TableModel(vocab=4, tokens=60), torch.zeros(2, dtype=torch.int64), torch.arange(2)
     plain = decode(model, condition, seeds)
     fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi("auto", "gumbel")))
@@ -222,7 +222,9 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
 def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(coupling, monkeypatch):
     """Widths go up and down, through 1, where nothing is drafted."""
     widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
-    monkeypatch.setattr("vargen.decoding.next_token.draft_length._Steered.widths", lambda self, length: (None, next(widths)))
+    monkeypatch.setattr(
+        "vargen.decoding.next_token.draft_length._ControlledWindow.widths", lambda self, length: (None, next(widths))
+    )
     model = TableModel(vocab=4, tokens=40)
     accelerator = Accelerator(drafter=Jacobi("auto", coupling, "mixture"), acceptance=exact)
     result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
@@ -232,11 +234,11 @@ def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(couplin
 def test_the_cost_curve_is_measured_once_per_network_and_batch():
     model = TableModel(vocab=4, tokens=60)
     condition = torch.zeros(2, dtype=torch.int64)
-    costs = pass_costs(model, condition, 2, [2, 8])
+    costs = measure_pass_costs(model, condition, 2, [2, 8])
     assert set(costs) == {2, 8} and all(seconds > 0 for seconds in costs.values())
     fed = len(model.passes)
-    assert pass_costs(model, condition, 2, [2, 8]) == costs and len(model.passes) == fed
-    pass_costs(model, condition[:1], 1, [2])
+    assert measure_pass_costs(model, condition, 2, [2, 8]) == costs and len(model.passes) == fed
+    measure_pass_costs(model, condition[:1], 1, [2])
     assert len(model.passes) > fed
 
 
@@ -255,7 +257,7 @@ def test_the_cost_curve_is_measured_once_per_network_and_batch():
         (lambda: Adaptive(ahead=0.0), ValueError, "ahead"),
         (lambda: Speculative(0), ValueError, "length"),
         (lambda: Speculative("automatic"), ValueError, "whole number of at least 1, or 'auto', got 'automatic'"),
-        (lambda: Accelerator(drafter=Jacobi(4), acceptance=Grouped), TypeError, "acceptance"),
+        (lambda: Accelerator(drafter=Jacobi(4), acceptance=GroupedRule), TypeError, "acceptance"),
         (lambda: Accelerator(drafter="jacobi"), TypeError, "drafter"),
         (lambda: Accelerator(drafter=Jacobi(4), topology="tree"), ValueError, "a chain"),
         (lambda: Accelerator(topology="tree"), ValueError, "needs a drafter"),

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, Jacobi, Noise, Pooled, Tree, Wavefront, decode, exact
+from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree, Wavefront, decode, exact
 from vargen.decoding.next_token.drafters import jacobi
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
@@ -87,7 +87,7 @@ def test_a_refresh_is_shown_what_is_committed_alone():
 @pytest.mark.parametrize("coupling", ["maximal", "judged"])
 def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
     """The host skips those of which it knows that no image takes them; the drafts are the same."""
-    method = Accelerator(drafter=drafts(16, coupling), acceptance=exact if coupling == "maximal" else Pooled(0, 0.3))
+    method = Accelerator(drafter=drafts(16, coupling), acceptance=exact if coupling == "maximal" else PooledRule(0, 0.3))
     asked = []
 
     def run():
@@ -106,13 +106,13 @@ def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
 @pytest.mark.parametrize("radius", [0, 1, 2])
 @pytest.mark.parametrize("window", [3, 6])
 def test_local_repair_without_a_budget_is_exact(radius, window):
-    rule = Pooled(size=1, threshold=0.4, radius=min(radius, 2), budget=0.0)
+    rule = PooledRule(size=1, threshold=0.4, radius=min(radius, 2), budget=0.0)
     method = Accelerator(drafter=drafts(window, "judged"), acceptance=rule)
     assert measure(method, GRID.model(), GRID.sampling, CHAINS).exact
 
 
 @dataclasses.dataclass(frozen=True)
-class Everywhere(Pooled):
+class Everywhere(PooledRule):
     """Draws anew what lies before a refused draft, too, as MuLo's squares do."""
 
     def _near(self, refused, position):
@@ -123,7 +123,7 @@ class Everywhere(Pooled):
         return (near & refused[:, None, :] & (position[:, :, None] != position[:, None, :])).any(2)
 
 
-@pytest.mark.parametrize(("rule", "right"), [(Pooled, True), (Everywhere, False)])
+@pytest.mark.parametrize(("rule", "right"), [(PooledRule, True), (Everywhere, False)])
 def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
     """Four drafts of two tokens: the first is always refused; the third should come out even, and the fourth is refused in half
     of all cases if the third is token 0, never if it is token 1."""
@@ -146,7 +146,7 @@ def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
 @pytest.mark.parametrize("threshold", [0.3, 0.6])
 def test_pictures_are_no_further_from_the_target_than_was_reported(radius, threshold):
     """What the rule keeps past the first refusal is counted, too."""
-    method = Accelerator(drafter=drafts(6, "judged"), acceptance=Pooled(1, threshold, radius))
+    method = Accelerator(drafter=drafts(6, "judged"), acceptance=PooledRule(1, threshold, radius))
     finding = measure(method, GRID.model(), GRID.sampling, CHAINS)
     seeds = torch.arange(20_000) + 10**6
     spent = decode(GRID.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, GRID.sampling).stats.relaxation
@@ -155,7 +155,7 @@ def test_pictures_are_no_further_from_the_target_than_was_reported(radius, thres
 
 
 def test_nothing_granted_is_a_maximal_coupling():
-    rule = Pooled(size=0, threshold=2.0)
+    rule = PooledRule(size=0, threshold=2.0)
     judged = Accelerator(drafter=drafts(6, "judged"), acceptance=rule)
     arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
     plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=exact))
@@ -169,7 +169,7 @@ def test_a_wider_radius_draws_more_anew():
     arguments = (model, torch.zeros(32, dtype=torch.int64), torch.arange(32))
     passes = []
     for radius in (0, 2, 7):
-        rule = Pooled(size=0, threshold=0.2, radius=radius)
+        rule = PooledRule(size=0, threshold=0.2, radius=radius)
         passes.append(decode(*arguments, Accelerator(drafter=drafts(16, "judged"), acceptance=rule)).stats.passes)
     assert passes[0] < passes[2]
 
@@ -178,7 +178,7 @@ def test_a_wider_radius_draws_more_anew():
 
 
 def front(reach: int, window: int = 6, budget: float | None = None, initial: str = "uniform") -> Accelerator:
-    return Accelerator(drafter=Wavefront(window, initial=initial, reach=reach), acceptance=Pooled(0, 2.0, budget=budget))
+    return Accelerator(drafter=Wavefront(window, initial=initial, reach=reach), acceptance=PooledRule(0, 2.0, budget=budget))
 
 
 def large() -> TableModel:
@@ -231,14 +231,14 @@ def test_no_image_spends_more_than_its_budget(budget):
     arguments = (large(), torch.zeros(32, dtype=torch.int64), torch.arange(32))
     spent = {}
     for limit in (budget, None):
-        method = Accelerator(drafter=drafts(16, "judged"), acceptance=Pooled(0, 0.1, 1, budget=limit))
+        method = Accelerator(drafter=drafts(16, "judged"), acceptance=PooledRule(0, 0.1, 1, budget=limit))
         spent[limit] = decode(*arguments, method).stats.relaxation
     assert max(spent[budget]) <= budget + 1e-4 and min(spent[None]) > budget
 
 
 def test_a_row_of_a_batch_is_the_picture_alone():
     model, condition, seeds = GRID.model(), torch.tensor([0, 1, 1]), torch.tensor([3, 4, 5])
-    method = Accelerator(drafter=drafts(4, "judged"), acceptance=Pooled(1, 0.4, 1))
+    method = Accelerator(drafter=drafts(4, "judged"), acceptance=PooledRule(1, 0.4, 1))
     together = decode(model, condition, seeds, method).tokens
     for row in range(3):
         alone = decode(model, condition[row : row + 1], seeds[row : row + 1], method).tokens
@@ -246,14 +246,14 @@ def test_a_row_of_a_batch_is_the_picture_alone():
 
 
 @pytest.mark.parametrize(("make", "message"), [
-    (lambda: Pooled(size=-1), "size, the neighbours of a token, must be a whole number of at least 0, got -1"),
-    (lambda: Pooled(threshold=0), "threshold, .*, must be above 0, got 0"),
-    (lambda: Pooled(radius=1.5), "radius must be a whole number of at least 0 .*, got 1.5"),
-    (lambda: Pooled(radius=3).bind(GRID.model()), "radius must be less than the grid of 3 x 2, got 3"),
+    (lambda: PooledRule(size=-1), "size, the neighbours of a token, must be a whole number of at least 0, got -1"),
+    (lambda: PooledRule(threshold=0), "threshold, .*, must be above 0, got 0"),
+    (lambda: PooledRule(radius=1.5), "radius must be a whole number of at least 0 .*, got 1.5"),
+    (lambda: PooledRule(radius=3).bind(GRID.model()), "radius must be less than the grid of 3 x 2, got 3"),
     (lambda: Wavefront(8, reach=-1), "reach, in columns, must be a whole number of at least 0, got -1"),
     (lambda: Wavefront(8, coupling="maximal"), "coupling of a wavefront must be 'judged', got 'maximal'"),
     (lambda: Wavefront(1), "window"),
-    (lambda: Pooled().bind(TableModel(3, 5)), "need a model with a codebook"),
+    (lambda: PooledRule().bind(TableModel(3, 5)), "need a model with a codebook"),
     (lambda: drafts().bind(TableModel(3, 5)), "need a model for it beside this one, and there is none"),
 ])  # fmt: skip
 def test_parts_that_do_not_fit_are_refused(make, message):

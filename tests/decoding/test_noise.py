@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from vargen.decoding.noise import Noise, OwnNoise, Purpose, coins, exponential, race, uniform
+from vargen.decoding.noise import Noise, Purpose, TokenNoise, coins, exponential, race, uniform
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
 
@@ -133,14 +133,14 @@ def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
     for purpose in (Purpose.TOKEN, Purpose.REDRAW):
         numpy = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
         with monkeypatch.context() as patch:
-            patch.setattr("vargen.decoding.noise._in_numpy", lambda keys: False)
+            patch.setattr("vargen.decoding.noise._use_numpy", lambda keys: False)
             plain = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
         assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))
 
 
 def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     """Windows that move on by other steps in each image, grow, shrink, stand still and go back; siblings share a position."""
-    own = OwnNoise(SEEDS, 400)
+    own = TokenNoise(SEEDS, 400)
     generator = torch.Generator().manual_seed(0)
     start = torch.zeros(len(SEEDS), 1, dtype=torch.int64)
     for T in (4, 4, 1, 4, 16, 16, 3, 16, 16, 16):

@@ -1,4 +1,5 @@
-"""Relaxed rules: what one step costs is exactly the acceptance that they grant, report and cap; wrong residuals cost more."""
+"""RelaxedRule rules: what one step costs is exactly the acceptance that they grant, report and cap; wrong residuals cost
+more."""
 
 import dataclasses
 import math
@@ -12,25 +13,25 @@ from vargen.decoding import (
     Accelerator,
     Draft,
     DynamicTree,
-    Grouped,
+    GroupedRule,
     Jacobi,
     JacobiTree,
-    Neighbourhood,
+    NeighborhoodRule,
     Noise,
-    Pooled,
-    Ratio,
+    PooledRule,
+    RatioRule,
     Sampling,
     Speculative,
     SpeculativeTree,
     StaticTree,
     Tree,
-    Typical,
+    TypicalRule,
     decode,
     exact,
 )
-from vargen.decoding.next_token.acceptance import Relaxed, Siblings, acceptance_rule
-from vargen.decoding.next_token.acceptance.neighborhood import nearest_tokens
-from vargen.decoding.next_token.trees.shapes import k_ary
+from vargen.decoding.next_token.acceptance import RelaxedRule, Siblings, acceptance_rule
+from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table
+from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
@@ -41,20 +42,20 @@ def codes(vocab: int, seed: int = 5) -> torch.Tensor:
     return torch.randn(vocab, 4, generator=torch.Generator().manual_seed(seed))
 
 
-def bound(rule: Relaxed, vocab: int) -> Relaxed:
+def bound(rule: RelaxedRule, vocab: int) -> RelaxedRule:
     model = TableModel(vocab=vocab, tokens=4)
     model.codebook = codes(vocab)
     return rule.bind(model)
 
 
 RULES = {
-    "grouped": Grouped(size=4, delta=1.0),
-    "neighbourhood, by ratio": Neighbourhood(size=4, ratio=3.0),
-    "neighbourhood, by delta": Neighbourhood(size=8, ratio=None, delta=0.5),
-    "neighbourhood, by both": Neighbourhood(size=3, ratio=4.0, delta=0.2),
-    "typical": Typical(epsilon=0.5, alpha=0.6),
-    "ratio": Ratio(2.0),
-    "pooled": Pooled(size=2, threshold=0.5),
+    "grouped": GroupedRule(size=4, delta=1.0),
+    "neighbourhood, by ratio": NeighborhoodRule(size=4, ratio=3.0),
+    "neighbourhood, by delta": NeighborhoodRule(size=8, ratio=None, delta=0.5),
+    "neighbourhood, by both": NeighborhoodRule(size=3, ratio=4.0, delta=0.2),
+    "typical": TypicalRule(epsilon=0.5, alpha=0.6),
+    "ratio": RatioRule(2.0),
+    "pooled": PooledRule(size=2, threshold=0.5),
 }
 
 
@@ -107,7 +108,7 @@ def test_deterministic_drafts_obey_the_same_law(rule):
 
 def with_residual(make):
     """The neighbourhood rule, refusing into `make(p, q, tokens, A, size nearest)`, where A is what counted for the draft."""
-    rule = bound(Neighbourhood(size=4, ratio=3.0), 9)
+    rule = bound(NeighborhoodRule(size=4, ratio=3.0), 9)
 
     @acceptance_rule(exact=False)
     def wrong(probs, draft, noise, relaxation):
@@ -159,7 +160,7 @@ def test_a_draft_refused_by_rounding_alone_is_redrawn_from_the_target(rule):
 def test_a_bound_of_the_mass_is_none_of_the_distance():
     """LANTERN's delta limits each draft's own modification; the sum over drafts is what is reported, and is larger."""
     p, q = random_probs(64, 30, False).unbind(1)
-    output, _ = one_step(bound(Neighbourhood(size=29, ratio=None, delta=0.05), 30), p, q)
+    output, _ = one_step(bound(NeighborhoodRule(size=29, ratio=None, delta=0.05), 30), p, q)
     assert total_variation(output, p).max() > 0.1
 
 
@@ -167,7 +168,9 @@ def test_a_bound_of_the_mass_is_none_of_the_distance():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [*RULES.values(), Ratio(3.0, tightening=0.7), Grouped(4, 1.0, tightening=1.0)], ids=str)
+@pytest.mark.parametrize(
+    "rule", [*RULES.values(), RatioRule(3.0, tightening=0.7), GroupedRule(4, 1.0, tightening=1.0)], ids=str
+)
 @pytest.mark.parametrize("drafter", [Jacobi(4, "maximal"), Speculative(3)], ids=["jacobi", "small model"])
 def test_pictures_are_no_further_from_the_target_than_was_reported(rule, drafter):
     case = CASES[0]
@@ -246,7 +249,7 @@ def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter)
     arguments = (model, torch.zeros(16, dtype=torch.int64), torch.arange(16))
     sequential = decode(*arguments, "ar", GREEDY).tokens
     for budget in (0.0, 3.0, None):
-        rule = Neighbourhood(size=4, ratio=3.0, budget=budget)
+        rule = NeighborhoodRule(size=4, ratio=3.0, budget=budget)
         drawn = decode(*arguments, Accelerator(drafter=drafter, acceptance=rule), GREEDY)
         other = (drawn.tokens != sequential).any(1)
         assert other.any() == (budget != 0)
@@ -258,7 +261,7 @@ def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter)
 
 TREES = {
     "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "sampled"),
-    "drawn independently": SpeculativeTree(StaticTree(k_ary(2, 2)), "independent"),
+    "drawn independently": SpeculativeTree(StaticTree(make_k_ary(2, 2)), "independent"),
     "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "best"),
     "of a window": JacobiTree((-1, 0, 0, 1, 2, 3), "maximal"),
 }
@@ -266,7 +269,7 @@ TREES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafter", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("rule", [RULES["grouped"], RULES["neighbourhood, by both"], Ratio(2.0, tightening=0.7)], ids=str)
+@pytest.mark.parametrize("rule", [RULES["grouped"], RULES["neighbourhood, by both"], RatioRule(2.0, tightening=0.7)], ids=str)
 def test_pictures_of_trees_are_no_further_from_the_target_than_was_reported(rule, drafter):
     case = CASES[1]
     method = Accelerator(drafter=drafter, acceptance=rule)
@@ -328,7 +331,7 @@ def test_a_ratio_that_tightens_falls_towards_one():
     """Granted beyond p / q, ratio w becomes 1 + (w - 1) exp(-nu i): Cool-SD's, but never below the exact rule."""
     p, q = torch.tensor([0.1, 0.9]), torch.tensor([0.6, 0.4])
     drafts = Siblings(p.expand(1, 3, 2), q.expand(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), torch.arange(1, 4)[None])
-    granted = Ratio(2.0, tightening=0.5).granted(drafts, torch.arange(1, 4))
+    granted = RatioRule(2.0, tightening=0.5).granted(drafts, torch.arange(1, 4))
     assert torch.allclose(granted[0] / (0.1 / 0.6), torch.tensor([math.exp(-0.5 * i) for i in range(3)]))
 
 
@@ -350,7 +353,7 @@ def own_cache(tmp_path, monkeypatch):
 def test_neighbours_are_the_nearest_codes_without_the_token_itself(count, own_cache):
     book = codes(60)
     book[7] = book[3]  # alike: each is the other's nearest, and neither its own
-    table = nearest_tokens(book, count)
+    table = build_neighbor_table(book, count)
     assert table.dtype == torch.int16 and table.shape == (60, min(count, 59))
     for token in range(60):
         gap = [((book[token] - book[other]).double().square().sum().item(), other) for other in range(60) if other != token]
@@ -359,37 +362,37 @@ def test_neighbours_are_the_nearest_codes_without_the_token_itself(count, own_ca
 
 
 def test_codes_that_are_all_alike_have_the_same_neighbours_everywhere(own_cache):
-    table = nearest_tokens(torch.ones(50, 3), 4)
+    table = build_neighbor_table(torch.ones(50, 3), 4)
     assert table[0].tolist() == [1, 2, 3, 4] and table[2].tolist() == [0, 1, 3, 4] and table[49].tolist() == [0, 1, 2, 3]
 
 
 def test_large_vocabularies_have_wider_numbers(own_cache):
     book = torch.arange(2**15 + 1.0)[:, None]
-    table = nearest_tokens(book, 1)
+    table = build_neighbor_table(book, 1)
     assert table.dtype == torch.int32 and table[-1].item() == 2**15 - 1
 
 
 def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
     from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
-    first = nearest_tokens(codes(40), 6)
+    first = build_neighbor_table(codes(40), 6)
     assert [path.suffix for path in own_cache.iterdir()] == [".npz"]
     neighbours._kept.cache_clear()  # as in another process
     monkeypatch.setattr(neighbours, "_made", lambda *_: pytest.fail("made again"))
-    assert torch.equal(nearest_tokens(codes(40), 6), first)
-    assert torch.equal(nearest_tokens(codes(40), 2), first[:, :2])  # fewer are the first columns
+    assert torch.equal(build_neighbor_table(codes(40), 6), first)
+    assert torch.equal(build_neighbor_table(codes(40), 2), first[:, :2])  # fewer are the first columns
 
 
 @pytest.mark.parametrize("damage", ["another codebook", "cut", "out of range", "too narrow", "not a table"])
 def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache):
     from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
-    right = nearest_tokens(codes(40), 6)
+    right = build_neighbor_table(codes(40), 6)
     (path,) = own_cache.iterdir()
     with np.load(path) as stored:
         content = dict(stored)
     if damage == "another codebook":
-        other = nearest_tokens(codes(40, seed=8), 6)
+        other = build_neighbor_table(codes(40, seed=8), 6)
         content = {"codebook": neighbours.digest(codes(40, seed=8)), "nearest": other.numpy()}
     content["nearest"] = {"cut": content["nearest"][:-1], "out of range": content["nearest"] + 40,
                           "too narrow": content["nearest"][:, :5]}.get(damage, content["nearest"])  # fmt: skip
@@ -397,20 +400,20 @@ def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache
     if damage == "not a table":
         path.write_bytes(b"PK\x03\x04 and no more")
     neighbours._kept.cache_clear()
-    assert torch.equal(nearest_tokens(codes(40), 6), right)
+    assert torch.equal(build_neighbor_table(codes(40), 6), right)
     neighbours._kept.cache_clear()
-    assert torch.equal(nearest_tokens(codes(40), 6), right)  # the file has been put right, too
+    assert torch.equal(build_neighbor_table(codes(40), 6), right)  # the file has been put right, too
 
 
 def test_a_cache_folder_that_cannot_be_written_is_done_without(own_cache, monkeypatch):
     monkeypatch.setenv("VARGEN_CACHE", "/dev/null/nowhere")
     assert cache_folder().parent.name == "null"
-    assert nearest_tokens(codes(20), 3).shape == (20, 3)
+    assert build_neighbor_table(codes(20), 3).shape == (20, 3)
 
 
 def test_a_neighbourhood_is_the_longest_prefix_within_its_bounds():
     p, _ = random_probs(50, 12, True).unbind(1)
-    rule = bound(Neighbourhood(size=7, ratio=3.0, delta=0.3), 12)
+    rule = bound(NeighborhoodRule(size=7, ratio=3.0, delta=0.3), 12)
     tokens = torch.arange(50)[:, None] % 12
     found = rule.mass(p[:, None], tokens)[:, 0]
     for image in range(50):
@@ -426,7 +429,7 @@ def test_a_draft_without_probability_is_never_accepted():
     """Filters drop it, or another token is certain there: LANTERN's additive bound accepts it all the same."""
     model = TableModel(vocab=6, tokens=20, seed=6, forced={3: 2, 10: 0, 19: 5})
     model.codebook = codes(6)
-    rule = Neighbourhood(size=5, ratio=None, delta=1.0)
+    rule = NeighborhoodRule(size=5, ratio=None, delta=1.0)
     accelerator = Accelerator(drafter=Jacobi(6, "maximal"), acceptance=rule)
     result = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200), accelerator, Sampling(top_k=3))
     assert (result.tokens[:, [3, 10, 19]] == torch.tensor([2, 0, 5])).all()
@@ -435,7 +438,7 @@ def test_a_draft_without_probability_is_never_accepted():
 def test_a_bound_neighbourhood_is_the_same_method():
     model = TableModel(vocab=12, tokens=4)
     model.codebook = codes(12)
-    rule = Neighbourhood(size=3)
+    rule = NeighborhoodRule(size=3)
     assert rule.bind(model) == rule and Accelerator(drafter=Jacobi(4), acceptance=rule).spec()
 
 
@@ -445,22 +448,22 @@ def test_a_bound_neighbourhood_is_the_same_method():
 @pytest.mark.parametrize(
     ("rule", "arguments", "message"),
     [
-        (Neighbourhood, {"size": 0}, "size.*whole number of at least 1, got 0"),
-        (Neighbourhood, {"size": 2.5}, "size"),
-        (Neighbourhood, {"ratio": 1.0}, "ratio must be above 1"),
-        (Neighbourhood, {"ratio": float("nan")}, "ratio"),
-        (Neighbourhood, {"delta": 0.0}, "delta must be in"),
-        (Neighbourhood, {"delta": 1.5}, "delta must be in"),
-        (Neighbourhood, {"ratio": None}, "None for both"),
-        (Neighbourhood, {"budget": -1.0}, "budget"),
-        (Ratio, {"ratio": 0.9}, "ratio must be at least 1"),
-        (Ratio, {"ratio": "2"}, "ratio"),
-        (Typical, {"epsilon": 0.0}, "epsilon"),
-        (Typical, {"epsilon": 1.1}, "epsilon"),
-        (Typical, {"alpha": 0.0}, "alpha"),
-        (Typical, {"budget": float("inf")}, "budget"),
-        (Ratio, {"tightening": -0.1}, "tightening must be at least 0"),
-        (Grouped, {"tightening": float("inf")}, "tightening"),
+        (NeighborhoodRule, {"size": 0}, "size.*whole number of at least 1, got 0"),
+        (NeighborhoodRule, {"size": 2.5}, "size"),
+        (NeighborhoodRule, {"ratio": 1.0}, "ratio must be above 1"),
+        (NeighborhoodRule, {"ratio": float("nan")}, "ratio"),
+        (NeighborhoodRule, {"delta": 0.0}, "delta must be in"),
+        (NeighborhoodRule, {"delta": 1.5}, "delta must be in"),
+        (NeighborhoodRule, {"ratio": None}, "None for both"),
+        (NeighborhoodRule, {"budget": -1.0}, "budget"),
+        (RatioRule, {"ratio": 0.9}, "ratio must be at least 1"),
+        (RatioRule, {"ratio": "2"}, "ratio"),
+        (TypicalRule, {"epsilon": 0.0}, "epsilon"),
+        (TypicalRule, {"epsilon": 1.1}, "epsilon"),
+        (TypicalRule, {"alpha": 0.0}, "alpha"),
+        (TypicalRule, {"budget": float("inf")}, "budget"),
+        (RatioRule, {"tightening": -0.1}, "tightening must be at least 0"),
+        (GroupedRule, {"tightening": float("inf")}, "tightening"),
     ],
 )
 def test_bad_parameters_are_named(rule, arguments, message):
@@ -471,15 +474,15 @@ def test_bad_parameters_are_named(rule, arguments, message):
 def test_neighbourhoods_need_a_codebook_of_the_vocabulary():
     model = TableModel(vocab=4, tokens=9)
     with pytest.raises(ValueError, match="need a model with a codebook"):
-        Neighbourhood().bind(model)
+        NeighborhoodRule().bind(model)
     model.codebook = codes(5)
     with pytest.raises(ValueError, match="each of the 4 tokens, got 5"):
-        Neighbourhood().bind(model)
+        NeighborhoodRule().bind(model)
     model.codebook = torch.full((4, 2), torch.nan)
     with pytest.raises(ValueError, match="finite"):
-        Neighbourhood().bind(model)
+        NeighborhoodRule().bind(model)
     with pytest.raises(ValueError, match="bind"):
-        Neighbourhood().mass(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
+        NeighborhoodRule().mass(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_noise_is_not_touched_by_what_is_granted():

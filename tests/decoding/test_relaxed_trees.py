@@ -1,4 +1,4 @@
-"""Relaxed rules on trees: what they grant is counted, capped by the budget, and nothing at a budget of none."""
+"""RelaxedRule rules on trees: what they grant is counted, capped by the budget, and nothing at a budget of none."""
 
 import pytest
 import torch
@@ -7,10 +7,10 @@ from vargen.decoding import (
     Accelerator,
     DynamicTree,
     Eagle,
-    Neighbourhood,
-    Ratio,
+    NeighborhoodRule,
+    RatioRule,
     Sampling,
-    Typical,
+    TypicalRule,
     decode,
     recursive_rejection,
 )
@@ -27,7 +27,7 @@ def table() -> TableModel:
     return model
 
 
-MAKERS = [lambda **o: Neighbourhood(2, 3.0, **o), lambda **o: Ratio(2.0, **o), lambda **o: Typical(**o)]
+MAKERS = [lambda **o: NeighborhoodRule(2, 3.0, **o), lambda **o: RatioRule(2.0, **o), lambda **o: TypicalRule(**o)]
 
 
 def run(rule, shape):
@@ -50,7 +50,7 @@ def test_what_is_granted_is_how_far_one_step_is_from_the_target() -> None:
     """With one position left to draft, the total variation is the mean relaxation."""
     model = TableModel(vocab=4, tokens=2, seed=1)
     model.eagle = TableEagle(TableModel(vocab=4, tokens=2, seed=9))
-    method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), Ratio(2.0))
+    method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), RatioRule(2.0))
     chains = 40_000
     stats = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains), method).stats
     granted = sum(stats.relaxation) / chains

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from vargen.decoding import Sampling
-from vargen.decoding.sampling import filtered, guide, to_probs
+from vargen.decoding.sampling import apply_guidance, filter_logits, to_probs
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 
@@ -31,18 +31,18 @@ def test_guidance_comes_before_temperature_and_filters():
     guided = unconditional + 3 * (conditional - unconditional)
     kept = guided >= guided.topk(5).values[..., -1:]
     expected = (guided / 0.7).masked_fill(~kept, -math.inf).softmax(-1)
-    assert torch.allclose(to_probs(guide(conditional, unconditional, 3.0), sampling), expected, atol=1e-7)
+    assert torch.allclose(to_probs(apply_guidance(conditional, unconditional, 3.0), sampling), expected, atol=1e-7)
 
 
 def test_ties_with_the_kth_value_stay():
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0]])
-    assert filtered(logits, 1, 1.0).isfinite().tolist() == [[False, True, True, False]]
+    assert filter_logits(logits, 1, 1.0).isfinite().tolist() == [[False, True, True, False]]
 
 
 def test_top_p_keeps_the_crossing_token_and_always_one():
     logits = torch.tensor([0.5, 0.3, 0.2]).log()
-    assert filtered(logits[None], None, 0.6).isfinite().tolist() == [[True, True, False]]
-    assert filtered(logits[None], None, 1e-9).isfinite().tolist() == [[True, False, False]]
+    assert filter_logits(logits[None], None, 0.6).isfinite().tolist() == [[True, True, False]]
+    assert filter_logits(logits[None], None, 1e-9).isfinite().tolist() == [[True, False, False]]
 
 
 def test_laws_are_float32_from_any_dtype_and_sum_to_one():

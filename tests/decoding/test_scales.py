@@ -7,13 +7,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from vargen.decoding import LEFT_OUT, PRESETS, Noise, Progress, Purpose, Sampling, Schedule, Stage, decode_scales, list_methods
-from vargen.decoding.next_scale.acceptance import joint, same_picture, token_wise
+from vargen.decoding import (
+    PRESETS,
+    SKIPPED_TOKEN,
+    Noise,
+    Progress,
+    Purpose,
+    Sampling,
+    ScaleSchedule,
+    Stage,
+    decode_scales,
+    list_methods,
+)
+from vargen.decoding.next_scale.acceptance import joint, shared_noise_scales, token_wise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
 from vargen.evaluation.scale_table import ScaleTable
 
-RULES = (token_wise, joint, same_picture)
+RULES = (token_wise, joint, shared_noise_scales)
 PRESETS_OF_SCALES = [preset.name for preset in list_methods("next-scale")]
 
 
@@ -24,18 +35,18 @@ def tables(**changed) -> ScaleTable:
     return model
 
 
-def drawn(model: ScaleTable, schedule: str | Schedule = "plain", images: int = 64, **options):
+def drawn(model: ScaleTable, schedule: str | ScaleSchedule = "plain", images: int = 64, **options):
     zeros = torch.zeros(images, dtype=torch.int64)
     return decode_scales(model, zeros, torch.arange(images) + 5, schedule, **options)
 
 
-def called(schedule: str | Schedule) -> str:
+def called(schedule: str | ScaleSchedule) -> str:
     """A name that is the same in every process."""
     return schedule if isinstance(schedule, str) else schedule.stages[0].rule.__name__
 
 
-def speculative(rule=joint, drafted: int = 2) -> Schedule:
-    return Schedule("mine", (Stage(drafted=drafted, rule=rule),))
+def speculative(rule=joint, drafted: int = 2) -> ScaleSchedule:
+    return ScaleSchedule("mine", (Stage(drafted=drafted, rule=rule),))
 
 
 @pytest.mark.parametrize("case", exactness.SCALE_CASES, ids=lambda case: case.name)
@@ -55,11 +66,11 @@ def test_wrong_rules_are_told() -> None:
 @pytest.mark.parametrize("drafted", [1, 2])
 def test_the_same_picture_rule_draws_the_picture_of_plain(drafted: int) -> None:
     model = tables()
-    assert torch.equal(drawn(model, speculative(same_picture, drafted)).tokens, drawn(model).tokens)
+    assert torch.equal(drawn(model, speculative(shared_noise_scales, drafted)).tokens, drawn(model).tokens)
 
 
 @pytest.mark.parametrize("schedule", [*PRESETS_OF_SCALES, *(speculative(rule) for rule in RULES)], ids=called)
-def test_an_image_does_not_depend_on_its_batch(schedule: str | Schedule) -> None:
+def test_an_image_does_not_depend_on_its_batch(schedule: str | ScaleSchedule) -> None:
     model, seeds, classes = tables(scale_tokens=(1, 1, 2, 2, 3)), torch.arange(24) + 3, torch.arange(24) % 2
     whole = decode_scales(model, classes, seeds, schedule)
     for i in range(24):
@@ -102,7 +113,7 @@ def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
     model = tables(scale_tokens=(1, 2, 2, 3))
     small = model.draft_model
     assert small is not None
-    result = drawn(model, Schedule("code", (Stage(until=handover), Stage(model="draft"))))
+    result = drawn(model, ScaleSchedule("code", (Stage(until=handover), Stage(model="draft"))))
     canvas, seeds, zeros, start = model.canvas(64), torch.arange(64) + 5, torch.zeros(64, dtype=torch.int64), 0
     for scale, n in enumerate(model.scale_tokens):
         logits = (model if scale < handover else small).logits(zeros, canvas[:, :start], scale)
@@ -116,7 +127,7 @@ def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
 
 def test_several_hand_overs_feed_only_what_is_missing() -> None:
     model = tables(scale_tokens=(1, 1, 2, 2))
-    drawn(model, Schedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage())))
+    drawn(model, ScaleSchedule("there and back", (Stage(until=1), Stage(until=3, model="draft"), Stage())))
     assert model.passes == [(0, 0), (1, 3)] and model.draft_model.passes == [(0, 1), (2, 2)]
 
 
@@ -157,10 +168,10 @@ def test_kept_tokens_stand_and_the_rest_follows_them(rule) -> None:
 
 def test_scales_may_be_left_out() -> None:
     model = tables()
-    result = drawn(model, Schedule("coarse", (Stage(until=1), Stage(until=2, model="none"), Stage())))
-    assert (result.tokens[:, 1:3] == LEFT_OUT).all() and (result.canvas[:, 1:3] == model.vocab).all()
+    result = drawn(model, ScaleSchedule("coarse", (Stage(until=1), Stage(until=2, model="none"), Stage())))
+    assert (result.tokens[:, 1:3] == SKIPPED_TOKEN).all() and (result.canvas[:, 1:3] == model.vocab).all()
     assert model.passes == [(0, 0), (1, 2)] and result.stats.passes == 2 and (result.length == 5).all()
-    ended = drawn(model, Schedule("stops early", (Stage(until=2), Stage(model="none"))))
+    ended = drawn(model, ScaleSchedule("stops early", (Stage(until=2), Stage(model="none"))))
     assert ended.finished and torch.equal(ended.tokens[:, :3], drawn(model).tokens[:, :3])
 
 
@@ -191,7 +202,7 @@ def test_statistics_say_what_each_scale_took() -> None:
 
 
 def test_a_stage_changes_the_sampling_of_its_scales_alone() -> None:
-    greedy = Schedule("greedy at the end", (Stage(until=2), Stage(temperature=0)))
+    greedy = ScaleSchedule("greedy at the end", (Stage(until=2), Stage(temperature=0)))
     model = tables()
     result = drawn(model, greedy)
     assert torch.equal(result.tokens[:, :3], drawn(model).tokens[:, :3])
@@ -199,7 +210,7 @@ def test_a_stage_changes_the_sampling_of_its_scales_alone() -> None:
     assert torch.equal(result.tokens[:, 3:], likeliest)
     assert Stage(top_k=2).sampling(Sampling(0.5, 9), 3) == Sampling(0.5, 2)
     assert Stage(temperature=2.0).sampling(Sampling(0.5, 9), 9) == Sampling(1.0, None)
-    assert drawn(model, Schedule("one code", (Stage(top_k=1),))).tokens.unique(dim=0).shape[0] == 1
+    assert drawn(model, ScaleSchedule("one code", (Stage(top_k=1),))).tokens.unique(dim=0).shape[0] == 1
 
 
 def test_kinds_and_specs() -> None:
@@ -210,17 +221,23 @@ def test_kinds_and_specs() -> None:
     assert PRESETS["scale-spec"].settings == {"until 1": 4, "drafted 1": 3, "rule 1": "joint"}
 
 
-BAD: Sequence[tuple[Schedule, str]] = (
-    (Schedule("far", (Stage(until=4), Stage())), r"until of stage 1 of 'far' must be from 1 to 3.* got 4"),
-    (Schedule("back", (Stage(until=2), Stage(until=1), Stage())), r"until of stage 2 of 'back' must be from 3 to 3.* got 1"),
-    (Schedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
-    (Schedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
-    (Schedule("behind", (Stage(), Stage())), r"stage 2 of 'behind' has no scale left: the stages before it draw all 3 of them"),
+BAD: Sequence[tuple[ScaleSchedule, str]] = (
+    (ScaleSchedule("far", (Stage(until=4), Stage())), r"until of stage 1 of 'far' must be from 1 to 3.* got 4"),
+    (
+        ScaleSchedule("back", (Stage(until=2), Stage(until=1), Stage())),
+        r"until of stage 2 of 'back' must be from 3 to 3.* got 1",
+    ),
+    (ScaleSchedule("before", (Stage(until=-3), Stage())), r"until of stage 1 of 'before' must be .* got -3"),
+    (ScaleSchedule("short", (Stage(until=2),)), r"the stages of 'short' end at scale 2 of 3: the last needs until=None"),
+    (
+        ScaleSchedule("behind", (Stage(), Stage())),
+        r"stage 2 of 'behind' has no scale left: the stages before it draw all 3 of them",
+    ),
 )
 
 
 @pytest.mark.parametrize(("schedule", "message"), BAD, ids=lambda value: getattr(value, "name", ""))
-def test_schedules_that_do_not_fit_are_refused_before_any_pass(schedule: Schedule, message: str) -> None:
+def test_schedules_that_do_not_fit_are_refused_before_any_pass(schedule: ScaleSchedule, message: str) -> None:
     model = tables()
     with pytest.raises(ValueError, match=message):
         drawn(model, schedule)
@@ -265,11 +282,11 @@ def test_stages_are_checked(options: dict, error: type, message: str) -> None:
         ({"given": [torch.full((64, 1), 3)]}, ValueError, r"given\[0\] must hold tokens from 0 to 2"),
         ({"sampling": Sampling(top_k=4)}, ValueError, "top_k must be at most"),
         ({"callback": 3}, TypeError, "callback must be a function"),
-        ({"schedule": Schedule}, TypeError, "must be a preset's name"),
+        ({"schedule": ScaleSchedule}, TypeError, "must be a preset's name"),
     ],
 )
 def test_calls_are_checked(options: dict, error: type, message: str) -> None:
     with pytest.raises(error, match=message):
         drawn(tables(), **options)
     with pytest.raises(TypeError, match="stages must be a sequence of Stage"):
-        Schedule(stages=(3,))
+        ScaleSchedule(stages=(3,))

@@ -30,8 +30,8 @@ from vargen.decoding import (
     traversal,
 )
 from vargen.decoding.next_token import acceptance
-from vargen.decoding.next_token.acceptance import acceptance_rule, sibling_by_sibling
-from vargen.decoding.next_token.trees.shapes import fan, k_ary
+from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
+from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableModel
 from vargen.evaluation.tree_mistakes import WRONG_TREES
@@ -39,7 +39,7 @@ from vargen.evaluation.tree_mistakes import WRONG_TREES
 CHAINS = 50_000
 SHAPES = {
     "chain": StaticTree((-1, 0, 1)),
-    "binary": StaticTree(k_ary(2, 2)),
+    "binary": StaticTree(make_k_ary(2, 2)),
     "uneven": StaticTree((-1, 0, 0, 1, 1, 2, 4)),
     "dynamic": DynamicTree(nodes=5, depth=3, children=2),
     "all three": DynamicTree(nodes=7, depth=2, children=3),
@@ -188,9 +188,9 @@ def inverted(probs, draft, noise, relaxation):
 
     def test(siblings):
         p, q = siblings.own
-        return acceptance.Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+        return acceptance.SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
-    return sibling_by_sibling(test, probs, draft, noise)
+    return verify_siblings(test, probs, draft, noise)
 
 
 def test_the_sum_over_one_node_finds_an_inverted_residual():
@@ -271,11 +271,11 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
             granted = 1 - chance
             if siblings.room is not None:
                 granted = torch.minimum(granted, siblings.room)
-            return acceptance.Tested(chance + granted, siblings.left, granted)
+            return acceptance.SiblingDecision(chance + granted, siblings.left, granted)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):
-            return sibling_by_sibling(test, probs, draft, noise, relaxation, budget)
+            return verify_siblings(test, probs, draft, noise, relaxation, budget)
 
         return rule
 
@@ -300,7 +300,7 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
 def test_traversal_accepts_more_than_recursive_rejection():
     found = {}
     for rule in (recursive_rejection, traversal):
-        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(k_ary(2, 3)), "sampled"), acceptance=rule)
+        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(make_k_ary(2, 3)), "sampled"), acceptance=rule)
         model = TableModel(vocab=6, tokens=40, seed=2)
         model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats

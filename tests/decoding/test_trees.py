@@ -25,11 +25,11 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding import pass_costs as cost
-from vargen.decoding.next_token.acceptance.siblings import offered_and_accepted
+from vargen.decoding import measure_pass_costs as cost
+from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.trees.expand import Frontier, grow
-from vargen.decoding.next_token.trees.search import Ranks, best_tree, expected_tokens, tree_by_cost
-from vargen.decoding.next_token.trees.shapes import STATIC, branching, checked_parents, fan, k_ary, of_widths
+from vargen.decoding.next_token.trees.search import Ranks, compute_expected_tokens, search_best_tree, tree_by_cost
+from vargen.decoding.next_token.trees.shapes import STATIC, branching, fan, make_by_level_sizes, make_k_ary, parse_parents
 from vargen.decoding.noise import exponential
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
@@ -43,16 +43,16 @@ def depths(parents):
 
 
 def test_static_trees_have_the_shape_that_they_are_named_for():
-    assert k_ary(2, 2) == (-1, 0, 0, 1, 1, 2, 2)
+    assert make_k_ary(2, 2) == (-1, 0, 0, 1, 1, 2, 2)
     assert branching([3, 1]) == (-1, 0, 0, 0, 1, 2, 3)
     assert fan(8, 2, 1) == (-1, 0, 0, 1, 3, 4, 5, 6)
     for widths in [(4, 5, 4, 2), (1, 1, 1), (3, 9)]:
-        found = depths(of_widths(widths))
+        found = depths(make_by_level_sizes(widths))
         assert [found.count(step) for step in range(1, len(widths) + 1)] == list(widths)
     for name, parents in STATIC.items():
-        assert checked_parents(name) == parents == checked_parents(list(parents))
-    assert StaticTree(k_ary(2, 3)).cut(2).slots == k_ary(2, 2)
-    assert StaticTree(k_ary(3, 2)).narrowed(2).slots == k_ary(2, 2)
+        assert parse_parents(name) == parents == parse_parents(list(parents))
+    assert StaticTree(make_k_ary(2, 3)).cut(2).slots == make_k_ary(2, 2)
+    assert StaticTree(make_k_ary(3, 2)).narrowed(2).slots == make_k_ary(2, 2)
 
 
 def test_children_ranks_and_postorder_follow_the_parents():
@@ -160,20 +160,20 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
 def test_branches_draw_with_coins_of_their_own():
     V = 400
     q = torch.full((50, V + 1, V), 1 / V)
-    for shape in (StaticTree(k_ary(2, 2)), DynamicTree(6, 2, 2)):
+    for shape in (StaticTree(make_k_ary(2, 2)), DynamicTree(6, 2, 2)):
         draft, _ = grown(shape, "sampled", q)
         parents = draft.tree.parents.expand(50, -1)
         one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
         other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
         assert (one == other).float().mean() < 0.05
-    again, _ = grown(StaticTree(k_ary(2, 2)), "sampled", q, step=2)
-    assert (again.tokens == grown(StaticTree(k_ary(2, 2)), "sampled", q)[0].tokens).float().mean() < 0.05
+    again, _ = grown(StaticTree(make_k_ary(2, 2)), "sampled", q, step=2)
+    assert (again.tokens == grown(StaticTree(make_k_ary(2, 2)), "sampled", q)[0].tokens).float().mean() < 0.05
 
 
 def test_coupled_children_hold_what_the_noise_of_the_image_draws():
     """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
     q = table(30, 9, seed=2)
-    draft, _ = grown(StaticTree(k_ary(2, 2)), "coupled", q)
+    draft, _ = grown(StaticTree(make_k_ary(2, 2)), "coupled", q)
     ratio = q[:, 9] / exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
     assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
 
@@ -239,18 +239,18 @@ def sequoia(rates, nodes, depth):
 def test_the_best_tree_is_that_of_the_dynamic_programme(rates, depth):
     for nodes in range(1, 8):
         wanted = sequoia(rates, nodes, depth)
-        parents = best_tree([rates], nodes, depth)
+        parents = search_best_tree([rates], nodes, depth)
         if math.isinf(wanted):
             assert len(parents) <= nodes
         else:
-            assert len(parents) == nodes + 1 and math.isclose(expected_tokens(parents, [rates]), wanted, rel_tol=1e-9)
-            assert checked_parents(parents) == parents and max(depths(parents)) <= depth
+            assert len(parents) == nodes + 1 and math.isclose(compute_expected_tokens(parents, [rates]), wanted, rel_tol=1e-9)
+            assert parse_parents(parents) == parents and max(depths(parents)) <= depth
 
 
 def test_expected_tokens_are_what_a_run_commits():
     """A model whose drafts are accepted with known rates, at every rank alike: tokens per pass as foretold."""
     rates = [(0.55, 0.2), (0.7, 0.1)]
-    parents = best_tree(rates, 6)
+    parents = search_best_tree(rates, 6)
     generator = torch.Generator().manual_seed(0)
     runs, total = 20_000, 0
     for _ in range(runs):
@@ -264,7 +264,7 @@ def test_expected_tokens_are_what_a_run_commits():
                 break
             at, step = chosen, step + 1
         total += step + 1
-    assert math.isclose(total / runs, expected_tokens(parents, rates), rel_tol=0.02)
+    assert math.isclose(total / runs, compute_expected_tokens(parents, rates), rel_tol=0.02)
 
 
 def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_passes_get_dearer():
@@ -340,9 +340,9 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
 def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
     """A tree, a chain, nothing, another tree."""
     shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
-    monkeypatch.setattr("vargen.decoding.next_token.trees.search.TreeChoice.next", lambda choice: choice.parents)
+    monkeypatch.setattr("vargen.decoding.next_token.trees.search.TreeController.next", lambda choice: choice.parents)
     monkeypatch.setattr(
-        "vargen.decoding.next_token.trees.search.TreeChoice.observe",
+        "vargen.decoding.next_token.trees.search.TreeController.observe",
         lambda choice, step, total: setattr(choice, "parents", next(shapes)),
     )
     accelerator = Accelerator(drafter=make(), acceptance=recursive_rejection)
@@ -431,6 +431,6 @@ def test_nothing_is_read_from_the_device(drawing, rules):
     for rule in rules:
         verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
         assert verdict.next_token.shape == (B,)
-        assert offered_and_accepted(draft, verdict, verdict.count > 0).shape == (draft.tree.longest, draft.tree.widest, 2)
+        assert count_sibling_acceptance(draft, verdict, verdict.count > 0).shape == (draft.tree.longest, draft.tree.widest, 2)
     with pytest.raises(RuntimeError, match="meta"):
         int(verdict.count[0])

@@ -17,7 +17,7 @@ from tiny_models import text_pipeline
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
-from vargen.decoding import Draft, Grouped, Noise, Tree
+from vargen.decoding import Draft, GroupedRule, Noise, Tree
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_the_methods_and_the_scorer_draw_pictures(guide: dict[str, str], repo_ro
         generator = torch.Generator().manual_seed(1)
         return torch.as_tensor(pipe("a red apple", accelerator=method, generator=generator, output_type="latent").images)
 
-    assert torch.equal(drawn(methods.same_picture), drawn("ar"))
+    assert torch.equal(drawn(methods.shared_noise_scales), drawn("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
     scope = {"pipe": pipe, **vars(importlib.import_module("colourfulness"))}
@@ -84,5 +84,5 @@ def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> Non
     invalid = torch.zeros(1, 2, dtype=torch.bool)
     draft = Draft(torch.tensor([[0, 1]]), Tree.of_chain(2), torch.full((1, 2, 4), 0.9), invalid)
     noise = Noise(torch.arange(1), torch.arange(3)[None], step=1)
-    for rule in (typical, Grouped(size=2, delta=1.0)):
+    for rule in (typical, GroupedRule(size=2, delta=1.0)):
         assert rule(probs, draft, noise, torch.zeros(1)).relaxation.tolist() == [0.0]

@@ -6,12 +6,12 @@ import pytest
 import torch
 from tiny_models import text_var_pipeline
 
-from vargen.decoding import PRESETS, Schedule, Stage
+from vargen.decoding import PRESETS, ScaleSchedule, Stage
 from vargen.evaluation.compare import compare
 from vargen.pipelines.scale_decoder import ScaleDecoder
 from vargen.pipelines.var import VARPipeline
 
-SPECULATIVE = Schedule("speculative", (Stage(until=3, drafted=2), Stage()))
+SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, drafted=2), Stage()))
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch:
 
     monkeypatch.setattr(ScaleDecoder, "_seconds", price)
     condition, _ = pipe.condition(["a"])
-    curve = decoder.pass_costs(condition, 1, [4, 9, 16])
+    curve = decoder.measure_pass_costs(condition, 1, [4, 9, 16])
     assert list(curve) == [1, 4, 9, 16], "the narrowest belongs to it"
     spent = {}
     for name in ("plain", "code", "economy"):

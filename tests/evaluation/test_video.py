@@ -11,8 +11,8 @@ from tiny_video_folder import video_folder
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
-from vargen.decoding import PRESETS, BlockRow, BlockStats, Replay, Routing, Threshold, Unscored, decode_blocks
-from vargen.decoding.video.stats import BlockCosts, measured_costs
+from vargen.decoding import PRESETS, BlockRecord, Replay, SingleModel, Threshold, VideoMethod, VideoStats, decode_video
+from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
 from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
 from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
 from vargen.pipelines.registry import open_pipeline
@@ -44,43 +44,43 @@ def test_the_cost_model_is_that_of_the_paper() -> None:
     eight = 8 * COSTS.drafted_block(4, 0.731, seen=0)
     assert eight + COSTS.target_block(4) + COSTS.draft == pytest.approx(60.9, abs=0.6)
     free = BlockCosts(1.83, 1.24 / 5, 1.62)
-    assert free.break_even(4, seen=0) == pytest.approx((1.24 + 1.62) / (5 * 1.83 + 1.62), abs=1e-9)
-    assert COSTS.break_even(4) > COSTS.break_even(4, seen=0)
+    assert free.break_even_acceptance(4, seen=0) == pytest.approx((1.24 + 1.62) / (5 * 1.83 + 1.62), abs=1e-9)
+    assert COSTS.break_even_acceptance(4) > COSTS.break_even_acceptance(4, seen=0)
     cheap = BlockCosts(1.83, 1.24 / 5, 1.62, 0.05, preview=0.1)
     assert cheap.drafted_block(4, 0.731, 0) < COSTS.drafted_block(4, 0.731, 0)
 
 
 def test_seconds_are_predicted_from_what_was_run() -> None:
-    def row(number: int, verdict: str, target: int, draft: int) -> BlockRow:
-        return BlockRow(number, 0, verdict=verdict, fed={"target": target, "draft": draft})
+    def row(number: int, verdict: str, target: int, draft: int) -> BlockRecord:
+        return BlockRecord(number, 0, verdict=verdict, fed={"target": target, "draft": draft})
 
-    stats = BlockStats("sdvg", 0, [row(0, "forced", 4, 0), row(1, "accepted", 0, 5), row(2, "rejected", 6, 5)])
+    stats = VideoStats("sdvg", 0, [row(0, "forced", 4, 0), row(1, "accepted", 0, 5), row(2, "rejected", 6, 5)])
     expected = 10 * COSTS.target + 10 * COSTS.draft + 4 * COSTS.decode + 2 * COSTS.score
     assert COSTS.predicted(stats, scored=True) == pytest.approx(expected)
     assert COSTS.predicted(stats, scored=False) == pytest.approx(10 * COSTS.target + 10 * COSTS.draft + 3 * COSTS.decode)
 
 
 def test_costs_are_medians_of_parts() -> None:
-    def stats(verdict: str, parts: dict[str, float], **fed: int) -> BlockStats:
-        return BlockStats("x", 0, [BlockRow(i, 0, verdict=verdict, fed=fed, seconds_by_part=parts) for i in range(3)])
+    def stats(verdict: str, parts: dict[str, float], **fed: int) -> VideoStats:
+        return VideoStats("x", 0, [BlockRecord(i, 0, verdict=verdict, fed=fed, seconds_by_part=parts) for i in range(3)])
 
     target = stats("undrafted", {"target": 4.0, "commit": 1.0, "decode": 2.0}, target=5)
     draft = stats("accepted", {"draft": 1.0, "decode": 2.0}, draft=5)
     both = stats("rejected", {"target": 4.0, "draft": 1.0, "decode": 4.0, "score": 0.5}, target=5, draft=5)
-    assert measured_costs([target], [draft], [both]) == BlockCosts(1.0, 0.2, 2.0, 0.5, None)
+    assert estimate_block_costs([target], [draft], [both]) == BlockCosts(1.0, 0.2, 2.0, 0.5, None)
     cheap = stats("rejected", {"decode": 2.25, "score": 0.5}, target=5, draft=5)
-    assert measured_costs([target], [draft], [cheap]).preview == 0.25
+    assert estimate_block_costs([target], [draft], [cheap]).preview == 0.25
     with pytest.raises(ValueError, match="costs need"):
-        measured_costs([target], [draft], [draft])
+        estimate_block_costs([target], [draft], [draft])
 
 
 def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance() -> None:
     """With as many target blocks: those that a noisy scorer refused, and others."""
     model, decoder = synthetic_pair(Work(8, 1)), SyntheticDecoder(0)
 
-    def run(policy, seed: int) -> tuple[BlockStats, float]:
-        method = Routing(policy=policy)
-        made = decode_blocks(model, seed, seed, method, blocks=24, decoder=decoder, score=noisy_score(seed))
+    def run(policy, seed: int) -> tuple[VideoStats, float]:
+        method = VideoMethod(policy=policy)
+        made = decode_video(model, seed, seed, method, blocks=24, decoder=decoder, score=noisy_score(seed))
         found = [quality(seed, block.number, block.latents) for block in made]
         return made.stats, sum(found) / len(found)
 
@@ -92,7 +92,7 @@ def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance
         order = [0, *(torch.randperm(23, generator=generator) + 1).tolist()]
         by_chance.append(run(Replay([stats.makers[place] for place in order]), seed)[1])
         assert 0.2 < stats.acceptance < 0.95
-    ends = [sum(run(Unscored(draft), seed)[1] for seed in range(5)) / 5 for draft in (True, False)]
+    ends = [sum(run(SingleModel(draft), seed)[1] for seed in range(5)) / 5 for draft in (True, False)]
     assert ends[0] < sum(by_chance) / 5 < sum(by_score) / 5 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
 
 

@@ -17,7 +17,7 @@ def fresh() -> None:
 
 def test_a_cpu_takes_torch_and_says_why() -> None:
     assert dispatch.explain("cpu") == ("reference", "Triton kernels are for NVIDIA GPUs, and this runs on cpu")
-    assert not dispatch.use_triton(torch.zeros(1))
+    assert not dispatch.uses_triton(torch.zeros(1))
 
 
 def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +25,7 @@ def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.Monke
     monkeypatch.setattr(dispatch, "_interpreted", lambda: False)
     monkeypatch.setattr(dispatch, "_installed", lambda: True)
     with pytest.raises(ValueError, match="VARGEN_KERNELS=triton needs an NVIDIA GPU, and this runs on cpu"):
-        dispatch.use_triton(torch.zeros(1))
+        dispatch.uses_triton(torch.zeros(1))
     monkeypatch.setattr(dispatch, "_installed", lambda: False)
     with pytest.raises(ValueError, match="needs Triton, which is not installed"):
         dispatch.explain("cuda")
@@ -34,7 +34,7 @@ def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.Monke
 def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "cuda")
     with pytest.raises(ValueError, match="VARGEN_KERNELS must be one of auto, reference, triton, got 'cuda'"):
-        dispatch.use_triton(torch.zeros(1))
+        dispatch.uses_triton(torch.zeros(1))
 
 
 def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,17 +64,17 @@ def test_torch_can_be_had_for_a_comparison(asked: str | None, monkeypatch: pytes
     if asked:
         monkeypatch.setenv("VARGEN_KERNELS", asked)
     rows = torch.zeros(1)
-    with pytest.raises(ZeroDivisionError), dispatch.in_torch():
-        assert not dispatch.use_triton(rows)
+    with pytest.raises(ZeroDivisionError), dispatch.force_reference():
+        assert not dispatch.uses_triton(rows)
         _ = 1 / 0
-    assert os.environ.get("VARGEN_KERNELS") == asked and dispatch.use_triton(rows) == (asked == "triton")
+    assert os.environ.get("VARGEN_KERNELS") == asked and dispatch.uses_triton(rows) == (asked == "triton")
 
 
 def test_rows_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "use_triton", lambda rows: True)
-    assert dispatch.fits_kernels(torch.empty(1, dispatch.MOST_TOKENS, device="meta"))
-    assert not dispatch.fits_kernels(torch.empty(1, dispatch.MOST_TOKENS + 1, device="meta"))
-    assert not dispatch.fits_kernels(torch.empty(1, 5, dtype=torch.float64, device="meta"))
+    monkeypatch.setattr(dispatch, "uses_triton", lambda rows: True)
+    assert dispatch.supports_rows(torch.empty(1, dispatch.MAX_VOCAB, device="meta"))
+    assert not dispatch.supports_rows(torch.empty(1, dispatch.MAX_VOCAB + 1, device="meta"))
+    assert not dispatch.supports_rows(torch.empty(1, 5, dtype=torch.float64, device="meta"))
 
 
 @pytest.mark.parametrize("count", [1, 63, 64, 65, 130])

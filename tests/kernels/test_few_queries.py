@@ -5,17 +5,17 @@ import torch
 import torch.nn.functional as F
 
 from vargen.kernels import few_queries
-from vargen.kernels.few_queries import MOST_QUERIES, attention, folded
+from vargen.kernels.few_queries import MAX_QUERIES, attention, folded
 
 
 @pytest.mark.parametrize("groups", [6, 2, 1])
-@pytest.mark.parametrize("T", [1, 3, MOST_QUERIES, MOST_QUERIES + 1])
+@pytest.mark.parametrize("T", [1, 3, MAX_QUERIES, MAX_QUERIES + 1])
 @pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("written", [False, True])
 def test_equals_the_attention_of_torch(
     T: int, groups: int, gradients: bool, written: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(few_queries, "written_out_pays", lambda: written)
+    monkeypatch.setattr(few_queries, "prefers_explicit_attention", lambda: written)
     torch.manual_seed(T)
     B, H, S, K = 3, 6, 80, 8
     q = torch.randn(B, T, H, K) * 3
@@ -25,7 +25,7 @@ def test_equals_the_attention_of_torch(
     expected = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=bias, enable_gqa=True).transpose(1, 2)
     with torch.set_grad_enabled(gradients):
         ready = folded(bias, H, groups)
-        assert (ready.dim() == 3) == (written and not gradients and T <= MOST_QUERIES), "written out for few queries alone"
+        assert (ready.dim() == 3) == (written and not gradients and T <= MAX_QUERIES), "written out for few queries alone"
         out = attention(q, k, v, ready)
     assert out.shape == q.shape
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=1e-5)

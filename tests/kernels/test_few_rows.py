@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_transformer
 from torch import nn
 
-from vargen.kernels.few_rows import transpose_weights
+from vargen.kernels.few_rows import transpose_linear_weights
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.weights import weights_digest
@@ -19,7 +19,7 @@ TOKENS = torch.arange(32).view(2, 16)
 
 def transposed() -> LlamaGenTransformer:
     model = tiny_transformer("class")
-    transpose_weights(model)
+    transpose_linear_weights(model)
     return model
 
 
@@ -35,14 +35,14 @@ def test_what_lies_transposed_keeps_its_shape_and_values() -> None:
         assert name == other and torch.equal(weight, same) and same.requires_grad and not same.is_inference()
     with torch.no_grad():
         torch.testing.assert_close(model(TOKENS, CLASSES).logits, plain(TOKENS, CLASSES).logits)
-    transpose_weights(model, False)
+    transpose_linear_weights(model, False)
     assert layouts(model) == {False} and torch.equal(model.output.weight, plain.output.weight)
 
 
 def test_a_weight_that_lies_so_already_is_not_copied() -> None:
     model = transposed()
     places = [weight.data_ptr() for weight in model.parameters()]
-    transpose_weights(model)
+    transpose_linear_weights(model)
     assert places == [weight.data_ptr() for weight in model.parameters()]
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.decoding.sampling import filtered
+from vargen.decoding.sampling import filter_logits
 from vargen.models.condition import Condition
 from vargen.models.var import SCALES, VARTransformer, is_rebuilt, official_config
 
@@ -128,7 +128,7 @@ def test_cached_greedy_sampling_with_guidance_is_the_official_one() -> None:
 def test_our_filters_are_the_official_ones(top_k: int, top_p: float) -> None:
     """There, the nucleus is cut from below, and 0 switches a filter off."""
     io = load_file(_GOLDEN / "var" / "io.safetensors")
-    probs = filtered(io["filter_logits"], top_k or None, top_p or 1.0).softmax(-1)
+    probs = filter_logits(io["filter_logits"], top_k or None, top_p or 1.0).softmax(-1)
     torch.testing.assert_close(probs, io[f"filter_probs_k{top_k}_p{top_p}"], atol=1e-6, rtol=0)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from vargen import Accelerator, LlamaGenPipeline
-from vargen.decoding import DEFAULT_METHOD, PRESETS, Grouped, Jacobi, list_methods
-from vargen.decoding import pass_costs as cost
+from vargen.decoding import DEFAULT_METHOD, PRESETS, GroupedRule, Jacobi, list_methods
+from vargen.decoding import measure_pass_costs as cost
 
 PROMPTS = ["a red apple, 3d style", "a grinning face, flat style", "a cat", "the flag of Japan", "a blue car"]
 
@@ -76,13 +76,13 @@ def test_a_batch_row_of_an_exact_method_is_its_solo_run(emoji):
 
 
 def test_budget_of_relaxation_holds_for_pictures(emoji):
-    accelerator = Accelerator("mine", Jacobi(16, "maximal"), Grouped(budget=1.5))
+    accelerator = Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(budget=1.5))
     assert max(draw(emoji, PROMPTS[:2], accelerator).stats.relaxation) <= 1.5 + 1e-4
 
 
 def test_distance_filter_uses_the_codebook_of_the_tokenizer(emoji):
-    near = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), Grouped(delta=1.0, distance=0.05)))
-    free = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), Grouped(delta=1.0)))
+    near = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0, distance=0.05)))
+    free = draw(emoji, PROMPTS[:1], Accelerator("mine", Jacobi(16, "maximal"), GroupedRule(delta=1.0)))
     assert sum(near.stats.relaxation) < sum(free.stats.relaxation)
 
 

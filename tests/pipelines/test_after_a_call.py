@@ -14,7 +14,7 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline, text_
 from tiny_video_folder import video_folder
 
 from vargen import Accelerator, CausalVideoPipeline, open_pipeline
-from vargen.decoding.next_token.acceptance import Pooled
+from vargen.decoding.next_token.acceptance import PooledRule
 from vargen.decoding.next_token.drafters import Jacobi
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
@@ -32,7 +32,7 @@ def drafting() -> Any:
     return pipe
 
 
-MULO = Accelerator("mulo", Jacobi(8, "judged", "low-res"), Pooled(4, 0.2, 1))  # of a grid as small as this
+MULO = Accelerator("mulo", Jacobi(8, "judged", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 
 FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
     "next-token class": (lambda _: class_pipeline(), ("ar", "auto")),

@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from tiny_video_folder import HOW, LENDER, OWN, video_folder
 
-from vargen.decoding import PRESETS, Eager, Routing
+from vargen.decoding import PRESETS, Eager, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
@@ -250,7 +250,7 @@ def test_without_a_drafter_the_target_draws(pipe) -> None:
     assert alone.chosen(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
     with pytest.raises(ValueError, match="needs a model to draft with"):
         alone("a cat", accelerator="sdvg")
-    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and pipe.chosen(Routing(commit=Eager())).commit == Eager()
+    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and pipe.chosen(VideoMethod(commit=Eager())).commit == Eager()
 
 
 def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:

@@ -8,7 +8,7 @@ import torch
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
-from vargen.decoding import Accelerator, Jacobi, Noise, Pooled, Sampling, Tree, exact
+from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, exact
 from vargen.decoding.noise import Purpose
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
@@ -16,7 +16,7 @@ from vargen.models.upsampler import TokenUpsampler
 from vargen.pipelines import llamagen_low_res
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=exact)
-MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=Pooled(4, 0.2, 1))
+MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=PooledRule(4, 0.2, 1))
 REFRESHED = Accelerator(drafter=Jacobi(8, "maximal", "low-res-refreshed"), acceptance=exact)
 
 

@@ -12,9 +12,9 @@ from PIL import Image
 from tiny_models import class_var_pipeline, text_var_pipeline
 
 from vargen import VARPipeline, open_pipeline
-from vargen.decoding import NonFiniteLogitsError, Schedule, Stage
+from vargen.decoding import NonFiniteLogitsError, ScaleSchedule, Stage
 
-SPECULATIVE = Schedule("speculative", (Stage(until=3, drafted=2), Stage()))
+SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, drafted=2), Stage()))
 METHODS = ["plain", "code", "economy", SPECULATIVE]
 PROMPTS = ["a red apple", "a very long sentence about a cat that sits", "b"]
 
@@ -106,7 +106,7 @@ def test_code_is_the_two_models_by_hand(classes: VARPipeline) -> None:
     code = classes(accelerator="code", generator=seeded(2)[0], **options).images
     plain = classes(accelerator="plain", generator=seeded(2)[0], **options).images
     assert torch.equal(code[:, :5], plain[:, :5]) and not torch.equal(code, plain)
-    small = Schedule(stages=(Stage(model="draft"),))
+    small = ScaleSchedule(stages=(Stage(model="draft"),))
     assert not torch.equal(classes(accelerator=small, generator=seeded(2)[0], **options).images, code)
 
 
@@ -204,7 +204,7 @@ def test_scales_that_a_schedule_leaves_out(classes: VARPipeline) -> None:
         seen.append(drawn)
         return {}
 
-    skipping = Schedule(name="skip", stages=(Stage(until=2), Stage(until=3, model="none"), Stage()))
+    skipping = ScaleSchedule(name="skip", stages=(Stage(until=2), Stage(until=3, model="none"), Stage()))
     result = classes(class_labels=3, accelerator=skipping, output_type="latent", callback_on_step_end=look)
     assert (result.images[:, 5:14] == -1).all() and (result.images[:, 14:] >= 0).all() and seen[-1] == 30
     assert classes.decode_tokens(result.images)[0].size == (8, 8)
@@ -384,7 +384,7 @@ def test_pictures_and_masks_as_tensors(classes: VARPipeline) -> None:
         ({"image": a_picture(), "mask": "mask.png"}, TypeError, "mask must be a PIL image"),
         ({"image": [a_picture()] * 3, "mask": [half()] * 2}, ValueError, "one for each of 3 images, got 2"),
         ({"image": [a_picture()] * 3}, ValueError, "image must be one, or one for each of 2 prompts or classes; got 3"),
-        ({"accelerator": Schedule(stages=(Stage(until=5), Stage()))}, ValueError, "until of stage 1"),
+        ({"accelerator": ScaleSchedule(stages=(Stage(until=5), Stage()))}, ValueError, "until of stage 1"),
         ({"output_type": "jpeg"}, ValueError, "output_type must be"),
         ({"top_k": 65}, ValueError, "top_k must be at most the vocabulary of 64"),
     ],

@@ -62,12 +62,12 @@ def test_the_opponent_draws_the_official_tokens() -> None:
 
 
 def test_its_filters_are_ours() -> None:
-    from vargen.decoding.sampling import filtered
+    from vargen.decoding.sampling import filter_logits
     from vargen.pipelines.var_published import _filtered
 
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3
     for top_k, top_p in ((None, 0.8), (10, 1.0), (20, 0.9), (None, 1.0)):
-        torch.testing.assert_close(_filtered(logits, top_k, top_p).softmax(-1), filtered(logits, top_k, top_p).softmax(-1))
+        torch.testing.assert_close(_filtered(logits, top_k, top_p).softmax(-1), filter_logits(logits, top_k, top_p).softmax(-1))
 
 
 @pytest.mark.parametrize("condition", ["class", "text"])

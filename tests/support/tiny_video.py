@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from vargen.decoding import BlockStream, Routing, View, decode_blocks
-from vargen.decoding.video.denoising import warped_levels
+from vargen.decoding import BlockStream, VideoMethod, View, decode_video
+from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_preview import PreviewDecoder
@@ -19,7 +19,7 @@ SHAPE = {
     "block_frames": 2, "spatial_stride": 8, "temporal_stride": 1, "fps": 12, "text_dim": 8, "text_len": None,
     "text_mask": True, "freq_dim": 16,
 }  # fmt: skip
-LEVELS = warped_levels()
+LEVELS = shifted_levels()
 
 
 def randomised(network: torch.nn.Module, seed: int, scale: float = 0.3) -> torch.nn.Module:
@@ -64,9 +64,9 @@ def varied(view: View) -> torch.Tensor:
     return torch.rand(2, generator=torch.Generator().manual_seed(view.number))
 
 
-def stream(method: str | Routing, blocks: int = 5, model: VideoBlocks | None = None, **options) -> BlockStream:
+def stream(method: str | VideoMethod, blocks: int = 5, model: VideoBlocks | None = None, **options) -> BlockStream:
     given = {"decoder": vae(), "score": varied, **options}
-    return decode_blocks(model or models(), condition(), given.pop("seed", 7), method, blocks=blocks, **given)
+    return decode_video(model or models(), condition(), given.pop("seed", 7), method, blocks=blocks, **given)
 
 
 def video(made: BlockStream) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,14 +10,14 @@ from tiny_video import SHAPE, randomised
 import vargen.assets
 from recipes.emoji_video.batches import encoder_digest
 from recipes.package import package_video
-from vargen.decoding.video.denoising import warped_levels
+from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
 
 LENDER = vargen.assets.packaged_model_path("emoji")
 OWN = {**SHAPE, "dim": 64, "text_dim": 384, "motion_levels": 2}
-HOW = {"levels": list(warped_levels()), "euler": False, "guidance": 1.0}
+HOW = {"levels": list(shifted_levels()), "euler": False, "guidance": 1.0}
 
 
 def video_folder(runs: Path) -> Path:

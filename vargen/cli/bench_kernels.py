@@ -57,8 +57,8 @@ def kernels(
         rate = kernel_speed.measure_copy_rate(chosen)
         attend = partial(kernel_speed.attention_operation, dtype=kind, device=chosen)
         operations = [attend(name, T, count) for name in names for count in lengths for T in widths]
-        filtered = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
-        operations += [kernel_speed.sampler_operation(V, T, chosen, filtered) for V in (4096, 16384) for T in widths]
+        filter_logits = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
+        operations += [kernel_speed.sampler_operation(V, T, chosen, filter_logits) for V in (4096, 16384) for T in widths]
         operations += [each for V in (4096, 16384) for T in widths if T > 1 for each in _acceptance(V, T, chosen)]
         operations += [kernel_speed.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
         timings = kernel_speed.measure(operations, chosen, rounds, rate)

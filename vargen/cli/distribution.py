@@ -61,7 +61,7 @@ def distribution(
     asked = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
-    from vargen.decoding import Accelerator, Grouped, Method
+    from vargen.decoding import Accelerator, GroupedRule, Method
     from vargen.evaluation.distribution import distribution_report
     from vargen.pipelines import checks
     from vargen.pipelines.registry import open_pipeline
@@ -70,7 +70,7 @@ def distribution(
     for name, accelerator in asked.items():
         accelerators[name] = accelerator
         if strong and name == "gsd" and isinstance(accelerator, Accelerator):
-            wide = dataclasses.replace(accelerator, acceptance=Grouped(size=50, delta=1.0))
+            wide = dataclasses.replace(accelerator, acceptance=GroupedRule(size=50, delta=1.0))
             accelerators["gsd, 50 tokens a group"] = wide
     settings = {} if guidance_scale is None else {"guidance_scale": guidance_scale}
     checks.check_batch(batch)

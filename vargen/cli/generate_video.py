@@ -81,14 +81,14 @@ def generate_videos(
     """
     import torch
 
-    from vargen.decoding import Routing, resolve_method
+    from vargen.decoding import VideoMethod, resolve_method
     from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
     from vargen.pipelines.video_files import check_video_path, save_video
 
     described = describe(model)
     kind = pipeline_class(described.pipeline)
     if accelerator is not None:
-        method = resolve_method(accelerator, Routing.paradigm)
+        method = resolve_method(accelerator, VideoMethod.paradigm)
         kind.check_method(described, method)
         if options.tau is not None:
             method.with_tau(options.tau)

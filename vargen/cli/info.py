@@ -129,13 +129,13 @@ def thread_choice() -> str:
     """How many CPU threads passes run on, and why."""
     import torch
 
-    from vargen.decoding.pass_costs import WORTH, pays, thread_choices
+    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
     from vargen.device import chosen_threads, cores
 
     if (chosen := chosen_threads()) is not None:
         return f"{chosen[0]} CPU threads, set by {chosen[1]}"
-    lines = [f"as many of {cores()} CPU threads as pay: each doubling must make a pass {WORTH} times as fast"]
-    for network, width, seconds in thread_choices(torch.device("cpu")):
+    lines = [f"as many of {cores()} CPU threads as pay: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"]
+    for network, width, seconds in list_thread_choices(torch.device("cpu")):
         best = 1
         while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):
             best *= 2

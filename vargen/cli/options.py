@@ -93,10 +93,10 @@ def check_range(value: int | None, name: str, low: int, high: int | None = None)
 
 def makes_video(model: str) -> bool:
     """By the index of the model's folder alone; what is wrong with a folder is said later."""
-    from vargen.decoding import Routing
+    from vargen.decoding import VideoMethod
     from vargen.pipelines.registry import paradigm_of
 
     try:
-        return paradigm_of(model) == Routing.paradigm
+        return paradigm_of(model) == VideoMethod.paradigm
     except ValueError:
         return False

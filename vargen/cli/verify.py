@@ -42,12 +42,12 @@ def verify(
 
 
 def find(name: str) -> Method:
-    """A preset, with settings or without, or the Accelerator or Schedule that `module:name` names.
+    """A preset, with settings or without, or the Accelerator or ScaleSchedule that `module:name` names.
 
     Raises:
         ValueError: if there is none. TypeError: if it is something else.
     """
-    from vargen.decoding import PRESETS, Accelerator, Schedule, resolve_method
+    from vargen.decoding import PRESETS, Accelerator, ScaleSchedule, resolve_method
     from vargen.specs import imported
 
     preset, colon, rest = name.partition(":")
@@ -57,8 +57,8 @@ def find(name: str) -> Method:
         part = imported(name, "method")
     except ValueError as error:
         raise ValueError(f"{error}; give a preset, or module:name of an Accelerator") from error
-    if not isinstance(part, Accelerator | Schedule):
-        raise TypeError(f"method {name!r} must be an Accelerator or a Schedule, got {type(part).__name__}")
+    if not isinstance(part, Accelerator | ScaleSchedule):
+        raise TypeError(f"method {name!r} must be an Accelerator or a ScaleSchedule, got {type(part).__name__}")
     return part
 
 

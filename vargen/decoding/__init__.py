@@ -1,19 +1,19 @@
 """Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
 
-from vargen.decoding.harness import Decoded, NonFiniteLogitsError, Progress
+from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
 from vargen.decoding.next_scale.protocols import ScaleModel
-from vargen.decoding.next_scale.schedule import Schedule, Stage
-from vargen.decoding.next_scale.state import LEFT_OUT
+from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
+from vargen.decoding.next_scale.state import SKIPPED_TOKEN
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import (
-    Grouped,
-    Neighbourhood,
-    Pooled,
-    Ratio,
-    Relaxed,
-    Typical,
+    GroupedRule,
+    NeighborhoodRule,
+    PooledRule,
+    RatioRule,
+    RelaxedRule,
+    TypicalRule,
     acceptance_rule,
     exact,
     k_seq,
@@ -36,48 +36,54 @@ from vargen.decoding.next_token.drafters import (
     Wavefront,
 )
 from vargen.decoding.next_token.loop import decode
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, FeatureHeads, FeatureModel, TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import PRESETS, list_methods, resolve_method
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
 from vargen.decoding.video.denoising import Eager, Lazy, Window
-from vargen.decoding.video.loop import Block, BlockStream, NonFiniteLatentsError, decode_blocks
-from vargen.decoding.video.method import Routing
-from vargen.decoding.video.policies import Budget, Chance, RelativeToFirst, Replay, RunningQuantile, Stride, Threshold, Unscored
+from vargen.decoding.video.loop import Block, BlockStream, NonFiniteLatentsError, decode_video
+from vargen.decoding.video.method import VideoMethod
+from vargen.decoding.video.policies import (
+    AdaptiveThreshold,
+    QuantileThreshold,
+    RandomShare,
+    RelativeThreshold,
+    Replay,
+    SingleModel,
+    Stride,
+    Threshold,
+)
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import BlockDecoder, LowerQuantile, View, last, lowest, mean
-from vargen.decoding.video.stats import BlockRow, BlockStats
+from vargen.decoding.video.stats import BlockRecord, VideoStats
 
 __all__ = [
     "DEFAULT_METHOD",
-    "LEFT_OUT",
     "PRESETS",
+    "SKIPPED_TOKEN",
     "Accelerator",
     "AcceptanceRule",
     "Adaptive",
+    "AdaptiveThreshold",
     "Auto",
     "AutoTree",
+    "AutoregressiveHead",
     "Block",
     "BlockDecoder",
     "BlockModel",
-    "BlockRow",
-    "BlockStats",
+    "BlockRecord",
     "BlockStream",
-    "Budget",
-    "Chance",
+    "DecodeOutput",
     "DecodeStats",
-    "Decoded",
     "Draft",
     "Drafter",
     "DynamicTree",
     "Eager",
     "Eagle",
-    "FeatureHeads",
-    "FeatureModel",
     "Fixed",
-    "Grouped",
+    "GroupedRule",
     "Jacobi",
     "JacobiTree",
     "LayerSkip",
@@ -86,24 +92,26 @@ __all__ = [
     "LowerQuantile",
     "Medusa",
     "Method",
-    "Neighbourhood",
+    "NeighborhoodRule",
     "Noise",
     "NonFiniteLatentsError",
     "NonFiniteLogitsError",
     "Output",
-    "Pooled",
+    "ParallelHeads",
+    "PooledRule",
     "Progress",
     "Purpose",
-    "Ratio",
+    "QuantileThreshold",
+    "RandomShare",
+    "RatioRule",
     "Recycle",
-    "RelativeToFirst",
-    "Relaxed",
+    "RelativeThreshold",
+    "RelaxedRule",
     "Replay",
-    "Routing",
-    "RunningQuantile",
     "Sampling",
     "ScaleModel",
-    "Schedule",
+    "ScaleSchedule",
+    "SingleModel",
     "Speculative",
     "SpeculativeTree",
     "Stage",
@@ -113,16 +121,17 @@ __all__ = [
     "Threshold",
     "TokenModel",
     "Tree",
-    "Typical",
-    "Unscored",
+    "TypicalRule",
     "Verdict",
+    "VideoMethod",
+    "VideoStats",
     "View",
     "Wavefront",
     "Window",
     "acceptance_rule",
     "decode",
-    "decode_blocks",
     "decode_scales",
+    "decode_video",
     "exact",
     "k_seq",
     "last",

@@ -48,7 +48,7 @@ class Progress:
 
 
 @dataclass
-class Decoded:
+class DecodeOutput:
     """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics; of
     `decode_scales` also the canvas, what the scales add up to."""
 
@@ -62,7 +62,7 @@ class Decoded:
 Callback = Callable[[Progress], bool | None]
 
 
-def check_call(seeds: Any, sampling: Any, callback: Any) -> None:
+def validate_call(seeds: Any, sampling: Any, callback: Any) -> None:
     """What every loop asks of its arguments.
 
     Raises:
@@ -99,7 +99,7 @@ class Run:
     def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
         self.total, self.callback = total, callback
         self.passes, self.finished, self.stopped = 0, False, False
-        self._clock, self._watch = Clock(device, profile), _Watch(device)
+        self._clock, self._watch = Clock(device, profile), _FiniteCheck(device)
 
     @property
     def timed_by_part(self) -> bool:
@@ -173,10 +173,10 @@ class Clock:
         return self.timer()
 
 
-_AHEAD = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
+_MAX_QUEUED_PASSES = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
 
 
-class _Watch:
+class _FiniteCheck:
     """Reads two device values late enough not to wait for them: are all images finished, were all logits finite."""
 
     def __init__(self, device: torch.device):
@@ -198,7 +198,7 @@ class _Watch:
         event.record(torch.cuda.current_stream(report.device))  # which is not that of the current device, if another one draws
         self.pending.append((event, host, step))
         finished = False
-        while self.pending and (len(self.pending) > _AHEAD or self.pending[0][0].query()):
+        while self.pending and (len(self.pending) > _MAX_QUEUED_PASSES or self.pending[0][0].query()):
             event, host, seen = self.pending.pop(0)
             event.synchronize()
             finished |= self._read(host, seen)

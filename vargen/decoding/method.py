@@ -14,7 +14,7 @@ DEFAULT_METHOD = "auto"  # what pipelines, page, and command line use
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A named way to generate with a model: an `Accelerator`, a `Schedule`, or a `Routing`.
+    """A named way to generate with a model: an `Accelerator`, a `ScaleSchedule`, or a `VideoMethod`.
 
     Attributes:
         name: what statistics and messages call it.

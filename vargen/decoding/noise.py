@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.categorical import categorical
-from vargen.kernels.dispatch import eager_on_cpu, fits_kernels
+from vargen.kernels.dispatch import is_eager_cpu, supports_rows
 from vargen.modes import ordinary_tensors
 
 
@@ -40,19 +40,19 @@ class Purpose(IntEnum):
     LATENT = 8  # of a block of video: step 0 is what it starts from, step k what is added again before its step k
 
 
-def _signed(value: int, bits: int = 64) -> int:
+def _to_signed(value: int, bits: int = 64) -> int:
     """The two's complement integer of the low bits."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >= 1 << (bits - 1) else value
 
 
 _ALL = (1 << 64) - 1
-_GOLDEN = _signed(0x9E3779B97F4A7C15)
-_MIX1 = _signed(0xBF58476D1CE4E5B9)
-_MIX2 = _signed(0x94D049BB133111EB)
-_GOLDEN32 = _signed(0x9E3779B9, 32)
-_LOW1 = _signed(0x7FEB352D, 32)
-_LOW2 = _signed(0x846CA68B, 32)
+_GOLDEN = _to_signed(0x9E3779B97F4A7C15)
+_MIX1 = _to_signed(0xBF58476D1CE4E5B9)
+_MIX2 = _to_signed(0x94D049BB133111EB)
+_GOLDEN32 = _to_signed(0x9E3779B9, 32)
+_LOW1 = _to_signed(0x7FEB352D, 32)
+_LOW2 = _to_signed(0x846CA68B, 32)
 _BRANCH = 1 << 32  # positions apart: more than any grid has
 _UNIT = 2.0**-31 * (1 - 2.0**-24)  # times 31 bits plus a half: in (0, 1), never 1 after rounding
 
@@ -69,13 +69,13 @@ def _mix_(z: Tensor) -> Tensor:
     return _shift_(z, 31)
 
 
-def _keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
+def _make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
     """int64 `[B, T]`, one independent stream each."""
     if isinstance(step, Tensor):  # the same number, wrapped by the device
         key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
     else:
-        stream = _signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
-        if _in_numpy(seeds):
+        stream = _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
+        if _use_numpy(seeds):
             return _keys_numpy(seeds.numpy(), position.numpy(), stream)
         key = _mix_(seeds + stream)
     return _mix_(key[:, None] + (position + 1) * _GOLDEN)
@@ -89,8 +89,8 @@ def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: int) -> Tensor:
 
 def _lane_bits(keys: Tensor, vocab: int) -> Tensor:
     """int32 `[B, T, V]` of keys `[B, T]`: V draws each."""
-    lanes = _lanes(vocab, keys.device)
-    if _in_numpy(keys):
+    lanes = _lane_offsets(vocab, keys.device)
+    if _use_numpy(keys):
         return _lane_bits_numpy(keys.numpy(), lanes.numpy())
     low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both wrap to their low 32 bits
     z = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
@@ -109,9 +109,9 @@ def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
     return torch.from_numpy(z.view(np.int32))
 
 
-def _in_numpy(keys: Tensor) -> bool:
+def _use_numpy(keys: Tensor) -> bool:
     """On a CPU NumPy mixes the same bits: its small operations cost a fifth of torch's, and it has unsigned shifts."""
-    return sys.byteorder == "little" and eager_on_cpu(keys)
+    return sys.byteorder == "little" and is_eager_cpu(keys)
 
 
 def _mix_numpy_(z: np.ndarray) -> np.ndarray:
@@ -130,13 +130,13 @@ def _unit_(bits: Tensor) -> Tensor:
 
 def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
     """int64 `[B]`: seeds of other pictures, whose noise is independent of that of these."""
-    return _keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
+    return _make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
-    keys = _keys(seeds, position, purpose, step)
-    if _in_numpy(keys):
+    keys = _make_keys(seeds, position, purpose, step)
+    if _use_numpy(keys):
         bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
         return torch.from_numpy(bits.astype(np.float32) * np.float32(_UNIT) + np.float32(_UNIT / 2))
     return _unit_(keys >> 32)
@@ -144,8 +144,8 @@ def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tenso
 
 def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """float64 `[B, T]` in (0, 1), of 52 bits: fine enough to choose among any number of tokens."""
-    keys = _keys(seeds, position, purpose, step)
-    if _in_numpy(keys):
+    keys = _make_keys(seeds, position, purpose, step)
+    if _use_numpy(keys):
         return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
@@ -154,7 +154,7 @@ def exponential(
     seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
 ) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
-    return _exponential(_keys(seeds, position, purpose, step), vocab)
+    return _exponential(_make_keys(seeds, position, purpose, step), vocab)
 
 
 def gaussian(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
@@ -163,7 +163,7 @@ def gaussian(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
     By the transform of Box and Muller (1958), from 31 bits each: at most 6.7 in size.
     """
     position = torch.full((len(seeds), 1), block, dtype=torch.int64, device=seeds.device)
-    keys = _keys(seeds, position, Purpose.LATENT, step)
+    keys = _make_keys(seeds, position, Purpose.LATENT, step)
     half = (count + 1) // 2
     first, second = _unit_(_lane_bits(keys, 2 * half)[:, 0]).split(half, 1)
     radius, angle = first.log().mul_(-2).sqrt_(), second * (2 * math.pi)
@@ -176,12 +176,12 @@ def _exponential(keys: Tensor, vocab: int) -> Tensor:
 
 @lru_cache(maxsize=8)
 @ordinary_tensors()
-def _lanes(vocab: int, device: torch.device) -> Tensor:
+def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, far apart; never changed in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
 
 
-class OwnNoise:
+class TokenNoise:
     """The noise that belongs to images, that of `Purpose.TOKEN`, at the positions of a run: no pass makes it again.
 
     Keys are made once for all positions. On a CPU, the noise of the last positions is kept as well: a window of drafts asks for
@@ -193,14 +193,14 @@ class OwnNoise:
     """
 
     def __init__(self, seeds: Tensor, positions: int):
-        self._keys = _keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
+        self._make_keys = _make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
         self._kept = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], a position's at its remainder by W
         self._position = np.empty((len(seeds), 0), np.int64)  # [B, W], whose noise each is
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
         """What the function `exponential` gives."""
-        keys = self._keys.gather(1, position)
-        if position.shape[1] == 1 or not _in_numpy(keys):
+        keys = self._make_keys.gather(1, position)
+        if position.shape[1] == 1 or not _use_numpy(keys):
             return _exponential(keys, vocab)
         at, image = position.numpy(), np.arange(len(keys))[:, None]
         reach = int((at.max(1) - at.min(1)).max()) + 1
@@ -220,16 +220,16 @@ def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purp
 
     Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.
     """
-    if fits_kernels(probs):
+    if supports_rows(probs):
         from vargen.kernels import sampler
 
         return sampler.race(probs, sampler.Coins(seeds, position, int(purpose), step))
-    return _winner(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
+    return _argmax_ratio(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
 
 
-def _winner(probs: Tensor, noise: Tensor) -> Tensor:
+def _argmax_ratio(probs: Tensor, noise: Tensor) -> Tensor:
     ratio = probs / noise
-    if eager_on_cpu(ratio):  # NumPy's takes a tenth of the time of torch's
+    if is_eager_cpu(ratio):  # NumPy's takes a tenth of the time of torch's
         return torch.from_numpy(ratio.detach().numpy().argmax(-1))
     return ratio.argmax(-1)
 
@@ -251,7 +251,7 @@ class Noise:
     seeds: Tensor
     position: Tensor
     step: int | Tensor = 0
-    own: OwnNoise | None = None
+    own: TokenNoise | None = None
 
     def exponential(self, vocab: int, purpose: Purpose) -> Tensor:
         """float32 `[B, T, V]` > 0; a token's probability over it is what a race is won by."""
@@ -273,9 +273,9 @@ class Noise:
         Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
         """
         if purpose == Purpose.TOKEN:
-            if fits_kernels(probs):
+            if supports_rows(probs):
                 return race(probs, self.seeds, self.position)
-            return _winner(probs, self.exponential(probs.shape[-1], purpose))
+            return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
         return categorical(probs, self.coins(purpose))
 
     def branch(self, number: int | Tensor) -> Noise:

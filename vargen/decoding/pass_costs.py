@@ -27,22 +27,22 @@ from vargen.modes import quick_passes
 
 logger = logging.getLogger("vargen")
 
-BESIDE = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
-_WIDEST = 16  # tokens a pass by which a half-drawn image is made, and at which threads are judged for methods that draft
-WORTH = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
+DRAFTING_EFFICIENCY = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
+_PROBE_WIDTH = 16  # tokens a pass by which a half-drawn image is made, and at which threads are judged for methods that draft
+MIN_THREAD_SPEEDUP = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
 # Seconds that filling a state takes at most, but for a report; rounds of measuring begin within three times as long. Of passes
 # in a dtype that the CPU emulates one round tells enough: the packaged model's first image in bfloat16 took 16 seconds more
 # than the next.
 _ENOUGH = 0.5
-_MONTH = 30 * 86400.0  # seconds
+_CACHE_LIFETIME = 30 * 86400.0  # seconds
 
 Place = tuple[Any, ...]
 T = TypeVar("T")
 _measured: dict[Place, dict[int, float]] = {}
-_nameless: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
+_costs_without_key: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
 
 
-def pass_costs(
+def measure_pass_costs(
     model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, anew: bool = False
 ) -> dict[int, float]:
     """Seconds of a pass that feeds W tokens to each of `images` half-drawn images, by W: the least of `repeats`.
@@ -55,7 +55,7 @@ def pass_costs(
     if missing:
         with quick_passes(torch.device(model.device)):
             allowed = float("inf") if anew else _ENOUGH
-            state = _half_full(model, condition, images, max(missing), allowed)
+            state = _make_half_filled_state(model, condition, images, max(missing), allowed)
             begun = time.perf_counter()
             for round_ in range(repeats + 1):  # the first is a warm-up
                 if round_ and time.perf_counter() - begun > 3 * allowed:
@@ -67,7 +67,7 @@ def pass_costs(
     return {width: known[width] for width in widths}
 
 
-def interpolated(seconds: Mapping[int, float], fed: int) -> float:
+def interpolate_cost(seconds: Mapping[int, float], fed: int) -> float:
     """Seconds of a pass over so many tokens, on a straight line between measured ones; beyond these, those of the nearest."""
     below = max((known for known in seconds if known <= fed), default=min(seconds))
     above = min((known for known in seconds if known >= fed), default=max(seconds))
@@ -76,19 +76,19 @@ def interpolated(seconds: Mapping[int, float], fed: int) -> float:
 
 
 @contextmanager
-def suitable_threads(model: TokenModel, condition: Any, images: int, width: int) -> Iterator[int]:
+def use_best_threads(model: TokenModel, condition: Any, images: int, width: int) -> Iterator[int]:
     """The number of threads that passes over `width` tokens are worth here, for as long as the block runs.
 
     A number that a person chose stays. So does torch's for models that do not say by `cost_key` what their costs depend on.
     """
-    width = min(width, _WIDEST)
+    width = min(width, _PROBE_WIDTH)
 
     def passes() -> Callable[[], float]:
-        state = _half_full(model, condition, images, width, _ENOUGH)
+        state = _make_half_filled_state(model, condition, images, width, _ENOUGH)
         return lambda: _time(model, state, images, width)
 
     with quick_passes(torch.device(model.device)):
-        count = best_threads(model, images, width, passes)
+        count = select_threads(model, images, width, passes)
     with nullcontext() if count is None else threads(count):
         yield torch.get_num_threads()
 
@@ -102,13 +102,14 @@ def block_threads(model: BlockModel, condition: Any) -> int | None:
         return lambda: timed(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
 
     with torch.no_grad():
-        return best_threads(model, 1, frames, passes)
+        return select_threads(model, 1, frames, passes)
 
 
-def best_threads(
+def select_threads(
     model: TokenModel | BlockModel, images: int, width: int, passes: Callable[[], Callable[[], float]]
 ) -> int | None:
-    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `WORTH` times as fast as half of it.
+    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `MIN_THREAD_SPEEDUP` times as fast as
+    half of it.
 
     Args:
         passes: makes what times a pass, in seconds.
@@ -139,7 +140,7 @@ def best_threads(
 
 def pays(seconds: float, half_as_many: float) -> bool:
     """Whether a number of threads pays that make a pass take `seconds`, where half of them take `half_as_many`."""
-    return seconds * WORTH <= half_as_many
+    return seconds * MIN_THREAD_SPEEDUP <= half_as_many
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
@@ -162,11 +163,11 @@ def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
     return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
-def _half_full(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
+def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
     """A state that holds half of the grid: what a pass attends to is part of its cost. Of slow passes, for which that part is
     small, it holds what was fed in the seconds `allowed`."""
     half = model.grid[0] * model.grid[1] // 2
-    fed = max(1, min(max(max_fed, _WIDEST), half))
+    fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
     state, _ = model.prefill(condition, max(fed, max_fed))
     tree = Tree.of_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
@@ -191,7 +192,7 @@ def _wait(device: torch.device) -> None:
 def _known(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
     """Seconds by width under the threads in force: as measured in this process, or else in another one on this machine."""
     place = (model.cost_key, images, str(model.device), torch.get_num_threads())
-    mine = _nameless.setdefault(model, {}) if model.cost_key is None else _measured
+    mine = _costs_without_key.setdefault(model, {}) if model.cost_key is None else _measured
     if place not in mine:
         mine[place] = _stored(model, images)
     return mine[place]
@@ -218,7 +219,7 @@ def _read() -> dict[str, Any]:
         found = json.loads(_file().read_text("utf-8"))
     except (OSError, ValueError):  # none yet, or another program's
         return {}
-    fresh = time.time() - _MONTH
+    fresh = time.time() - _CACHE_LIFETIME
     return {
         name: entry
         for name, entry in (found.items() if isinstance(found, dict) else ())
@@ -248,7 +249,7 @@ def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float
         logger.debug("measured costs are not kept: %s", error)
 
 
-def thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
+def list_thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
     """What was measured on this machine: network and batch, tokens fed, and seconds of a pass by the number of threads."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for name, entry in _read().items():

@@ -9,12 +9,12 @@ from typing import Any
 
 from vargen.decoding.method import Method
 from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
-from vargen.decoding.next_scale.schedule import Schedule
+from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
 from vargen.decoding.video.denoising import Eager, Lazy, Window
-from vargen.decoding.video.method import Routing
+from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.presets import VIDEO_METHODS
 from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
 from vargen.specs import read_spec
@@ -64,7 +64,9 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
             raise ValueError(f"unknown accelerator {shown(name)}; {suggest_names(name, names)}")
         accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
-        wanted = {Accelerator.paradigm: "an Accelerator", Schedule.paradigm: "a Schedule"}.get(paradigm, "a Routing")
+        wanted = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}.get(
+            paradigm, "a VideoMethod"
+        )
         raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
     if accelerator.paradigm != paradigm:
         raise ValueError(
@@ -87,7 +89,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     """
     parts, whole = _parts(method, options)
     allowed = {
-        part: {f"{field}.{part}" if isinstance(method, Schedule) else field: field for field in _settable(value)}
+        part: {f"{field}.{part}" if isinstance(method, ScaleSchedule) else field: field for field in _settable(value)}
         for part, value in parts.items()
     }
     changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
@@ -107,7 +109,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
         except (ValueError, TypeError) as error:
             named = any(field in str(error) for field in values)
             raise ValueError(str(error) if named else f"{', '.join(values)}: {error}") from error
-    if isinstance(method, Schedule):
+    if isinstance(method, ScaleSchedule):
         return replace(method, stages=tuple(parts.values()))
     changed = parts.pop("", method)
     return replace(changed, **parts)
@@ -115,7 +117,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
 
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """The parts that have settings, by name (the method itself under an empty one), and those that are chosen by name."""
-    if isinstance(method, Schedule):
+    if isinstance(method, ScaleSchedule):
         return {str(number): stage for number, stage in enumerate(method.stages, 1)}, []
     own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy", "aggregate", "commit"]
     named = [part for part in own if part in _NAMED]
@@ -127,7 +129,7 @@ def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], lis
 def _settable(part: Any) -> list[str]:
     if not is_dataclass(part) or isinstance(part, type | FunctionRule):
         return []
-    left_out = (*_NO_SETTINGS, *_NAMED, "policy") if isinstance(part, Routing) else _NO_SETTINGS
+    left_out = (*_NO_SETTINGS, *_NAMED, "policy") if isinstance(part, VideoMethod) else _NO_SETTINGS
     return [field.name for field in fields(part) if field.init and field.name not in left_out]
 
 

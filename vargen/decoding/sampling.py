@@ -11,12 +11,12 @@ from dataclasses import dataclass, field, fields
 import torch
 from torch import Tensor
 
-from vargen.kernels.dispatch import fits_kernels
-from vargen.kernels.kth_largest import kth_largest, largest
+from vargen.kernels.dispatch import supports_rows
+from vargen.kernels.kth_largest import kth_largest_value, largest
 from vargen.options import OPTIONS
 from vargen.values import shown
 
-LOWEST_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
+MIN_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,12 @@ class Sampling:
             raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
 
 
-def guide(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
+def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:
     """Classifier-free guidance on float32 logits: u + s (c - u) (Ho & Salimans 2022, in LlamaGen's form)."""
     return unconditional + scale * (conditional - unconditional)
 
 
-def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
+def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """Logits `[..., V]` with what the filters drop at -inf.
 
     top-k keeps everything that is at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
@@ -68,7 +68,7 @@ def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
         before = (ordered.softmax(-1).cumsum(-1) <= top_p).sum(-1, keepdim=True)
         least = ordered.gather(-1, before.clamp(max=kept - 1))
     elif kept < logits.shape[-1]:
-        least = kth_largest(logits, kept)
+        least = kth_largest_value(logits, kept)
     else:
         return logits
     return torch.where(logits < least, float("-inf"), logits)
@@ -76,12 +76,12 @@ def filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities float32 `[..., V]` of guided logits `[..., V]`."""
-    temperature = max(sampling.temperature, LOWEST_TEMPERATURE)
-    if fits_kernels(logits) and not torch.is_grad_enabled():
+    temperature = max(sampling.temperature, MIN_TEMPERATURE)
+    if supports_rows(logits) and not torch.is_grad_enabled():
         from vargen.kernels.sampler import sample
 
         made = sample(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         assert made.probs is not None
         return made.probs
     scaled = logits.float() / temperature
-    return filtered(scaled, sampling.top_k, sampling.top_p).softmax(-1)
+    return filter_logits(scaled, sampling.top_k, sampling.top_p).softmax(-1)

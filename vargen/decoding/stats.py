@@ -72,12 +72,12 @@ class DecodeStats:
             seeds=[seed for run in runs for seed in run.seeds],
             stopped=any(run.stopped for run in runs),
             threads=max(run.threads for run in runs),
-            siblings=_summed([run.siblings for run in runs]),
+            siblings=_sum_tables([run.siblings for run in runs]),
             scorer=runs[0].scorer,
             scores=[scores for run in runs for scores in run.scores],
             candidate_seeds=[seeds for run in runs for seeds in run.candidate_seeds],
             draft_fed=dict(sum((Counter(run.draft_fed) for run in runs), Counter())),
-            by_scale=[_added(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
+            by_scale=[_merge_scales(scales) for scales in zip(*(run.by_scale for run in runs), strict=True)],
         )
 
     @property
@@ -123,13 +123,13 @@ class DecodeStats:
         return {**asdict(self), "fed": fed, "draft_fed": drafted, **rates}
 
 
-def _summed(tables: list[list[list[int]]]) -> list[list[int]]:
+def _sum_tables(tables: list[list[list[int]]]) -> list[list[int]]:
     """Tables of like columns, row by row; some may have more rows."""
     rows = zip_longest(*tables, fillvalue=[0, 0])
     return [[sum(column) for column in zip(*row, strict=True)] for row in rows]
 
 
-def _added(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+def _merge_scales(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
     """One scale of several runs."""
     counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "drafted", "kept", "seconds")}
     return {**scales[0], **counted}

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.decoding import Accelerator, Grouped, Jacobi, exact
+from vargen.decoding import Accelerator, GroupedRule, Jacobi, exact
 from vargen.demo import figures, inputs
 from vargen.demo.drawing import Run
 from vargen.demo.engine import Engine
@@ -32,7 +32,7 @@ class Knob:
     def accelerator(self, value: float) -> Accelerator:
         """The method at a setting; at 0 it is the exact rule."""
         chosen = int(value) if self.field == "size" else value
-        rule = exact if value == 0 else Grouped(**{**self.others, self.field: chosen})
+        rule = exact if value == 0 else GroupedRule(**{**self.others, self.field: chosen})
         return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, coupling="maximal"), acceptance=rule)
 
     def values(self, strongest: float, count: int) -> list[float]:
@@ -44,7 +44,7 @@ class Knob:
 KNOBS = {
     knob.field: knob
     for knob in (
-        Knob("Budget: relaxation per picture", "budget", 1, 100, 20, 1, {"size": 32, "delta": 1.0}),
+        Knob("AdaptiveThreshold: relaxation per picture", "budget", 1, 100, 20, 1, {"size": 32, "delta": 1.0}),
         Knob("Group size: tokens judged together", "size", 1, 64, 32, 1, {"delta": 1.0}),
         Knob("Delta: how unlike their probabilities may be", "delta", 0.01, 1, 0.2, 0.01, {"size": 32}),
     )

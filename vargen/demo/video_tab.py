@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import Block, BlockStats, Routing, resolve_method
+from vargen.decoding import Block, VideoMethod, VideoStats, resolve_method
 from vargen.demo import figures, inputs
 from vargen.demo.runs import Runs, told_plainly
 
@@ -54,7 +54,7 @@ class VideoEngine:
         Raises:
             ValueError: as a call of the pipeline.
         """
-        threshold = tau if resolve_method(method, Routing.paradigm).threshold is not None else None
+        threshold = tau if resolve_method(method, VideoMethod.paradigm).threshold is not None else None
         stream = self.pipe.stream(
             prompt, num_blocks=blocks, accelerator=method, tau=threshold, scorer=self.scorer,
             generator=torch.Generator().manual_seed(seed),
@@ -118,7 +118,7 @@ def badges(rows: list[Any]) -> str:
     return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'
 
 
-def news(stats: BlockStats, frames: int, fps: float) -> str:
+def news(stats: VideoStats, frames: int, fps: float) -> str:
     """A line on a video that is finished."""
     share = "" if stats.acceptance is None else f", {100 * stats.acceptance:.0f} % of the drafts accepted"
     failed = f" {len(stats.failures)} scores failed: {stats.failures[0]}." if stats.failures else ""
@@ -203,7 +203,7 @@ def wire(
                         engine.stop(number)
                     shown = figures.stage([animation(frames, engine.pipe.fps)], f"{words}, {len(frames)} frames")
                     yield [gr.skip(), shown, badges(rows)]
-                stats = BlockStats(name, int(start or 0), rows, sum(each.seconds for each in rows))
+                stats = VideoStats(name, int(start or 0), rows, sum(each.seconds for each in rows))
                 stats.stopped = len(rows) < int(count)
                 yield [figures.note(news(stats, len(frames), engine.pipe.fps)), gr.skip(), gr.skip()]
         finally:

@@ -157,7 +157,7 @@ def _take_turns(
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({width for stats in runs.values() for run in stats for width in run.fed})
-    curve = decoder.pass_costs(condition.rows(groups[0]), batch, widths)
+    curve = decoder.measure_pass_costs(condition.rows(groups[0]), batch, widths)
     shown = condition.rows(groups[0])
     spent = {name: decoder.spent(methods[name], runs[name], curve, shown, batch) for name in names}
     results = [_result(methods[name], name, runs, baseline, drawn, curve, spent, batch) for name in names]

@@ -25,11 +25,11 @@ from vargen.decoding import (
     Method,
     Noise,
     Purpose,
-    Routing,
     Sampling,
-    Schedule,
+    ScaleSchedule,
     Stage,
     Verdict,
+    VideoMethod,
     acceptance_rule,
     decode,
     decode_scales,
@@ -181,11 +181,11 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
     """
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
-    if isinstance(accelerator, Routing):
+    if isinstance(accelerator, VideoMethod):
         raise ValueError(f"accelerator {accelerator.name!r} is for video: latents have no probabilities to enumerate")
-    assert isinstance(accelerator, Accelerator | Schedule)
-    cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, Schedule) else CASES
-    wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, Schedule) else WRONG
+    assert isinstance(accelerator, Accelerator | ScaleSchedule)
+    cases: tuple[Case | ScaleCase, ...] = SCALE_CASES if isinstance(accelerator, ScaleSchedule) else CASES
+    wrongs: dict[str, Any] = WRONG_SCALES if isinstance(accelerator, ScaleSchedule) else WRONG
     if isinstance(accelerator, Accelerator) and accelerator.topology == "tree":
         wrongs = {name: WRONG_TREES[name] for name in TELLING}
     findings = [measure(_fitted(accelerator, case), case.model(), case.sampling, chains, case.name) for case in cases]
@@ -194,7 +194,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
     return Report(accelerator.name, accelerator.kind, chains, tuple(findings), tuple(controls))
 
 
-def _fitted(method: Accelerator | Schedule, case: Case | ScaleCase) -> Method:
+def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
     """The method, cut to the case's model."""
     return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
 
@@ -239,6 +239,6 @@ def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple
 
 
 WRONG_SCALES = {
-    "refused tokens drawn from p": Schedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
-    "kept if half are the likeliest": Schedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
+    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
+    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
 }

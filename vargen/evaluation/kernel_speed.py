@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.kernels.ancestors import packed
-from vargen.kernels.dispatch import explain, in_torch
+from vargen.kernels.dispatch import explain, force_reference
 from vargen.kernels.few_queries import Seen, attention, folded
 
 Run = Callable[[], Any]
@@ -169,7 +169,7 @@ def run_in_torch(run: Run) -> Run:
     """The call with kernels switched off."""
 
     def without() -> Any:
-        with in_torch():
+        with force_reference():
             return run()
 
     return without
@@ -232,7 +232,7 @@ def commit_operation(
 
         return keep
 
-    with in_torch():
+    with force_reference():
         plain = caches(shape)
     implementations: dict[str, Run | str] = {
         "kernel": kernel_or_skip_reason(keeping(caches(shape)), device),

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vargen.decoding import View
 from vargen.decoding.noise import Purpose, gaussian, uniform
-from vargen.decoding.video.denoising import warped_levels
+from vargen.decoding.video.denoising import shifted_levels
 
 SHAPE = (3, 3, 8, 8)
 _SIZE = 192  # of the matrices that stand for work
@@ -73,7 +73,7 @@ class SyntheticModel:
 
     def __init__(self, products: int, inherits: float, errors: Errors | None, draft_model: SyntheticModel | None = None):
         self.products, self.inherits, self.errors, self.draft_model = products, inherits, errors, draft_model
-        self.levels = warped_levels()
+        self.levels = shifted_levels()
         self._matrix = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) / _SIZE**0.5
 
     @property

@@ -121,8 +121,8 @@ class TableModel:
 
 
 class TableEagle:
-    """`FeatureModel` that looks up a table by a slot's token and the token that its feature tells of: with the target's own
-    table it draws as the target does, as long as every token comes with the feature that it was drawn by."""
+    """`AutoregressiveHead` that looks up a table by a slot's token and the token that its feature tells of: with the target's
+    own table it draws as the target does, as long as every token comes with the feature that it was drawn by."""
 
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
@@ -141,7 +141,7 @@ class TableEagle:
 
 
 class TableMedusa:
-    """`FeatureHeads` that look up a table by the root and what its feature tells of, at the position of each token ahead."""
+    """`ParallelHeads` that look up a table by the root and what its feature tells of, at the position of each token ahead."""
 
     def __init__(self, table: TableModel, heads: int = 3):
         self.table, self.heads, self.vocab, self.grid = table, heads, table.vocab, table.grid

@@ -24,26 +24,26 @@ from vargen.decoding import (
     recursive_rejection,
     traversal,
 )
-from vargen.decoding.next_token.acceptance import Siblings, Tested, sibling_by_sibling
-from vargen.decoding.next_token.trees.shapes import fan, k_ary
+from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, verify_siblings
+from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
 
 TREE = ("chain", "tree")
-PAIRS = StaticTree(k_ary(2, 2))
+PAIRS = StaticTree(make_k_ary(2, 2))
 
 
 # -- rules --------------------------------------------------------------------------------------------------------------
 
 
-def _inverted(siblings: Siblings) -> Tested:
+def _inverted(siblings: Siblings) -> SiblingDecision:
     p, q = siblings.own
     assert siblings.q is not None
-    return Tested(p / q, (siblings.q - siblings.p).clamp(min=0))
+    return SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
 
 @acceptance_rule(exact=True, topologies=TREE)
 def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """LANTERN's static trees as released: at a refusal q less p is left instead of p less q."""
-    return sibling_by_sibling(_inverted, probs, draft, noise)
+    return verify_siblings(_inverted, probs, draft, noise)
 
 
 class _OneCoin(Noise):

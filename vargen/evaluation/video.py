@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import BlockStats, Routing
-from vargen.decoding.video.stats import BlockCosts, mean_acceptance, measured_costs
+from vargen.decoding import VideoMethod, VideoStats
+from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
 from vargen.evaluation.distances import frechet_distance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.statistics_files import Statistics
@@ -26,7 +26,7 @@ Show = Callable[[int, int], None]
 
 
 @dataclass
-class VideoMethod:
+class MethodResult:
     """One method over all prompts.
 
     Attributes:
@@ -75,15 +75,15 @@ class VideoComparison:
     seed: int
     blocks: int
     scorer: str
-    methods: list[VideoMethod]
+    methods: list[MethodResult]
     costs: BlockCosts | None
-    break_even: float | None
+    break_even_acceptance: float | None
     frames: dict[str, list[Any]]
-    runs: dict[str, list[BlockStats]]
+    runs: dict[str, list[VideoStats]]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
-        plain = {name: getattr(self, name) for name in ("prompts", "seed", "blocks", "scorer", "break_even")}
+        plain = {name: getattr(self, name) for name in ("prompts", "seed", "blocks", "scorer", "break_even_acceptance")}
         costs = None if self.costs is None else asdict(self.costs)
         runs = {name: [run.to_dict() for run in each] for name, each in self.runs.items()}
         return {**plain, "costs": costs, "methods": [asdict(each) for each in self.methods], "runs": runs}
@@ -114,7 +114,7 @@ def block_jumps(frames_FCYX: Tensor, sizes: Sequence[int]) -> float:
 def compare_videos(
     pipe: Any,
     prompts: Sequence[str],
-    methods: Mapping[str, Routing],
+    methods: Mapping[str, VideoMethod],
     *,
     num_blocks: int | None = None,
     seed: int = 0,
@@ -162,7 +162,7 @@ class _Seen:
     """What is kept of a method's videos."""
 
     def __init__(self) -> None:
-        self.runs: list[BlockStats] = []
+        self.runs: list[VideoStats] = []
         self.scores: list[Tensor] = []
         self.flicker: list[float] = []
         self.motion: list[float] = []
@@ -189,7 +189,7 @@ class _Seen:
 
 
 def _told(
-    pipe: Any, prompts: list[str], seed: int, methods: Mapping[str, Routing], seen: dict[str, _Seen], scorer: str
+    pipe: Any, prompts: list[str], seed: int, methods: Mapping[str, VideoMethod], seen: dict[str, _Seen], scorer: str
 ) -> VideoComparison:
     base = seen[pipe.baseline]
     steps = len(pipe.block_model().levels)
@@ -198,12 +198,12 @@ def _told(
     if "draft" in methods and refused:
         judged = [run for name in refused for run in seen[name].runs]
         if any(row.verdict == "rejected" for run in judged for row in run.blocks):
-            costs = measured_costs(base.runs, seen["draft"].runs, judged)
+            costs = estimate_block_costs(base.runs, seen["draft"].runs, judged)
     ends = [float(torch.cat(seen[name].scores).mean()) for name in ("draft", pipe.baseline) if name in seen]
     rows = []
     for name, method in methods.items():
         own = seen[name]
-        row = VideoMethod(name, method.kind)
+        row = MethodResult(name, method.kind)
         row.seconds = statistics.median(run.seconds for run in own.runs)
         row.ratio = statistics.median(b.seconds / a.seconds for a, b in zip(own.runs, base.runs, strict=True) if a.seconds)
         row.acceptance = mean_acceptance(own.runs)
@@ -223,7 +223,7 @@ def _told(
         row.failures = sum(len(run.failures) for run in own.runs)
         rows.append(row)
     rows.sort(key=lambda row: row.name != pipe.baseline)
-    even = None if costs is None else costs.break_even(steps)
+    even = None if costs is None else costs.break_even_acceptance(steps)
     frames, runs = ({name: getattr(each, what) for name, each in seen.items()} for what in ("frames", "runs"))
     return VideoComparison(prompts, seed, base.blocks, scorer, rows, costs, even, frames, runs)
 

@@ -44,8 +44,8 @@ def markdown(comparison: VideoComparison, head: str) -> str:
         said = {name: value for name, value in vars(comparison.costs).items() if value is not None}
         parts = ", ".join(f"{name} {1e3 * value:.1f}" for name, value in said.items())
         costs = f"Milliseconds of a block: {parts}."
-        if comparison.break_even is not None:
-            even = f"{100 * comparison.break_even:.0f} %"
+        if comparison.break_even_acceptance is not None:
+            even = f"{100 * comparison.break_even_acceptance:.0f} %"
             costs += f" Drafting pays above an acceptance of {even}, if the target sees every block."
     return f"""# Video: {len(comparison.prompts)} prompts, {comparison.blocks} blocks each
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vargen.kernels.ancestors import packed, unpacked
 from vargen.kernels.attention_tiles import DTYPES, MOST_WIDTH
-from vargen.kernels.dispatch import eager_on_cpu, use_triton
+from vargen.kernels.dispatch import is_eager_cpu, uses_triton
 from vargen.kernels.few_queries import Seen, folded
 
 
@@ -51,7 +51,7 @@ class KVCache:
         self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
         self.slots = prefix + tokens + scratch
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.fused = head_dim <= MOST_WIDTH and dtype in DTYPES and use_triton(self.length)
+        self.fused = head_dim <= MOST_WIDTH and dtype in DTYPES and uses_triton(self.length)
         # For kernels a slot of a width such as 100 begins at 16 bytes or a multiple, in memory that is whole lines.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
         shape = (layers, rows, heads, self.slots, room)
@@ -83,7 +83,7 @@ class KVCache:
         slots. Elsewhere it reads all and writes to scattered slots: shapes stay the same for every pass, and the host does not
         wait for a length.
         """
-        if not eager_on_cpu(self.length):
+        if not is_eager_cpu(self.length):
             return Span(self, self._flat_slots(T, earlier), self.slots)
         lengths = self.length.tolist()
         reach = min(self.prefix + max(lengths) + earlier + T, self.slots)

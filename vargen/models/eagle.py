@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_weights
+from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import MAX_GRID
 from vargen.models.llamagen_blocks import Linear, TransformerBlock, rotary_table, rotation
@@ -93,8 +93,8 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
 
     def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
         """A cache for `rows` rows, of which a proposal feeds at most `scratch` slots."""
-        if eager_on_cpu(self.fc.weight):
-            transpose_weights(self)
+        if is_eager_cpu(self.fc.weight):
+            transpose_linear_weights(self)
         config = self.config
         with ordinary_tensors():
             return KVCache(

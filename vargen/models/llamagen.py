@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_weights
+from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
 from vargen.models.llamagen_blocks import (
@@ -280,8 +280,8 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
         """Conditioning scores are all zero, so each row attends to a running mean of values: no score matrix is needed,
         and to later tokens n visible rows are one slot of value mean(v), key zero and score log(n)."""
-        if eager_on_cpu(cache.k):
-            transpose_weights(self)
+        if is_eager_cpu(cache.k):
+            transpose_linear_weights(self)
             cache.norm_scales = [
                 (layer.attention_norm.scaled_weight(), layer.ffn_norm.scaled_weight()) for layer in self.layers
             ]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.kernels.dispatch import float32_on_cpu
+from vargen.kernels.dispatch import is_eager_cpu_float32
 from vargen.kernels.few_queries import Seen, attention
 from vargen.modes import ordinary_tensors
 
@@ -79,12 +79,12 @@ class RMSNorm(nn.Module):
     def scaled_weight(self) -> Tensor | None:
         """The weight times sqrt(D), for the passes of one cache, which is made anew when weights may have changed; None where
         the general form is taken."""
-        if not float32_on_cpu(self.weight):
+        if not is_eager_cpu_float32(self.weight):
             return None
         return self.weight * _norm_constants(len(self.weight), self.eps)[0]
 
     def forward(self, x: Tensor, scaled_weight: Tensor | None = None) -> Tensor:
-        if float32_on_cpu(x):  # where torch composes F.rms_norm of more operations
+        if is_eager_cpu_float32(x):  # where torch composes F.rms_norm of more operations
             root, offset = _norm_constants(x.shape[-1], self.eps)
             length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
             if scaled_weight is not None:

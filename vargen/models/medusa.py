@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
-from vargen.kernels.dispatch import eager_on_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_weights
+from vargen.kernels.dispatch import is_eager_cpu
+from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
 from vargen.models.llamagen_blocks import Linear
 
 ensure_torchvision()
@@ -80,8 +80,8 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
 
     def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
         """Features `[R, T, h, D]` of features and embeddings `[R, T, D]`."""
-        if eager_on_cpu(features) and not torch.is_grad_enabled():
-            transpose_weights(self)
+        if is_eager_cpu(features) and not torch.is_grad_enabled():
+            transpose_linear_weights(self)
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
         given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale

@@ -10,13 +10,20 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Draft, Tree
-from vargen.decoding.next_token.acceptance import Grouped, Neighbourhood, exact, recursive_rejection, shared_noise, traversal
+from vargen.decoding.next_token.acceptance import (
+    GroupedRule,
+    NeighborhoodRule,
+    exact,
+    recursive_rejection,
+    shared_noise,
+    traversal,
+)
 from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.accept_chain import judge_chain
-from vargen.kernels.accept_traversal import traverse_tree
-from vargen.kernels.accept_tree import match_tree, walk_tree
-from vargen.kernels.accept_wanted import grouped_chances, neighbour_chances
+from vargen.kernels.accept_chain import verify_chain
+from vargen.kernels.accept_traversal import verify_traversal
+from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
+from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
 from vargen.kernels.sampler import Coins, race
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -92,7 +99,7 @@ def test_chains_are_judged_as_by_the_exact_rule(T: int, V: int, drawn: bool, val
         case = Case(Tree.of_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
         expected = exact(case.probs, case.draft, case.noise, torch.zeros(4))
         probs, tokens, q, marks, seeds, position = case.there()
-        got = judge_chain(probs, tokens, q, marks, seeds, position, case.step)
+        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step)
         check(expected, got.accepted, got.next_token)
         accepted |= set(expected.count.tolist())
     assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
@@ -115,10 +122,10 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
         if name == "race":
             return [race(probs, Coins(seeds, position, 0))]
         if name == "judge":
-            return list(judge_chain(probs, tokens, q, None, seeds, position, 5)[:2])
+            return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
         if name == "walk":
-            return list(walk_tree(probs, tokens, q, None, tables[0], tree.longest, seeds, position, 5))[1:]
-        return list(traverse_tree(probs, tokens, q, None, *tables, tree.longest, seeds, position, 5))[1:]
+            return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.longest, seeds, position, 5))[1:]
+        return list(verify_traversal(probs, tokens, q, None, *tables, tree.longest, seeds, position, 5))[1:]
 
     differ = False
     for shift in range(4):
@@ -128,25 +135,33 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
     assert differ, "this case does not depend on its seeds"
 
 
-def relaxed_rules() -> list[Grouped | Neighbourhood]:
+def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
     codes = torch.nn.functional.normalize(torch.randn(200, 8, generator=torch.Generator().manual_seed(1)), dim=1)
     near = torch.cdist(codes, codes).fill_diagonal_(9).argsort(1)[:, :40].short()
-    rules: list[Grouped | Neighbourhood] = [Grouped(), Grouped(size=1, delta=0.01), Grouped(size=15, distance=1.5)]
-    rules += [Neighbourhood(), Neighbourhood(size=40, ratio=None, delta=0.1), Neighbourhood(size=33, ratio=2.0, delta=0.05)]
+    rules: list[GroupedRule | NeighborhoodRule] = [
+        GroupedRule(),
+        GroupedRule(size=1, delta=0.01),
+        GroupedRule(size=15, distance=1.5),
+    ]
+    rules += [
+        NeighborhoodRule(),
+        NeighborhoodRule(size=40, ratio=None, delta=0.1),
+        NeighborhoodRule(size=33, ratio=2.0, delta=0.05),
+    ]
     for rule in rules:
-        if isinstance(rule, Grouped):
+        if isinstance(rule, GroupedRule):
             object.__setattr__(rule, "codebook", codes)
         else:
             object.__setattr__(rule, "nearest", near[:, : rule.size].contiguous())
     return rules
 
 
-def wanted_by(rule: Grouped | Neighbourhood, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-    if isinstance(rule, Grouped):
+def wanted_by(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+    if isinstance(rule, GroupedRule):
         assert rule.codebook is not None
-        return grouped_chances(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
+        return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
     assert rule.nearest is not None
-    return neighbour_chances(p, q, tokens, rule.nearest.to(DEVICE), rule.ratio, rule.delta)
+    return neighborhood_accept_prob(p, q, tokens, rule.nearest.to(DEVICE), rule.ratio, rule.delta)
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -169,7 +184,7 @@ def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> N
             wanted.cpu(), limited.wanted(case.probs[:, :-1], case.draft.probs, case.draft.tokens), atol=1e-5, rtol=1e-5
         )
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
-        got = judge_chain(probs, tokens, q, marks, seeds, position, case.step, wanted=wanted, **limits)  # type: ignore[arg-type]
+        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, wanted=wanted, **limits)  # type: ignore[arg-type]
         check(expected, got.accepted, got.next_token)
         assert expected.relaxation is not None and got.relaxation is not None
         torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
@@ -184,7 +199,9 @@ def test_trees_are_judged_sibling_by_sibling(name: str, drawn: bool, valid: bool
         tree = case.draft.tree
         expected = recursive_rejection(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
-        got = walk_tree(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, case.step)
+        got = verify_recursive_rejection(
+            probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, case.step
+        )
         check(expected, got.accepted, got.next_token, got.path)
 
 
@@ -198,7 +215,7 @@ def test_trees_are_judged_by_traversal(name: str, drawn: bool, valid: bool) -> N
         expected = traversal(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-        got = traverse_tree(probs, tokens, q, marks, *tables, tree.longest, seeds, position, case.step)
+        got = verify_traversal(probs, tokens, q, marks, *tables, tree.longest, seeds, position, case.step)
         check(expected, got.accepted, got.next_token, got.path)
 
 
@@ -210,7 +227,9 @@ def test_trees_are_judged_by_the_noise_of_the_image(name: str) -> None:
         tree = case.draft.tree
         expected = shared_noise(case.probs, case.draft, case.noise, torch.zeros(3))
         assert expected.drawn is not None
-        got = match_tree(expected.drawn.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.longest)
+        got = verify_shared_noise(
+            expected.drawn.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.longest
+        )
         check(expected, got.accepted, got.next_token, got.path)
 
 
@@ -219,10 +238,10 @@ def test_whole_vocabularies(V: int) -> None:
     case = Case(Tree.of((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
     probs, tokens, q, marks, seeds, position = case.there()
     tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
-    got = walk_tree(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, step)
+    got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, step)
     check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-    got = traverse_tree(probs, tokens, q, marks, *tables, tree.longest, seeds, position, step)
+    got = verify_traversal(probs, tokens, q, marks, *tables, tree.longest, seeds, position, step)
     check(traversal(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
 
 
@@ -232,7 +251,7 @@ def test_the_draw_of_a_residual_follows_it() -> None:
     probs, drafted = p.expand(B, 2, 4).contiguous(), q.expand(B, 1, 4).contiguous()
     tokens, position = torch.full((B, 1), 3), torch.arange(2).expand(B, 2)
     given = (each.to(DEVICE) for each in (probs, tokens, drafted))
-    got = judge_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
+    got = verify_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
     assert (got.accepted == 1).all()
     share = got.next_token.cpu().bincount(minlength=4) / B
     left = torch.tensor([0.0, 0.5, 0.5, 0.0])

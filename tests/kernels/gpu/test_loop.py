@@ -11,7 +11,7 @@ from vargen.decoding.harness import Run
 from vargen.decoding.next_token.acceptance import exact, recursive_rejection, shared_noise
 from vargen.decoding.next_token.captured import Pass
 from vargen.decoding.next_token.drafters import JacobiTree
-from vargen.decoding.next_token.loop import prefilled
+from vargen.decoding.next_token.loop import prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
@@ -115,11 +115,11 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     codes = torch.empty(64, 8, device=meta)
     model = LlamaGenTokens(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, eagle=eagle)
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
-    monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.nearest_tokens", lambda codes, size: near)
+    monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)
     condition, run = Condition(class_labels=torch.empty(2, dtype=torch.int64, device=meta)), Run(meta, 16)
     with torch.no_grad(), recording() as launches:
-        passes, _ = prefilled(run, model, condition, seeds, method, sampling)
+        passes, _ = prefill(run, model, condition, seeds, method, sampling)
         launches.clear()
         replayed = passes.captured(graph=OnMeta)
         for step in range(1, 5):

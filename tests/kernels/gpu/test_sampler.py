@@ -9,7 +9,7 @@ from vargen.decoding.noise import Purpose
 from vargen.decoding.noise import race as reference_race
 from vargen.decoding.sampling import to_probs
 from vargen.kernels import reference
-from vargen.kernels.dispatch import MOST_TOKENS
+from vargen.kernels.dispatch import MAX_VOCAB
 from vargen.kernels.sampler import Coins, race, sample
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -111,5 +111,5 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 def test_rows_that_no_program_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match=f"at most {MOST_TOKENS} tokens, got {MOST_TOKENS + 1}"):
-        sample(torch.zeros(1, MOST_TOKENS + 1))
+    with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
+        sample(torch.zeros(1, MAX_VOCAB + 1))

@@ -31,12 +31,12 @@ def off_by_one(value: object) -> object:
 @pytest.mark.parametrize(("module", "name", "said"), [
     (tree_attention, "tree_attention", "tree attention: torch.float32 is off by 1"),
     (sampler, "sample", "sampler: "),
-    (accept_chain, "judge_chain", "acceptance: a chain is judged wrongly"),
+    (accept_chain, "verify_chain", "acceptance: a chain is judged wrongly"),
     (sampler, "race", "acceptance: a token without probability wins a race"),
-    (accept_tree, "walk_tree", "acceptance: a tree is judged wrongly"),
-    (accept_traversal, "traverse_tree", "acceptance: a tree is judged wrongly"),
-    (accept_wanted, "grouped_chances", "relaxed acceptance: a mass of 0.6 is taken for 1.6"),
-    (accept_wanted, "neighbour_chances", "relaxed acceptance: a mass of 0.7 is taken for 1.7"),
+    (accept_tree, "verify_recursive_rejection", "acceptance: a tree is judged wrongly"),
+    (accept_traversal, "verify_traversal", "acceptance: a tree is judged wrongly"),
+    (accept_wanted, "grouped_accept_prob", "relaxed acceptance: a mass of 0.6 is taken for 1.6"),
+    (accept_wanted, "neighborhood_accept_prob", "relaxed acceptance: a mass of 0.7 is taken for 1.7"),
 ])  # fmt: skip
 def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
     right = getattr(module, name)
@@ -45,8 +45,8 @@ def test_a_wrong_kernel_is_named(module, name, said, monkeypatch) -> None:
 
 
 def test_a_relaxed_chain_is_checked_apart(monkeypatch) -> None:
-    right = accept_chain.judge_chain
-    monkeypatch.setattr(accept_chain, "judge_chain", lambda *given, **options: right(*given))
+    right = accept_chain.verify_chain
+    monkeypatch.setattr(accept_chain, "verify_chain", lambda *given, **options: right(*given))
     assert self_check.trouble(DEVICE).startswith("acceptance: ")
 
 

@@ -12,7 +12,7 @@ from recipes.emoji_video.batches import NO_CAPTION, Batches, check_latents, clip
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import PreviewConfig, VideoConfig
 from recipes.emoji_video.evaluation import Evaluation
-from recipes.emoji_video.generate import block_noise, draw_latents
+from recipes.emoji_video.generate import draw_latents, make_block_noise
 from recipes.emoji_video.losses import Losses, drawing, euler_levels
 from recipes.emoji_video.preview import train_video_preview
 from recipes.runner import load_settings
@@ -232,7 +232,7 @@ def test_drawing_is_of_the_seed_and_each_block_of_its_own_noise(flow):
     assert not torch.allclose(plain, draw_latents(model, text, 2, [1.0, 0.5], null=null, guidance=4.0), atol=1e-4)
     given = torch.ones(2, 2, 4, 2, 2)
     assert torch.equal(draw_latents(model, text, 2, [1.0], first=given)[:, :2], given)
-    noises = [block_noise(s, b, k, (4,), CPU) for s in (0, 1) for b in (0, 1) for k in (0, 1)]
+    noises = [make_block_noise(s, b, k, (4,), CPU) for s in (0, 1) for b in (0, 1) for k in (0, 1)]
     assert len({tuple(noise.tolist()) for noise in noises}) == 8
 
 
@@ -246,9 +246,9 @@ def test_a_drawn_block_sees_clean_ones(flow):
     model(drawn[:, :2], torch.zeros(2), text, cache)
     cache.commit()
     cache.begin()
-    x = block_noise(3, 1, 0, (2, 2, 4, 2, 2), CPU)
+    x = make_block_noise(3, 1, 0, (2, 2, 4, 2, 2), CPU)
     x = x - model(x, torch.full((2,), 1000.0), text, cache)
-    x = 0.5 * x + 0.5 * block_noise(3, 1, 1, x.shape, CPU)
+    x = 0.5 * x + 0.5 * make_block_noise(3, 1, 1, x.shape, CPU)
     x = x - 0.5 * model(x, torch.full((2,), 500.0), text, cache)
     assert torch.allclose(x, drawn[:, 2:], atol=1e-5)
 

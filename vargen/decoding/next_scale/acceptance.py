@@ -84,7 +84,7 @@ def joint(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Te
 
 
 @scale_rule(exact=True, drafts=Purpose.TOKEN)
-def same_picture(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
+def shared_noise_scales(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """Shared noise: the tokens are those that the image's own noise draws from p, so the picture is that without drafts.
 
     The drafts are drawn from q with the same noise, which couples them to what p draws.

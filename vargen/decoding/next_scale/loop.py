@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding.harness import Callback, Decoded, Run, check_call
+from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_scale.protocols import ScaleModel
-from vargen.decoding.next_scale.schedule import Schedule, Stage
+from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
 from vargen.decoding.next_scale.state import Images, Keep
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling
@@ -35,21 +35,21 @@ def decode_scales(
     model: ScaleModel,
     condition: Any,
     seeds: Tensor,
-    schedule: str | Schedule = "plain",
+    schedule: str | ScaleSchedule = "plain",
     sampling: Sampling | None = None,
     *,
     given: Sequence[Tensor] = (),
     keep: Keep | None = None,
     callback: Callback | None = None,
     profile: bool = False,
-) -> Decoded:
+) -> DecodeOutput:
     """Draw the tokens of B images.
 
     Args:
         model: see `ScaleModel`.
         condition: passed to `model.start`; B rows.
         seeds: int64 `[B]`; image i depends on `seeds[i]` and its condition alone, not on the batch around it.
-        schedule: a preset's name or a `Schedule`.
+        schedule: a preset's name or a `ScaleSchedule`.
         sampling: temperature and filters; default: the plain softmax.
         given: tokens int64 `[B, n]` of the first scales, which stand and are not drawn: for variations of a picture.
         keep: tokens that stand at some places of a scale: for drawing a part of a picture anew.
@@ -58,8 +58,8 @@ def decode_scales(
         profile: on CUDA, wait for the device between parts so that seconds are known by part.
 
     Returns:
-        Tokens `[B, L]`, coarse to fine (`LEFT_OUT` where a scale was left out), lengths `[B]`, statistics with `by_scale`, and
-        the canvas, the sum of all scales that were drawn.
+        Tokens `[B, L]`, coarse to fine (`SKIPPED_TOKEN` where a scale was left out), lengths `[B]`, statistics with
+        `by_scale`, and the canvas, the sum of all scales that were drawn.
 
     Raises:
         ValueError: for an unknown schedule, one that this model cannot run, a `top_k` over the vocabulary, or tokens given that
@@ -67,11 +67,11 @@ def decode_scales(
         TypeError: for a schedule, seeds, a sampling or a callback of another type.
         NonFiniteLogitsError: with the pass and position of the first non-finite logits.
     """
-    method: Schedule = resolve_method(schedule, Schedule.paradigm)
+    method: ScaleSchedule = resolve_method(schedule, ScaleSchedule.paradigm)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, ScaleModel):
         raise TypeError(f"model must be a ScaleModel, got {shown(model)}")
-    check_call(seeds, sampling, callback)
+    validate_call(seeds, sampling, callback)
     _check_given(given, model, len(seeds))
     sampling.check_vocabulary(model.vocab)
     stages = method.bind(model)
@@ -79,7 +79,7 @@ def decode_scales(
     images, players = _loop(run, model, condition, seeds.to(model.device), stages, sampling, given, keep)
     stats = images.stats(method.name, players.fed)
     run.close(stats)
-    return Decoded(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
+    return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
 
 
 def _loop(

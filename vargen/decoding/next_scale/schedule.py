@@ -49,7 +49,9 @@ class Stage:
         if self.drafted and self.model != "target":
             raise ValueError(f"drafted scales are judged by the target, so model must be 'target', got {shown(self.model)}")
         if not isinstance(self.rule, ScaleRule):
-            raise TypeError(f"rule must be a ScaleRule, such as joint, token_wise or same_picture, got {shown(self.rule)}")
+            raise TypeError(
+                f"rule must be a ScaleRule, such as joint, token_wise or shared_noise_scales, got {shown(self.rule)}"
+            )
         for name in ("guidance", "temperature"):
             value = real(getattr(self, name))
             if value is None or value < 0:
@@ -70,7 +72,7 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Schedule(Method):
+class ScaleSchedule(Method):
     """A method for next-scale models.
 
     Attributes:
@@ -146,13 +148,13 @@ class Schedule(Method):
             raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
         return tuple(found)
 
-    def fitted(self, scales: int) -> Schedule:
+    def fitted(self, scales: int) -> ScaleSchedule:
         """The schedule for a model of so many scales: a stage that ends beyond the last one ends with it."""
         ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
         last = ends.index(None) + 1 if None in ends else len(ends)
         return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
-    def resized(self, window: int | str) -> Schedule:
+    def resized(self, window: int | str) -> ScaleSchedule:
         """The schedule itself: it has no window."""
         return self
 

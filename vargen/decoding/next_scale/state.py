@@ -22,7 +22,7 @@ from vargen.decoding.stats import DecodeStats
 
 # What a scale must have at some places: of the canvas before it and its number, tokens int64 [B, n], and which stand [B, n].
 Keep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-LEFT_OUT = -1  # token of a scale that a schedule leaves out
+SKIPPED_TOKEN = -1  # token of a scale that a schedule leaves out
 
 
 class Draws(Protocol):
@@ -91,7 +91,7 @@ class Images:
     def leave_out(self) -> None:
         """The present scale adds nothing to the pictures."""
         at = self.place(self.scale)
-        self.tokens[:, at] = LEFT_OUT
+        self.tokens[:, at] = SKIPPED_TOKEN
         self.length = self.length.clamp(min=at.stop)
         self._append(*self.model.add(self.canvases[-1], None, self.scale))
 

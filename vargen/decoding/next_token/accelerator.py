@@ -49,7 +49,7 @@ class Accelerator(Method):
             raise ValueError(f"topology must be 'chain', 'tree' or None, got {shown(self.topology)}")
         if isinstance(self.acceptance, type) or not isinstance(self.acceptance, AcceptanceRule):
             raise TypeError(
-                "acceptance must be a rule, such as shared_noise, exact or Grouped(), or a function that acceptance_rule marks "
+                "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function that acceptance_rule marks "
                 f"as one, got {self.acceptance!r}"
             )
         if self.drafter is None:

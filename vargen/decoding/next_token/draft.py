@@ -164,8 +164,8 @@ class Draft:
             grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
         soft: float32 `[B, T, V]`, the target's probabilities behind each fed slot at temperature 1. The loop adds them for
             relaxed rules where drawing is greedy, because one likeliest token says nothing about those next to it.
-        kept: bool `[B, T - 1]`, drafts that `Pooled` is to keep whatever has become of their probabilities. No token may have a
-            say in whether it is itself kept.
+        kept: bool `[B, T - 1]`, drafts that `PooledRule` is to keep whatever has become of their probabilities. No token may
+            have a say in whether it is itself kept.
     """
 
     tokens: Tensor

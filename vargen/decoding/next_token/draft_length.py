@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.pass_costs import BESIDE, pass_costs
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, measure_pass_costs
+from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import real, shown, suggest_names, whole
 
-_MOST_FED = 4096  # more than any grid has
+MAX_WINDOW = 4096  # more than any grid has
 
 
 class WindowState(Protocol):
@@ -86,11 +86,11 @@ class Adaptive:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        max_fed = whole(self.max_fed, 2, _MOST_FED)
+        max_fed = whole(self.max_fed, 2, MAX_WINDOW)
         min_fed = None if max_fed is None else whole(self.min_fed, 2, max_fed)
         if max_fed is None or min_fed is None:
             given = f"{shown(self.min_fed)} and {shown(self.max_fed)}"
-            raise ValueError(f"a window needs whole numbers 2 <= min_fed <= max_fed <= {_MOST_FED}, got {given}")
+            raise ValueError(f"a window needs whole numbers 2 <= min_fed <= max_fed <= {MAX_WINDOW}, got {given}")
         ahead, memory = real(self.ahead), real(self.memory)
         if ahead is None or memory is None or not (ahead > 0 and 0 <= memory < 1):
             raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {shown(self.ahead)} and {shown(self.memory)}")
@@ -113,7 +113,7 @@ class _AdaptiveState:
     def widths(self, length: Tensor) -> tuple[Tensor, int]:
         own = (self.mean * self.policy.ahead).ceil().long().clamp(min(self.policy.min_fed, self.max_fed), self.max_fed)
         own = torch.where(length < self.total, own, 2)  # a finished image asks for nothing
-        return own, int(own.amax()) if eager_on_cpu(length) else self.max_fed
+        return own, int(own.amax()) if is_eager_cpu(length) else self.max_fed
 
     def observe(self, count: Tensor, active: Tensor) -> None:
         self.mean = self.policy.memory * self.mean + (1 - self.policy.memory) * count
@@ -121,7 +121,8 @@ class _AdaptiveState:
 
 @dataclass(frozen=True)
 class Auto:
-    """The window with the most tokens per second, from the measured cost of a pass and recent acceptance; see `ByCost`.
+    """The window with the most tokens per second, from the measured cost of a pass and recent acceptance; see
+    `WidthController`.
 
     The choice follows a clock and the batch, so two runs may feed different windows: the distribution of the pictures is the
     same, and with the rule `shared_noise` the pictures are; with other rules take a fixed or an adaptive window to draw a
@@ -141,12 +142,12 @@ class Auto:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        max_fed, memory = whole(self.max_fed, 2, _MOST_FED), real(self.memory)
+        max_fed, memory = whole(self.max_fed, 2, MAX_WINDOW), real(self.memory)
         probes, promising = whole(self.probes, 0), real(self.promising)
         if None in (max_fed, probes) or memory is None or promising is None or not (0 <= memory < 1 and promising > 0):
             given = (self.max_fed, self.memory, self.probes, self.promising)
             raise ValueError(
-                f"an automatic window needs max_fed from 2 to {_MOST_FED}, memory in [0, 1), probes of at least 0 and "
+                f"an automatic window needs max_fed from 2 to {MAX_WINDOW}, memory in [0, 1), probes of at least 0 and "
                 f"promising above 0, got {', '.join(map(shown, given))}"
             )
         for name, value in (("max_fed", max_fed), ("memory", memory), ("probes", probes), ("promising", promising)):
@@ -158,14 +159,16 @@ class Auto:
             return Fixed(max_fed)
         candidates = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if w < max_fed] + [max_fed]
         growth = Growth(self.promising, self.memory)
-        return _Steered(ByCost(pass_costs(model, condition, images, candidates), growth, self.probes, least=4, margin=1.1))
+        return _ControlledWindow(
+            WidthController(measure_pass_costs(model, condition, images, candidates), growth, self.probes, least=4, margin=1.1)
+        )
 
 
 @dataclass
-class _Steered:
-    """A window that `ByCost` chooses."""
+class _ControlledWindow:
+    """A window that `WidthController` chooses."""
 
-    choice: ByCost
+    choice: WidthController
 
     def widths(self, length: Tensor) -> tuple[None, int]:
         return None, self.choice.next()
@@ -174,21 +177,21 @@ class _Steered:
         self.choice.observe(count, active)
 
 
-NAMED: dict[str, Window] = {"adaptive": Adaptive(), "auto": Auto()}
+WINDOWS: dict[str, Window] = {"adaptive": Adaptive(), "auto": Auto()}
 
 
-def window_of(value: int | str | Window) -> Window:
+def parse_window(value: int | str | Window) -> Window:
     """The policy of a number or a name.
 
     Raises:
         ValueError: for a number below 2 or an unknown name. TypeError: for anything else.
     """
     if isinstance(value, str):
-        if value not in NAMED:
+        if value not in WINDOWS:
             raise ValueError(
-                f"unknown window {shown(value)}; {suggest_names(value, NAMED)}, or give a whole number of at least 2"
+                f"unknown window {shown(value)}; {suggest_names(value, WINDOWS)}, or give a whole number of at least 2"
             )
-        return NAMED[value]
+        return WINDOWS[value]
     if isinstance(value, Integral) and not isinstance(value, bool):
         width = whole(value, 2)
         if width is None:
@@ -199,7 +202,7 @@ def window_of(value: int | str | Window) -> Window:
     raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {shown(value)}")
 
 
-class Expectation(Protocol):
+class AcceptanceEstimate(Protocol):
     """How many tokens a step commits, learned from the steps before."""
 
     def tokens(self, fed: int) -> float:
@@ -213,7 +216,7 @@ class Expectation(Protocol):
 
 
 @dataclass
-class ByCost:
+class WidthController:
     """The controller of draft lengths: it feeds what commits most tokens a second.
 
     Where drafting does not pay, as in batches on few cores, one token is fed from there on, which is sequential decoding; where
@@ -229,7 +232,7 @@ class ByCost:
     """
 
     seconds: Mapping[int, float]
-    expectation: Expectation
+    expectation: AcceptanceEstimate
     probes: int = 4
     least: int = 2
     margin: float = 1.0
@@ -241,7 +244,7 @@ class ByCost:
 
     def rate(self, fed: int, tokens: float) -> float:
         """Tokens a second."""
-        return tokens / self.seconds[fed] * (BESIDE if fed > 1 else 1.0)
+        return tokens / self.seconds[fed] * (DRAFTING_EFFICIENCY if fed > 1 else 1.0)
 
     def next(self) -> int:
         """What the next step feeds."""
@@ -302,7 +305,7 @@ _MEMORY = 0.9
 
 
 @dataclass
-class Geometric:
+class GeometricEstimate:
     """Of a chain of L drafts, each accepted with probability a: (1 - a^(L + 1)) / (1 - a) tokens (Leviathan et al. 2023,
     equation 1), with a from the last passes."""
 

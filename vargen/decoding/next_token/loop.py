@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from vargen.compat import outside_autocast
-from vargen.decoding.harness import Callback, Decoded, Run, check_call
+from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_token import captured
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
-from vargen.decoding.next_token.acceptance.siblings import offered_and_accepted
+from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.captured import CUDAGraph, Graph, Replayed
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
 from vargen.decoding.next_token.drafters import Sequential
 from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, MovingModel, TokenModel
-from vargen.decoding.noise import Noise, OwnNoise
-from vargen.decoding.pass_costs import suitable_threads
+from vargen.decoding.noise import Noise, TokenNoise
+from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
@@ -45,7 +45,7 @@ def decode(
     *,
     callback: Callback | None = None,
     profile: bool = False,
-) -> Decoded:
+) -> DecodeOutput:
     """Draw the tokens of B images.
 
     Args:
@@ -71,21 +71,21 @@ def decode(
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
         raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
-    check_call(seeds, sampling, callback)
+    validate_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if method.drafter is None else method.drafter.max_fed
-    with suitable_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
+    with use_best_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), method, sampling)
         stats = image.stats(method.name, threads)
         run.close(stats)
     # Cloned outside of inference mode, so that callers can train on them.
-    return Decoded(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
+    return DecodeOutput(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
 def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling) -> _Images:
     """The algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
-    passes, out = prefilled(run, model, condition, seeds, accelerator, sampling)
+    passes, out = prefill(run, model, condition, seeds, accelerator, sampling)
     images = passes.images
     images.begin(run, out.logits, to_probs(out.logits, sampling))
     replayed = passes.captured(_refused(run, model)) if captured.asked_for(seeds.device) else None
@@ -98,7 +98,7 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
     return images
 
 
-def prefilled(
+def prefill(
     run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
 ) -> tuple[Passes, Output]:
     """What makes the passes, and the output of the prefill, by which token 0 is drawn."""
@@ -135,7 +135,7 @@ class Passes:
         with run.part("accept"):
             noise = images.noise(draft, step)
             probs = to_probs(out.logits, sampling)
-            verdict = rule(probs, softened(draft, rule, out.logits, sampling), noise, images.relaxation)
+            verdict = rule(probs, add_unfiltered_probs(draft, rule, out.logits, sampling), noise, images.relaxation)
         with run.part("commit"):
             count = images.commit(fed, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
@@ -168,7 +168,7 @@ def _refused(run: Run, model: TokenModel) -> str | None:
     return None
 
 
-def softened(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
+def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
     """The draft, with what relaxed rules need of it where drawing is greedy; see `Draft.soft`."""
     if rule.exact or not sampling.greedy:
         return draft
@@ -192,7 +192,7 @@ class _Images:
         self.seeds, self.total, self.model = seeds, total, model
         with ordinary_tensors():  # callbacks write to them
             self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
-        self.own = OwnNoise(seeds, total + max_fed)
+        self.own = TokenNoise(seeds, total + max_fed)
         self.length = torch.ones(B, dtype=torch.int64, device=device)
         self.relaxation = torch.zeros(B, device=device)
         self.histogram = torch.zeros(max_fed + 1, dtype=torch.int64, device=device)
@@ -230,7 +230,7 @@ class _Images:
         if not draft.tree.chain:
             ranks = draft.tree.widest
             self.siblings = _longer(self.siblings, ranks)
-            self.siblings[:ranks] += offered_and_accepted(draft, verdict, count > 0).sum(0)
+            self.siblings[:ranks] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
         self.length = self.length + count
         return count
 

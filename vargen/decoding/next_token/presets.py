@@ -5,9 +5,9 @@ from __future__ import annotations
 from vargen.decoding.method import DEFAULT_METHOD
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import (
-    Grouped,
-    Neighbourhood,
-    Pooled,
+    GroupedRule,
+    NeighborhoodRule,
+    PooledRule,
     exact,
     recursive_rejection,
     shared_noise,
@@ -64,14 +64,14 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="gsd",
         drafter=Jacobi(window=16, coupling="maximal"),
-        acceptance=Grouped(),
+        acceptance=GroupedRule(),
         summary="scd that judges a draft by the mass of a group around it",
         source="So et al. 2025, arXiv 2508.07747",
     ),
     Accelerator(
         name="lantern-jacobi",
         drafter=Jacobi(window=16, coupling="maximal"),
-        acceptance=Neighbourhood(),
+        acceptance=NeighborhoodRule(),
         summary="scd that judges a draft by the mass of the tokens that look like it",
         source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
     ),
@@ -85,14 +85,14 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="mulo",
         drafter=Jacobi(window=32, coupling="judged", initial="low-res"),
-        acceptance=Pooled(size=100, radius=2),
+        acceptance=PooledRule(size=100, radius=2),
         summary="drafts from a low-resolution picture, kept where they look like what is likely, repaired where not",
         source="MuLo-SD 2026, arXiv 2601.05149",
     ),
     Accelerator(
         name="wavefront",
         drafter=Wavefront(window=48, reach=4),
-        acceptance=Pooled(size=0, threshold=2.0),
+        acceptance=PooledRule(size=0, threshold=2.0),
         summary="rows begin once the row above is some columns ahead; what stands for the rest are drafts of the last pass",
         source="He et al. 2024, ZipAR, arXiv 2412.04062, on a Jacobi window",
     ),
@@ -169,7 +169,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="lantern",
         drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
-        acceptance=Neighbourhood(),
+        acceptance=NeighborhoodRule(),
         summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
         source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
     ),

@@ -241,7 +241,7 @@ class AcceptanceRule(Protocol):
 
 
 @runtime_checkable
-class FeatureModel(Protocol):
+class AutoregressiveHead(Protocol):
     """A trained drafter that continues a target's features token by token (EAGLE).
 
     Slot j takes a token and the feature that predicted it, and returns what predicts the next: the target's features where it
@@ -267,7 +267,7 @@ class FeatureModel(Protocol):
 
 
 @runtime_checkable
-class FeatureHeads(Protocol):
+class ParallelHeads(Protocol):
     """Trained heads that predict several tokens ahead from one feature of a target (Medusa)."""
 
     @property
@@ -294,7 +294,7 @@ class HeadedModel(Protocol):
     """
 
     @property
-    def eagle(self) -> FeatureModel | None: ...
+    def eagle(self) -> AutoregressiveHead | None: ...
 
     @property
-    def medusa(self) -> FeatureHeads | None: ...
+    def medusa(self) -> ParallelHeads | None: ...

@@ -34,7 +34,7 @@ def warp(level: float, shift: float = SHIFT) -> float:
     return shift * level / (1 + (shift - 1) * level)
 
 
-def warped_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tuple[float, ...]:
+def shifted_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tuple[float, ...]:
     """Noise levels of timesteps that are given before warping: 1, 0.9375, 0.8333, 0.625 for the distilled models.
 
     Raises:
@@ -45,12 +45,12 @@ def warped_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tuple
     return tuple(warp(step / TIMESTEPS, shift) for step in steps)
 
 
-def noised(clean: Tensor, noise: Tensor, level: float | Tensor) -> Tensor:
+def add_noise(clean: Tensor, noise: Tensor, level: float | Tensor) -> Tensor:
     """Latents at a noise level: (1 - s) clean + s noise."""
     return (1 - level) * clean + level * noise
 
 
-def clean_from(noisy: Tensor, velocity: Tensor, level: float | Tensor) -> Tensor:
+def predict_clean(noisy: Tensor, velocity: Tensor, level: float | Tensor) -> Tensor:
     """The clean latents that a velocity points to: noisy - s velocity, computed in float32 at least."""
     wide = noisy.float() if noisy.element_size() < 4 else noisy
     return (wide - level * velocity.to(wide.dtype)).to(noisy.dtype)
@@ -59,7 +59,7 @@ def clean_from(noisy: Tensor, velocity: Tensor, level: float | Tensor) -> Tensor
 OnPass = Callable[[], None]  # after every pass; what it raises ends the run
 
 
-def block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Noise float32 `[1, *shape]` of a step of a block: the same for every model, and whatever was drawn before.
 
     Args:
@@ -70,16 +70,16 @@ def block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device
     return gaussian(seeds, block, count, step).reshape(1, *shape)
 
 
-def next_noisy(model: BlockModel, noisy: Tensor, clean: Tensor, step: int, noise: Callable[[int], Tensor]) -> Tensor:
+def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int, noise: Callable[[int], Tensor]) -> Tensor:
     """What step `step + 1` is fed, after `step` went from `noisy` to the estimate `clean`: the estimate with fresh noise, or,
     for a model that follows its velocity, the point on the line between the two."""
     level, following = model.levels[step], model.levels[step + 1]
     if model.fresh_noise:
-        return noised(clean, noise(step + 1), following)
+        return add_noise(clean, noise(step + 1), following)
     return clean + (following / level) * (noisy - clean)
 
 
-class Follower:
+class BlockGenerator:
     """A model in one video.
 
     Args:
@@ -144,19 +144,19 @@ class Follower:
         """Denoise the block behind the finished ones: its latents float32 `[1, F, C, Y, X]`.
 
         Args:
-            noise: by step; see `block_noise`.
+            noise: by step; see `make_block_noise`.
             first: the step to begin with. draft: what is noised to its level then; None starts from noise.
         """
         model = self.model
         self.prepare()
         clean, self._carried, self._ready = self._carried, [], False
-        x = noise(0) if draft is None else noised(draft, noise(first), model.levels[first])
+        x = noise(0) if draft is None else add_noise(draft, noise(first), model.levels[first])
         for step in range(first, len(model.levels)):
             estimate = self._forward(clean, x, model.levels[step])
             assert estimate is not None
             if clean:
                 self.waiting, clean = [], []
-            x = estimate if step + 1 == len(model.levels) else next_noisy(model, x, estimate, step, noise)
+            x = estimate if step + 1 == len(model.levels) else step_noise_level(model, x, estimate, step, noise)
         return x
 
     def _before(self) -> list[Tensor]:

@@ -18,12 +18,12 @@ from vargen.compat import outside_autocast
 from vargen.decoding.harness import Clock
 from vargen.decoding.pass_costs import block_threads
 from vargen.decoding.presets import resolve_method
-from vargen.decoding.video.denoising import Follower, Lazy, block_noise
-from vargen.decoding.video.method import Routing
-from vargen.decoding.video.policies import Router, Unscored, check_threshold
+from vargen.decoding.video.denoising import BlockGenerator, Lazy, make_block_noise
+from vargen.decoding.video.method import VideoMethod
+from vargen.decoding.video.policies import Router, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import BlockDecoder, BlockPixels, Score, Scored, View, scored
-from vargen.decoding.video.stats import BlockRow, BlockStats
+from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.device import threads
 from vargen.modes import ordinary_tensors
 from vargen.values import shown, whole
@@ -55,7 +55,7 @@ class Block:
     number: int
     latents: Tensor
     frames: Tensor
-    row: BlockRow
+    row: BlockRecord
 
     def __repr__(self) -> str:
         latents, frames = list(self.latents.shape), list(self.frames.shape)
@@ -67,7 +67,7 @@ class _Stopped(Exception):
 
 
 class BlockStream(Iterator[Block]):
-    """A video that is being made; see `decode_blocks`.
+    """A video that is being made; see `decode_video`.
 
     Attributes:
         stats: a row for each finished block. target, drafter: the models in this video; None behind its end, and where the
@@ -79,7 +79,7 @@ class BlockStream(Iterator[Block]):
         model: BlockModel,
         condition: Any,
         seed: int,
-        routing: Routing,
+        routing: VideoMethod,
         blocks: int,
         decoder: BlockDecoder,
         preview: BlockDecoder | None,
@@ -90,7 +90,7 @@ class BlockStream(Iterator[Block]):
     ):
         self.model, self.seed, self.routing, self.blocks = model, seed, routing, blocks
         self.score, self.callback = score, callback
-        self.stats = BlockStats(routing.name, seed, threads=torch.get_num_threads())
+        self.stats = VideoStats(routing.name, seed, threads=torch.get_num_threads())
         self.router: Router = routing.policy.start(seed)
         self._full = BlockPixels(decoder)
         self._cheap = BlockPixels(preview) if preview is not None and routing.policy.scored else None
@@ -99,8 +99,8 @@ class BlockStream(Iterator[Block]):
         self._number = self._run = self._rejected = self._off = 0
         self._cancelled = False
         self._threads: int | None = None  # of the CPU, by measurement
-        self.target: Follower | None = None
-        self.drafter: Follower | None = None
+        self.target: BlockGenerator | None = None
+        self.drafter: BlockGenerator | None = None
 
     # -- what may be done while the video is made ------------------------------------------------------------------------
 
@@ -113,7 +113,7 @@ class BlockStream(Iterator[Block]):
     def tau(self, value: float) -> None:
         if self.router.tau is None:
             raise ValueError(f"tau cannot be set: accelerator {self.routing.name!r} compares no score with a threshold")
-        self.router.tau = check_threshold(value)
+        self.router.tau = validate_threshold(value)
 
     def switch(self, condition: Any, score: Score | None = None) -> None:
         """Go on with another prompt from the next block on; what was made stays. `score` must be of the new prompt.
@@ -170,7 +170,7 @@ class BlockStream(Iterator[Block]):
         passes, fed = self._passes(), self._fed()
         if self.target is None:
             self._start()
-        row = BlockRow(self._number, self.stats.seed)
+        row = BlockRecord(self._number, self.stats.seed)
         latents, frames = self._made(row)
         self._see(latents, last=self._number + 1 == self.blocks)
         row.seconds = self._clock.now() - started
@@ -187,16 +187,16 @@ class BlockStream(Iterator[Block]):
     def _start(self) -> None:
         frames = self.blocks * self.model.block_shape[0] + sum(latents.shape[1] for latents in self._given)
         rest = (frames, self.routing.fused, self._on_pass)
-        self.target = Follower(self.model, self._condition, self.routing.commit, *rest)
+        self.target = BlockGenerator(self.model, self._condition, self.routing.commit, *rest)
         if self.routing.drafts and self.model.draft_model is not None:
-            self.drafter = Follower(self.model.draft_model, self._condition, Lazy(), *rest)
+            self.drafter = BlockGenerator(self.model.draft_model, self._condition, Lazy(), *rest)
         for latents in (each.to(self.model.device, torch.float32) for each in self._given):
             self._see(latents, last=False)
             self._full.keep(latents)
             if self._cheap is not None:
                 self._cheap.keep(latents)
 
-    def _made(self, row: BlockRow) -> tuple[Tensor, Tensor]:
+    def _made(self, row: BlockRecord) -> tuple[Tensor, Tensor]:
         """The algorithm: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]` of a block."""
         draft = None
         if self._drafting(row):
@@ -211,7 +211,7 @@ class BlockStream(Iterator[Block]):
             row.score, row.scores, row.note = self._scored(latents, row.number)
         return latents, self._kept(latents, row)
 
-    def _drafting(self, row: BlockRow) -> bool:
+    def _drafting(self, row: BlockRecord) -> bool:
         """Whether the block is drafted; else `row` says why not."""
         routing = self.routing
         if self.drafter is None or row.number in routing.forced:
@@ -232,12 +232,12 @@ class BlockStream(Iterator[Block]):
             with self._part("commit"):
                 follower.prepare()
         with self._part(who):
-            return follower.draw(lambda step: block_noise(self.seed, self._number, step, shape, device), first, draft)
+            return follower.draw(lambda step: make_block_noise(self.seed, self._number, step, shape, device), first, draft)
 
-    def _accepted(self, row: BlockRow, draft: Tensor) -> bool:
+    def _accepted(self, row: BlockRecord, draft: Tensor) -> bool:
         """Whether a draft stands."""
         row.tau = self.router.tau
-        if not isinstance(self.routing.policy, Unscored) and not bool(draft.isfinite().all()):
+        if not isinstance(self.routing.policy, SingleModel) and not bool(draft.isfinite().all()):
             row.note, stands = "the drafter's latents are not finite", False
         elif self.routing.policy.scored:
             row.score, row.scores, row.note = self._scored(draft, row.number)
@@ -255,7 +255,7 @@ class BlockStream(Iterator[Block]):
         with self._part("score"):
             return scored(self.score, self.routing.aggregate, View(number, latents[0], frames, pixels.last))
 
-    def _refined_from(self, row: BlockRow, draft: Tensor | None) -> int:
+    def _refined_from(self, row: BlockRecord, draft: Tensor | None) -> int:
         """The target's first step: 0 draws the block anew."""
         margin = self.routing.refine_margin
         if draft is None or not bool(draft.isfinite().all()):
@@ -264,7 +264,7 @@ class BlockStream(Iterator[Block]):
             return 0
         return self.routing.refine
 
-    def _kept(self, latents: Tensor, row: BlockRow) -> Tensor:
+    def _kept(self, latents: Tensor, row: BlockRecord) -> Tensor:
         """The frames of a block that stands."""
         if not bool(latents.isfinite().all()):
             who = "drafter" if row.maker == "draft" else "target"
@@ -283,7 +283,7 @@ class BlockStream(Iterator[Block]):
             for _, follower in self._followers():
                 follower.see(latents, last)
 
-    def _count(self, row: BlockRow) -> None:
+    def _count(self, row: BlockRecord) -> None:
         """Runs of drafts that stood, and of rejections."""
         self._run = self._run + 1 if row.verdict == "accepted" else 0
         self._off = max(0, self._off - 1) if row.verdict == "undrafted" else self._off
@@ -292,7 +292,7 @@ class BlockStream(Iterator[Block]):
             if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
                 self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # one more, and it is off again
 
-    def _followers(self) -> list[tuple[str, Follower]]:
+    def _followers(self) -> list[tuple[str, BlockGenerator]]:
         named = (("target", self.target), ("draft", self.drafter))
         return [(name, follower) for name, follower in named if follower is not None]
 
@@ -314,14 +314,14 @@ class BlockStream(Iterator[Block]):
             raise _Stopped
 
 
-MOST_BLOCKS = 1_000_000
+MAX_BLOCKS = 1_000_000
 
 
-def decode_blocks(
+def decode_video(
     model: BlockModel,
     condition: Any,
     seed: int,
-    method: str | Routing = "target",
+    method: str | VideoMethod = "target",
     *,
     blocks: int,
     decoder: BlockDecoder,
@@ -337,7 +337,7 @@ def decode_blocks(
         model: the large model, with the small one as its `draft_model`.
         condition: passed to `start` of both.
         seed: of all noise. A block's depends on seed, block and step alone, so no decision shifts the noise of later blocks.
-        method: a preset's name or a `Routing`.
+        method: a preset's name or a `VideoMethod`.
         decoder: of the frames that come out. preview: a cheaper one, of the frames that are scored.
         score: of drafts, for methods that ask for it. What it raises, or a score that is not finite, is a rejection.
         given: latents `[1, F', C, Y, X]` that the video begins with, such as those of a picture; they are not yielded.
@@ -351,9 +351,9 @@ def decode_blocks(
     """
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {shown(model)}")
-    routing = resolve_method(method, Routing.paradigm)
-    if whole(blocks, 1, MOST_BLOCKS) is None:
-        raise ValueError(f"blocks must be a whole number from 1 to {MOST_BLOCKS}, got {shown(blocks)}")
+    routing = resolve_method(method, VideoMethod.paradigm)
+    if whole(blocks, 1, MAX_BLOCKS) is None:
+        raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {shown(blocks)}")
     if whole(seed, -(2**63), 2**63 - 1) is None:
         raise ValueError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
     for name, function in (("callback", callback), ("score", score)):

@@ -7,17 +7,17 @@ from typing import Any, ClassVar, Literal
 
 from vargen.decoding.method import Method, describe_part
 from vargen.decoding.video.denoising import Commit, Lazy
-from vargen.decoding.video.policies import Policy, Unscored, check_threshold
+from vargen.decoding.video.policies import Policy, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import Aggregator, lowest
 from vargen.values import shown, whole
 
-_ALWAYS: Policy = Unscored()
+_ALWAYS: Policy = SingleModel()
 _LAZY: Commit = Lazy()
 
 
 @dataclass(frozen=True)
-class Routing(Method):
+class VideoMethod(Method):
     """A method for block-wise video models.
 
     Attributes:
@@ -63,14 +63,14 @@ class Routing(Method):
             if whole(value, least) is None and not (value is None and name in ("longest_run", "off_after")):
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
         if self.refine_margin is not None:
-            check_threshold(self.refine_margin, "refine_margin")
+            validate_threshold(self.refine_margin, "refine_margin")
         if not isinstance(self.fused, bool):
             raise TypeError(f"fused must be True or False, got {shown(self.fused)}")
 
     @property
     def drafts(self) -> bool:
         """Whether it needs the smaller model."""
-        return not (isinstance(self.policy, Unscored) and not self.policy.draft)
+        return not (isinstance(self.policy, SingleModel) and not self.policy.draft)
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
@@ -82,13 +82,13 @@ class Routing(Method):
         """The `tau` of the policy, None where it has none."""
         return getattr(self.policy, "tau", None)
 
-    def with_tau(self, tau: float) -> Routing:
+    def with_tau(self, tau: float) -> VideoMethod:
         """The method with another threshold.
 
         Raises:
             ValueError: if it has none, or for NaN. TypeError: for what is no number.
         """
-        value = check_threshold(tau)
+        value = validate_threshold(tau)
         if self.threshold is None:
             raise ValueError(f"tau must be left out: accelerator {self.name!r} compares no score with a fixed threshold")
         policy: Any = self.policy
@@ -112,7 +112,7 @@ class Routing(Method):
     @property
     def settings(self) -> dict[str, Any]:
         """What it sets, for people."""
-        plain = Routing()
+        plain = VideoMethod()
         found = {f"policy {name}": value for name, value in _plain(self.policy).items()}
         for each in fields(self):
             value = getattr(self, each.name)

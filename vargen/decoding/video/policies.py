@@ -11,7 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from vargen.decoding.noise import Purpose, coins
-from vargen.decoding.video.stats import MAKERS, BlockRow
+from vargen.decoding.video.stats import MAKERS, BlockRecord
 from vargen.values import real, shown, whole
 
 
@@ -33,7 +33,7 @@ class Router:
         """Whether a draft stands; `score` is finite, or None where the policy is not `scored`."""
         return self.tau is None or (score is not None and score >= self.tau)
 
-    def observe(self, row: BlockRow) -> None:
+    def observe(self, row: BlockRecord) -> None:
         """See a finished block."""
 
 
@@ -54,7 +54,7 @@ class Policy(Protocol):
     def start(self, seed: int) -> Router: ...
 
 
-def check_threshold(value: Any, name: str = "tau") -> float:
+def validate_threshold(value: Any, name: str = "tau") -> float:
     """A threshold as a float; infinite ones accept all or nothing.
 
     Raises:
@@ -67,7 +67,7 @@ def check_threshold(value: Any, name: str = "tau") -> float:
     return float(value)
 
 
-def check_share(value: Any, name: str) -> None:
+def validate_share(value: Any, name: str) -> None:
     share = real(value)
     if share is None or not 0 <= share <= 1:
         raise ValueError(f"{name} must be from 0 to 1, got {shown(value)}")
@@ -88,14 +88,14 @@ class Threshold:
     scored, reference = True, False
 
     def __post_init__(self) -> None:
-        check_threshold(self.tau)
+        validate_threshold(self.tau)
 
     def start(self, seed: int) -> Router:
         return Router(self.tau)
 
 
 @dataclass(frozen=True)
-class RelativeToFirst:
+class RelativeThreshold:
     """Accept a draft that scores at most `delta` less than block 0, which the large model draws: scores depend on the prompt
     more than on anything else, and this one is of the same prompt.
 
@@ -109,7 +109,7 @@ class RelativeToFirst:
     scored = reference = True
 
     def __post_init__(self) -> None:
-        check_threshold(self.delta, "delta")
+        validate_threshold(self.delta, "delta")
 
     def start(self, seed: int) -> Router:
         return _Relative(self.delta)
@@ -120,13 +120,13 @@ class _Relative(Router):
         super().__init__(math.inf)
         self.delta = delta
 
-    def observe(self, row: BlockRow) -> None:
+    def observe(self, row: BlockRecord) -> None:
         if row.number == 0 and row.score is not None:
             self.tau = row.score - self.delta
 
 
 @dataclass(frozen=True)
-class RunningQuantile:
+class QuantileThreshold:
     """Accept a draft unless it is among the worst share `reject` of the latest `memory` drafts of this video, itself included.
 
     Raises:
@@ -138,7 +138,7 @@ class RunningQuantile:
     scored, reference = True, False
 
     def __post_init__(self) -> None:
-        check_share(self.reject, "reject")
+        validate_share(self.reject, "reject")
         if whole(self.memory, 2) is None:
             raise ValueError(f"memory must be a whole number of at least 2, got {shown(self.memory)}")
 
@@ -160,7 +160,7 @@ class _Quantile(Router):
 
 
 @dataclass(frozen=True)
-class Budget:
+class AdaptiveThreshold:
     """A threshold that is moved after each judged block, so that a share `acceptance` of drafts is accepted, or a block takes
     `seconds` in the mean: integral control, within bounds.
 
@@ -185,12 +185,12 @@ class Budget:
         if (self.acceptance is None) == (self.seconds is None):
             raise ValueError(f"give acceptance or seconds, got {shown(self.acceptance)} and {shown(self.seconds)}")
         if self.acceptance is not None:
-            check_share(self.acceptance, "acceptance")
+            validate_share(self.acceptance, "acceptance")
         for name in ("gain", *(("seconds",) if self.seconds is not None else ())):
             value = real(getattr(self, name))
             if value is None or value <= 0:
                 raise ValueError(f"{name} must be a number above 0, got {shown(getattr(self, name))}")
-        if not check_threshold(self.low, "low") <= check_threshold(self.tau) <= check_threshold(self.high, "high"):
+        if not validate_threshold(self.low, "low") <= validate_threshold(self.tau) <= validate_threshold(self.high, "high"):
             raise ValueError(f"tau must be from low to high, got {self.low}, {self.tau} and {self.high}")
 
     def start(self, seed: int) -> Router:
@@ -198,11 +198,11 @@ class Budget:
 
 
 class _Budget(Router):
-    def __init__(self, policy: Budget):
+    def __init__(self, policy: AdaptiveThreshold):
         super().__init__(policy.tau)
         self.policy, self.blocks, self.seconds = policy, 0, 0.0
 
-    def observe(self, row: BlockRow) -> None:
+    def observe(self, row: BlockRecord) -> None:
         policy = self.policy
         self.blocks, self.seconds = self.blocks + 1, self.seconds + row.seconds
         if policy.seconds is not None:
@@ -217,7 +217,7 @@ class _Budget(Router):
 
 
 @dataclass(frozen=True)
-class Unscored:
+class SingleModel:
     """The large model draws all blocks, or the small one.
 
     Raises:
@@ -266,7 +266,7 @@ class Stride:
 
 
 @dataclass(frozen=True)
-class Chance:
+class RandomShare:
     """The small model draws a share of the blocks, by coins of the video's seed; nothing is scored.
 
     Raises:
@@ -277,7 +277,7 @@ class Chance:
     scored = reference = False
 
     def __post_init__(self) -> None:
-        check_share(self.acceptance, "acceptance")
+        validate_share(self.acceptance, "acceptance")
 
     def start(self, seed: int) -> Router:
         seeds = torch.tensor([seed])
@@ -289,7 +289,7 @@ class Replay:
     """Make each block by whom it was made before: the same video from the same seed, without scoring.
 
     Args:
-        makers: by block, as `BlockStats.makers` has them; blocks behind them are the large model's.
+        makers: by block, as `VideoStats.makers` has them; blocks behind them are the large model's.
 
     Raises:
         ValueError: for a maker that is none.

@@ -14,7 +14,7 @@ Verdict = Literal["accepted", "rejected", "forced", "undrafted"]
 
 
 @dataclass
-class BlockRow:
+class BlockRecord:
     """One block of a video.
 
     Attributes:
@@ -49,7 +49,7 @@ class BlockRow:
 
 
 @dataclass
-class BlockStats:
+class VideoStats:
     """Numbers of one video.
 
     Attributes:
@@ -60,7 +60,7 @@ class BlockStats:
 
     accelerator: str
     seed: int
-    blocks: list[BlockRow] = field(default_factory=list)
+    blocks: list[BlockRecord] = field(default_factory=list)
     seconds: float = 0.0
     stopped: bool = False
     threads: int = 1
@@ -100,9 +100,9 @@ class BlockStats:
         return {**{k: v for k, v in vars(self).items() if k != "blocks"}, **sums, "failures": self.failures, "blocks": rows}
 
 
-def mean_acceptance(runs: Sequence[BlockStats]) -> float | None:
+def mean_acceptance(runs: Sequence[VideoStats]) -> float | None:
     """Over several videos, of all their drafts."""
-    return BlockStats("", 0, [row for run in runs for row in run.blocks]).acceptance
+    return VideoStats("", 0, [row for run in runs for row in run.blocks]).acceptance
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class BlockCosts:
     score: float = 0.0
     preview: float | None = None
 
-    def predicted(self, stats: BlockStats, scored: bool) -> float:
+    def predicted(self, stats: VideoStats, scored: bool) -> float:
         """Seconds of a video, from its passes and verdicts alone.
 
         Args:
@@ -128,7 +128,7 @@ class BlockCosts:
         """
         return sum(self._row(row, scored) for row in stats.blocks)
 
-    def _row(self, row: BlockRow, scored: bool) -> float:
+    def _row(self, row: BlockRecord, scored: bool) -> float:
         passes = row.fed.get("target", 0) * self.target + row.fed.get("draft", 0) * self.draft
         looked = scored and row.verdict in ("accepted", "rejected")
         seconds = passes + self.decode + (self.score if looked else 0.0)
@@ -153,13 +153,13 @@ class BlockCosts:
         """Seconds of a block by the target alone."""
         return (steps + 1) * self.target + self.decode
 
-    def break_even(self, steps: int, seen: float = 1.0) -> float:
+    def break_even_acceptance(self, steps: int, seen: float = 1.0) -> float:
         """The acceptance above which drafting pays; above 1 where it never does."""
         none, all_ = self.drafted_block(steps, 0.0, seen), self.drafted_block(steps, 1.0, seen)
         return (none - self.target_block(steps)) / (none - all_)
 
 
-def measured_costs(target: Iterable[BlockStats], draft: Iterable[BlockStats], routed: Iterable[BlockStats]) -> BlockCosts:
+def estimate_block_costs(target: Iterable[VideoStats], draft: Iterable[VideoStats], routed: Iterable[VideoStats]) -> BlockCosts:
     """Costs from videos by the target alone, by the drafter alone, and by a method that scores all drafts and accepts none.
 
     Each is a median over blocks, so that one that was interrupted does not count. Seconds by part must be known: on CUDA, of
@@ -181,7 +181,7 @@ def measured_costs(target: Iterable[BlockStats], draft: Iterable[BlockStats], ro
     )
 
 
-def _pass_seconds(row: BlockRow, who: str) -> float:
+def _pass_seconds(row: BlockRecord, who: str) -> float:
     spent = row.seconds_by_part.get(who, 0.0) + row.seconds_by_part.get("commit", 0.0)
     return spent / max(1, row.fed.get(who, 0))
 

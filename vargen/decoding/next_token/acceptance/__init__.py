@@ -3,20 +3,20 @@
 from vargen.decoding.next_token.acceptance.base import FunctionRule, acceptance_rule
 from vargen.decoding.next_token.acceptance.exact import (
     chances,
-    draft_probs,
+    dense_draft_probs,
     exact,
     judged,
     probability,
-    redrawn,
+    resample_rejected,
     residual,
     shared_noise,
 )
-from vargen.decoding.next_token.acceptance.grouped import Grouped
+from vargen.decoding.next_token.acceptance.grouped import GroupedRule
 from vargen.decoding.next_token.acceptance.multi_draft import k_seq, recursive_rejection
-from vargen.decoding.next_token.acceptance.neighborhood import Neighbourhood
-from vargen.decoding.next_token.acceptance.pooled import Pooled
-from vargen.decoding.next_token.acceptance.relaxed import Ratio, Relaxed, Typical, granted_in, within_budget
-from vargen.decoding.next_token.acceptance.siblings import Siblings, SiblingTest, Tested, sibling_by_sibling
+from vargen.decoding.next_token.acceptance.neighborhood import NeighborhoodRule
+from vargen.decoding.next_token.acceptance.pooled import PooledRule
+from vargen.decoding.next_token.acceptance.relaxed import RatioRule, RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
+from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
 from vargen.decoding.next_token.acceptance.traversal import traversal
 from vargen.decoding.next_token.protocols import AcceptanceRule
 
@@ -27,38 +27,38 @@ RULES: dict[str, AcceptanceRule] = {
     "recursive-rejection": recursive_rejection,
     "k-seq": k_seq,
     "traversal": traversal,
-    "grouped": Grouped(),
-    "neighbourhood": Neighbourhood(),
-    "pooled": Pooled(),
-    "typical": Typical(),
-    "ratio": Ratio(),
+    "grouped": GroupedRule(),
+    "neighbourhood": NeighborhoodRule(),
+    "pooled": PooledRule(),
+    "typical": TypicalRule(),
+    "ratio": RatioRule(),
 }
 
 __all__ = [
     "RULES",
     "FunctionRule",
-    "Grouped",
-    "Neighbourhood",
-    "Pooled",
-    "Ratio",
-    "Relaxed",
-    "SiblingTest",
+    "GroupedRule",
+    "NeighborhoodRule",
+    "PooledRule",
+    "RatioRule",
+    "RelaxedRule",
+    "SiblingDecision",
+    "SiblingRule",
     "Siblings",
-    "Tested",
-    "Typical",
+    "TypicalRule",
     "acceptance_rule",
+    "cap_to_budget",
     "chances",
-    "draft_probs",
+    "dense_draft_probs",
     "exact",
-    "granted_in",
     "judged",
     "k_seq",
     "probability",
     "recursive_rejection",
-    "redrawn",
+    "resample_rejected",
     "residual",
     "shared_noise",
-    "sibling_by_sibling",
+    "sum_relaxation",
     "traversal",
-    "within_budget",
+    "verify_siblings",
 ]

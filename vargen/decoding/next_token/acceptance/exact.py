@@ -39,7 +39,7 @@ def probability(probs: Tensor | None, tokens: Tensor) -> Tensor:
     return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
 
 
-def draft_probs(probs: Tensor, draft: Draft) -> Tensor:
+def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:
     """q as `[B, T - 1, V]`, one-hot for a deterministic draft."""
     return draft.probs if draft.probs is not None else torch.zeros_like(probs[:, 1:]).scatter_(2, draft.tokens[..., None], 1.0)
 
@@ -50,7 +50,7 @@ def residual(p: Tensor, q: Tensor) -> Tensor:
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
-def redrawn(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tensor | None = None) -> Tensor:
+def resample_rejected(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tensor | None = None) -> Tensor:
     """int64 `[B, T]`: behind every fed slot the draft, where it is kept, and a draw from norm((p - q)+) where it is not; from p
     where there is no valid draft, where it is to be drawn `anew`, and behind the last slot. Masks are bool `[B, T - 1]`.
 
@@ -60,7 +60,7 @@ def redrawn(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tenso
     if anew is not None:
         coupled = coupled & ~anew
     left = probs.clone()  # in place, because these are wide
-    left[:, :-1].addcmul_(draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
+    left[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
     empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
     drawn = noise.draw(left, Purpose.REDRAW)
     drawn[:, :-1] = torch.where(kept & coupled | empty, draft.tokens, drawn[:, :-1])
@@ -84,7 +84,7 @@ def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdi
         refused = row < T - 1
         if draft.valid is not None:
             refused = refused & draft.valid[at, slot]
-        target = torch.where(refused[:, None], residual(target, draft_probs(probs, draft)[at, slot]), target)
+        target = torch.where(refused[:, None], residual(target, dense_draft_probs(probs, draft)[at, slot]), target)
     next_token = noise.at(row).draw(target[:, None], Purpose.RESIDUAL)[:, 0]
     path = torch.arange(T, device=probs.device).expand(B, T)
     return Verdict(path=path, count=count, next_token=next_token)

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise
-from vargen.kernels.dispatch import fits_kernels
+from vargen.kernels.dispatch import supports_rows
 
 
 def applies(probs: Tensor) -> bool:
     """Whether kernels judge drafts by these probabilities `[B, T, V]`."""
-    return fits_kernels(probs) and not torch.is_grad_enabled()
+    return supports_rows(probs) and not torch.is_grad_enabled()
 
 
 def judged_chain(
@@ -28,34 +28,34 @@ def judged_chain(
     tightening: float = 0.0,
 ) -> Verdict:
     """The verdict of `exact` or, with the chances `wanted` `[B, T - 1]`, of a relaxed rule on a chain."""
-    from vargen.kernels.accept_chain import judge_chain
+    from vargen.kernels.accept_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
-    count, next_token, spent = judge_chain(*given, wanted=wanted, relaxation=relaxation, budget=budget, tightening=tightening)
+    count, next_token, spent = verify_chain(*given, wanted=wanted, relaxation=relaxation, budget=budget, tightening=tightening)
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
 
 
 def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """The verdict of `recursive_rejection`."""
-    from vargen.kernels.accept_tree import walk_tree
+    from vargen.kernels.accept_tree import verify_recursive_rejection
 
     given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.longest)
-    return Verdict(*walk_tree(*given, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
 
 
 def matched(drawn: Tensor, draft: Draft) -> Verdict:
     """The verdict of `shared_noise`, whose noise draws int64 `[B, T]` behind the slots."""
-    from vargen.kernels.accept_tree import match_tree
+    from vargen.kernels.accept_tree import verify_shared_noise
 
-    path, count, next_token = match_tree(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
+    path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
     return Verdict(path, count, next_token, drawn=drawn)
 
 
 def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """The verdict of `traversal`."""
-    from vargen.kernels.accept_traversal import traverse_tree
+    from vargen.kernels.accept_traversal import verify_traversal
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)
-    return Verdict(*traverse_tree(*given, tree.longest, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_traversal(*given, tree.longest, noise.seeds, noise.position, noise.step))

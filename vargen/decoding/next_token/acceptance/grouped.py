@@ -1,4 +1,4 @@
-"""Grouped speculative decoding (GSD): a draft is judged by the mass of the tokens around it.
+"""GroupedRule speculative decoding (GSD): a draft is judged by the mass of the tokens around it.
 
 Shape suffixes: B images, T fed tokens of one pass, G members of a group, V vocabulary.
 """
@@ -12,17 +12,17 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import probability
-from vargen.decoding.next_token.acceptance.relaxed import Relaxed
+from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.values import real, shown, whole
 
 
 @dataclass(frozen=True)
-class Grouped(Relaxed):
-    """Relaxed: a draft is judged by the mass of a group of tokens around it instead of by its own.
+class GroupedRule(RelaxedRule):
+    """RelaxedRule: a draft is judged by the mass of a group of tokens around it instead of by its own.
 
-    Grouped speculative decoding (So et al. 2025, GSD, section 3): the `size` tokens whose probabilities under the present p are
-    nearest in rank to the draft's, half of them above and half below, less those that differ by `delta` or more in
+    GroupedRule speculative decoding (So et al. 2025, GSD, section 3): the `size` tokens whose probabilities under the present
+    p are nearest in rank to the draft's, half of them above and half below, less those that differ by `delta` or more in
     probability or by `distance` or more in code. Accepts while u < min(1, sum p / sum q) over draft and group, keeps the draft
     itself, and draws norm((p - q)+) at a refusal. The output does not follow the target: each acceptance granted beyond
     min(1, p / q) is relaxation, reported per image. The sums can also fall *below* p / q; then p / q counts, because refusing
@@ -32,7 +32,7 @@ class Grouped(Relaxed):
         size: most tokens in a group besides the draft, 1 or more.
         delta: in (0, 1]; 1 switches this filter off.
         distance: squared Euclidean distance of codebook vectors (unit vectors: 0 to 4); None switches this filter off.
-        budget, tightening: see `Relaxed`.
+        budget, tightening: see `RelaxedRule`.
 
     Raises:
         ValueError: for values outside these ranges.
@@ -55,7 +55,7 @@ class Grouped(Relaxed):
         for name, value in (("size", size), ("delta", delta), ("distance", distance)):
             object.__setattr__(self, name, value)
 
-    def bind(self, model: TokenModel) -> Grouped:
+    def bind(self, model: TokenModel) -> GroupedRule:
         """This rule with the model's codebook.
 
         Raises:
@@ -84,10 +84,10 @@ class Grouped(Relaxed):
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         if fused.applies(p):
-            from vargen.kernels.accept_wanted import grouped_chances
+            from vargen.kernels.accept_wanted import grouped_accept_prob
 
             codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
-            return grouped_chances(p, q, tokens, self.size, self.delta, self.distance, codes)
+            return grouped_accept_prob(p, q, tokens, self.size, self.delta, self.distance, codes)
         member = self.members(p, tokens)
         joined = member != tokens[..., None]
         group_p = probability(p, tokens) + (p.gather(2, member) * joined).sum(2)

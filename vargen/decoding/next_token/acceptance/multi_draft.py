@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.base import acceptance_rule
-from vargen.decoding.next_token.acceptance.siblings import Siblings, Tested, followed, sibling_by_sibling
+from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, followed, verify_siblings
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 
@@ -24,12 +24,12 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
     """
     if fused.applies(probs):
         return fused.walked(probs, draft, noise)
-    return sibling_by_sibling(_test, probs, draft, noise)
+    return verify_siblings(_test, probs, draft, noise)
 
 
-def _test(siblings: Siblings) -> Tested:
+def _test(siblings: Siblings) -> SiblingDecision:
     p, q = siblings.own
-    return Tested(p / q)
+    return SiblingDecision(p / q)
 
 
 _HALVINGS = 30  # of [1, K]: finer than float32 tells factors apart

@@ -1,4 +1,4 @@
-"""Neighbourhood acceptance (LANTERN): a draft is judged by the mass of the tokens that look like it.
+"""NeighborhoodRule acceptance (LANTERN): a draft is judged by the mass of the tokens that look like it.
 
 Shape suffixes: B images, S drafts, K neighbours, V vocabulary.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import probability
-from vargen.decoding.next_token.acceptance.relaxed import Relaxed
+from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.files import cache_folder, whole_file
 from vargen.modes import ordinary_tensors
@@ -26,8 +26,8 @@ from vargen.values import real, shown, whole
 
 
 @dataclass(frozen=True)
-class Neighbourhood(Relaxed):
-    """Relaxed: a draft x is accepted while u < (p(x) + p(A)) / q(x), A the tokens whose codes are nearest to that of x.
+class NeighborhoodRule(RelaxedRule):
+    """RelaxedRule: a draft x is accepted while u < (p(x) + p(A)) / q(x), A the tokens whose codes are nearest to that of x.
 
     LANTERN (Jang et al. 2024, section 4) and LANTERN++ (Park et al. 2025). A is the longest prefix of the `size` nearest
     tokens, x itself not among them, whose mass p(A) stays within the bounds that are set: `delta` (LANTERN), (ratio - 1) p(x)
@@ -44,7 +44,7 @@ class Neighbourhood(Relaxed):
         size: most neighbours, 1 or more; where the codebook has fewer, all.
         ratio: lambda, above 1, or None for no such bound.
         delta: in (0, 1], or None for no such bound.
-        budget, tightening: see `Relaxed`.
+        budget, tightening: see `RelaxedRule`.
 
     Raises:
         ValueError: for values outside these ranges, or if neither bound is set.
@@ -69,14 +69,14 @@ class Neighbourhood(Relaxed):
         for name, value in (("size", size), ("ratio", ratio), ("delta", delta)):
             object.__setattr__(self, name, value)
 
-    def bind(self, model: TokenModel) -> Neighbourhood:
+    def bind(self, model: TokenModel) -> NeighborhoodRule:
         """This rule with the neighbours in the model's codebook, which are made the first time.
 
         Raises:
             ValueError: if the model has no codebook, or one that is none.
         """
         bound = replace(self)
-        object.__setattr__(bound, "nearest", nearest_tokens(codebook_of(model), self.size))
+        object.__setattr__(bound, "nearest", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ class Neighbourhood(Relaxed):
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         if self.nearest is not None and fused.applies(p):
-            from vargen.kernels.accept_wanted import neighbour_chances
+            from vargen.kernels.accept_wanted import neighborhood_accept_prob
 
-            return neighbour_chances(p, q, tokens, self.nearest, self.ratio, self.delta)
+            return neighborhood_accept_prob(p, q, tokens, self.nearest, self.ratio, self.delta)
         own_p, own_q = probability(p, tokens), probability(q, tokens)
         return torch.where(own_p > 0, (own_p + self.mass(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
 
@@ -110,7 +110,7 @@ logger = logging.getLogger("vargen")
 _AT_ONCE = 2**24  # distances that are held at a time
 
 
-def nearest_tokens(codebook: Tensor, count: int) -> Tensor:
+def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
     """The `count` nearest tokens of each, without itself, nearest first: `[V, K]`, int16 where token numbers fit, else int32.
 
     K is V - 1 where that is less. Distances are Euclidean; of equal ones the smaller token comes first, so that a codebook with
@@ -129,7 +129,7 @@ def nearest_tokens(codebook: Tensor, count: int) -> Tensor:
     return _kept(_Codes(codes, digest(codes)), count).to(codebook.device)
 
 
-def codebook_of(model: TokenModel) -> Tensor:
+def require_codebook(model: TokenModel) -> Tensor:
     """The codebook `[V, C]` that says which of a model's tokens look alike.
 
     Raises:

@@ -1,5 +1,5 @@
-"""Pooled acceptance with local repair (MuLo-SD): a draft stands if it and the tokens that look like it have enough probability
-together; what does not stand is drawn anew, with the drafts around it, and the others wait for their turn.
+"""PooledRule acceptance with local repair (MuLo-SD): a draft stands if it and the tokens that look like it have enough
+probability together; what does not stand is drawn anew, with the drafts around it, and the others wait for their turn.
 
 Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, K neighbours, V vocabulary.
 """
@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.exact import probability, redrawn
-from vargen.decoding.next_token.acceptance.neighborhood import codebook_of, nearest_tokens
-from vargen.decoding.next_token.acceptance.relaxed import Relaxed
+from vargen.decoding.next_token.acceptance.exact import probability, resample_rejected
+from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, require_codebook
+from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.acceptance.siblings import Siblings
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
@@ -22,8 +22,8 @@ from vargen.values import real, shown, whole
 
 
 @dataclass(frozen=True)
-class Pooled(Relaxed):
-    """Relaxed: a draft x is accepted if p(x) and the p of its `size` nearest tokens in codebook space sum to `threshold`.
+class PooledRule(RelaxedRule):
+    """RelaxedRule: a draft x is accepted if p(x) and the p of its `size` nearest tokens in codebook space sum to `threshold`.
 
     MuLo-SD 2026, arXiv 2601.05149. Drafts below it are judged exactly, where MuLo refuses them: refusing more
     than p / q asks biases the output for nothing. Past the first refusal MuLo keeps what stands and draws the rest anew, which
@@ -41,7 +41,7 @@ class Pooled(Relaxed):
         size: neighbours, 0 or more; where the codebook has fewer, all.
         threshold: tau, above 0; above 1 nothing passes by its mass.
         radius: 0 or more.
-        budget, tightening: see `Relaxed`. With a budget of 0 it is the exact rule with a maximal coupling.
+        budget, tightening: see `RelaxedRule`. With a budget of 0 it is the exact rule with a maximal coupling.
 
     Raises:
         ValueError: for values outside these ranges; by `bind` for a radius that the grid does not have, or if it needs a
@@ -68,7 +68,7 @@ class Pooled(Relaxed):
         for name, value in (("size", size), ("threshold", threshold), ("radius", radius)):
             object.__setattr__(self, name, value)
 
-    def bind(self, model: TokenModel) -> Pooled:
+    def bind(self, model: TokenModel) -> PooledRule:
         """This rule with the grid and the neighbours in the model's codebook, which are made the first time."""
         rows, columns = model.grid
         if self.radius and self.radius >= max(rows, columns):
@@ -76,7 +76,7 @@ class Pooled(Relaxed):
         bound = replace(self)
         object.__setattr__(bound, "columns", columns)
         if self.size and self.threshold <= 1:
-            object.__setattr__(bound, "nearest", nearest_tokens(codebook_of(model), self.size))
+            object.__setattr__(bound, "nearest", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class Pooled(Relaxed):
         """See `AcceptanceRule`. `drawn` holds the drafts that stand, and others in the place of those that do not."""
         verdict, drafted, granted = self.along_chain(probs, draft, noise, relaxation)
         kept, again = self._standing(verdict, drafted, granted, draft, noise)
-        drawn = redrawn(probs, draft, noise, kept, again)
+        drawn = resample_rejected(probs, draft, noise, kept, again)
         return replace(verdict, drawn=drawn, relaxation=(granted * ~again).sum(1))
 
     def _standing(

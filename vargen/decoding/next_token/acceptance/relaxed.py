@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import judged, probability
-from vargen.decoding.next_token.acceptance.siblings import Siblings, Tested, sibling_by_sibling
+from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
 from vargen.decoding.next_token.draft import Draft, Tree, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
@@ -28,7 +28,7 @@ from vargen.values import real, shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Relaxed:
+class RelaxedRule:
     """What relaxed rules share; each of them says in `wanted` how likely it wants a draft accepted.
 
     Args:
@@ -60,7 +60,7 @@ class Relaxed:
         return self
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        """Chance f to accept each of the drafted `tokens` `[B, S]`; above 1 counts as 1, below the exact chance as that.
+        """RandomShare f to accept each of the drafted `tokens` `[B, S]`; above 1 counts as 1, below the exact chance as that.
 
         Args:
             p, q: float32 `[B, S, V]`, probabilities of target and draft at each; q None for a deterministic proposal.
@@ -88,32 +88,32 @@ class Relaxed:
         """
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
-            return sibling_by_sibling(test, probs, draft, noise, relaxation, self.budget)
-        if fused.applies(probs) and type(self).granted is Relaxed.granted and draft.tokens.shape[1]:
+            return verify_siblings(test, probs, draft, noise, relaxation, self.budget)
+        if fused.applies(probs) and type(self).granted is RelaxedRule.granted and draft.tokens.shape[1]:
             given = (probs[:, :-1], draft.probs, draft.tokens)
             wanted = self.wanted(*given) if draft.soft is None else self.wanted_greedily(*given, draft.soft[:, :-1])
             return fused.judged_chain(probs, draft, noise, wanted, relaxation, self.budget, self.tightening)
         verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
-        return replace(verdict, relaxation=granted_in(granted, verdict, draft))
+        return replace(verdict, relaxation=sum_relaxation(granted, verdict, draft))
 
     def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
         """The verdict on a chain, without its relaxation; the drafts, and what each is granted, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
         soft = None if draft.soft is None else draft.soft[:, :-1]
         drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.kept)
-        granted = within_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
+        granted = cap_to_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
         return judged(accepted, probs, draft, noise), drafted, granted  # as the walk over a tree, without its copies of p
 
-    def _test(self, tree: Tree, siblings: Siblings) -> Tested:
+    def _test(self, tree: Tree, siblings: Siblings) -> SiblingDecision:
         depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
         extra = self.granted(siblings, depth)
         if siblings.room is not None:
             extra = torch.minimum(extra, siblings.room)
-        return Tested(siblings.exact_chance + extra, siblings.left, extra)
+        return SiblingDecision(siblings.exact_chance + extra, siblings.left, extra)
 
 
-def within_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
+def cap_to_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
     """What may be granted to each draft of a chain, float `[B, T - 1]`: nothing to invalid ones, and in sum along the chain no
     more than the budget leaves.
 
@@ -130,7 +130,7 @@ def within_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: flo
     return total.diff(dim=1, prepend=torch.zeros_like(total[:, :1]))
 
 
-def granted_in(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
+def sum_relaxation(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
     """Relaxation of a pass, float `[B]`: what was granted to the drafts that were examined, the first refused one included."""
     examined = torch.arange(granted.shape[1], device=granted.device) < verdict.count[:, None]
     if draft.valid is not None:
@@ -139,8 +139,8 @@ def granted_in(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Ratio(Relaxed):
-    """Relaxed: accept a draft x while u < ratio p(x) / q(x), draw norm((p - q)+) at a refusal.
+class RatioRule(RelaxedRule):
+    """RelaxedRule: accept a draft x while u < ratio p(x) / q(x), draw norm((p - q)+) at a refusal.
 
     The plainest relaxed rule, which every other one has to beat at equal relaxation: it grants most to drafts that the target
     finds likely, and asks nothing else. With `tightening` it is the rule of Cool-SD, whose ratio falls with the depth, here
@@ -148,7 +148,7 @@ class Ratio(Relaxed):
 
     Args:
         ratio: 1 (exact) or more.
-        budget, tightening: see `Relaxed`.
+        budget, tightening: see `RelaxedRule`.
 
     Raises:
         ValueError: for values outside these ranges.
@@ -168,10 +168,10 @@ class Ratio(Relaxed):
 
 
 @dataclass(frozen=True)
-class Typical(Relaxed):
-    """Relaxed: accept a draft x surely where p(x) > min(epsilon, alpha exp(-H)), H the entropy of p in nats.
+class TypicalRule(RelaxedRule):
+    """RelaxedRule: accept a draft x surely where p(x) > min(epsilon, alpha exp(-H)), H the entropy of p in nats.
 
-    Typical acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other drafts are judged exactly, where Medusa refuses them:
+    TypicalRule acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other drafts are judged exactly, where Medusa refuses them:
     refusing more than p / q asks biases the output for nothing. Image models are uncertain, so the second bound rules: at an
     entropy of 6 nats, tokens of 0.0007 are typical. The defaults are those of Medusa's helper, alpha about the square root of
     epsilon; its `generate` passes the two exchanged.
@@ -179,7 +179,7 @@ class Typical(Relaxed):
     Args:
         epsilon: in (0, 1].
         alpha: above 0; the paper takes about the square root of epsilon.
-        budget, tightening: see `Relaxed`.
+        budget, tightening: see `RelaxedRule`.
 
     Raises:
         ValueError: for values outside these ranges.

@@ -1,6 +1,6 @@
 """Sibling by sibling: what rules have in common that judge the drafts behind a token one after the other, on any tree.
 
-A rule says what it makes of one draft behind every fed slot (`SiblingTest`); here the drafts of one rank, first, second, ...,
+A rule says what it makes of one draft behind every fed slot (`SiblingRule`); here the drafts of one rank, first, second, ...,
 are tested at all slots at once, whether or not the slots will be reached, so that no step waits for a decision: as many rounds
 as any slot has children. Chains are trees whose slots have one child.
 
@@ -62,7 +62,7 @@ class Siblings(NamedTuple):
         return (self.p - self.q).clamp_min_(0)
 
 
-class Tested(NamedTuple):
+class SiblingDecision(NamedTuple):
     """What a rule makes of `Siblings`.
 
     Attributes:
@@ -77,11 +77,11 @@ class Tested(NamedTuple):
     granted: Tensor | None = None
 
 
-SiblingTest = Callable[[Siblings], Tested]
+SiblingRule = Callable[[Siblings], SiblingDecision]
 
 
 @dataclass
-class _Judged:
+class _SlotDecisions:
     """Of every draft, by its slot, `[B, T]` each: whether it stands once its parent does, whether it is tested then, and the
     acceptance granted to it; entry 0 is meaningless."""
 
@@ -90,8 +90,8 @@ class _Judged:
     granted: Tensor
 
 
-def sibling_by_sibling(
-    test: SiblingTest,
+def verify_siblings(
+    test: SiblingRule,
     probs: Tensor,
     draft: Draft,
     noise: Noise,
@@ -125,7 +125,7 @@ def sibling_by_sibling(
     return replace(verdict, relaxation=spent[:, 1:].sum(1))
 
 
-def _judge(test: SiblingTest, probs: Tensor, draft: Draft, noise: Noise, room: Tensor | None) -> _Judged:
+def _judge(test: SiblingRule, probs: Tensor, draft: Draft, noise: Noise, room: Tensor | None) -> _SlotDecisions:
     B, T, _ = probs.shape
     tree = draft.tree
     taken = torch.zeros(B, T, dtype=torch.bool, device=probs.device)
@@ -148,7 +148,7 @@ def _judge(test: SiblingTest, probs: Tensor, draft: Draft, noise: Noise, room: T
             further = tree.parents_of_rank[rank + 1]
             kept = torch.searchsorted(slots, further)  # whoever has a child of the next rank has one of this
             p = _refused(siblings, tested, there, kept if len(further) < len(slots) else None)
-    return _Judged(stands, examined, granted)
+    return _SlotDecisions(stands, examined, granted)
 
 
 def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> tuple[Siblings, Tensor]:
@@ -163,7 +163,7 @@ def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> t
     return Siblings(p, q, draft.tokens.gather(1, at), child, None if room is None else room.gather(1, child), soft), there
 
 
-def _refused(siblings: Siblings, tested: Tested, there: Tensor, rows: Tensor | None = None) -> Tensor:
+def _refused(siblings: Siblings, tested: SiblingDecision, there: Tensor, rows: Tensor | None = None) -> Tensor:
     """What is left of p once these drafts are refused, normalised: of all rows, or of some."""
     left = tested.left
     if rows is not None:
@@ -176,7 +176,7 @@ def _refused(siblings: Siblings, tested: Tested, there: Tensor, rows: Tensor | N
     return torch.where(there[..., None] & (total > 0), left / total, siblings.p)
 
 
-def _left_behind(test: SiblingTest, probs: Tensor, draft: Draft, slot: Tensor, room: Tensor | None) -> Tensor:
+def _left_behind(test: SiblingRule, probs: Tensor, draft: Draft, slot: Tensor, room: Tensor | None) -> Tensor:
     """What all drafts behind a slot `[B, 1]` of each image leave of p, `[B, 1, V]`."""
     B, T, _ = probs.shape
     image = torch.arange(B, device=probs.device)[:, None]
@@ -213,7 +213,7 @@ def followed(stands: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
     return _path(accepted, tree), accepted.sum(1), accepted
 
 
-def path_to(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
+def trace_path(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
     """The path `[B, A]` to a slot `[B]` of each image, and the number of slots on it `[B]`."""
     accepted = tree.ancestors.expand(len(slot), -1, -1)[torch.arange(len(slot), device=slot.device), slot]
     return _path(accepted, tree), accepted.sum(1)
@@ -224,7 +224,7 @@ def _path(accepted: Tensor, tree: Tree) -> Tensor:
     return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
 
 
-def offered_and_accepted(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
+def count_sibling_acceptance(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
     """int64 `[longest, widest, 2]`: by the depth of an accepted slot and the rank of a child, how many had such a child, and
     how many times it was accepted too.
 

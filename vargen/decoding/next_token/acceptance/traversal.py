@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.base import acceptance_rule
-from vargen.decoding.next_token.acceptance.siblings import path_to
+from vargen.decoding.next_token.acceptance.siblings import trace_path
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 
@@ -57,6 +57,6 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     passes = noise.branch(slots).uniform(Purpose.ACCEPT) < reach
     passes[:, 0] = True
     last = torch.where(passes, tree.postorder, T).argmin(1)
-    path, count = path_to(last, tree)
+    path, count = trace_path(last, tree)
     next_token = noise.at(last).draw(left[image, last][:, None], Purpose.RESIDUAL)[:, 0]
     return Verdict(path=path, count=count, next_token=next_token)

@@ -36,7 +36,7 @@ class Sequential:
         pass
 
 
-class Shaped:
+class TreeDrafter:
     """A drafter, a frozen dataclass with a field `shape`, of which `tree` says what it stands for; see `SizedDrafter`."""
 
     @property

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.draft_length import ByCost, Geometric
+from vargen.decoding.next_token.draft_length import GeometricEstimate, WidthController
 from vargen.decoding.next_token.protocols import LayeredModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.pass_costs import pass_costs
+from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import real, shown, whole
 
@@ -37,7 +37,7 @@ class _State:
     seeds: Tensor
     total: int
     length: int
-    choice: ByCost | None
+    choice: WidthController | None
 
 
 @dataclass(frozen=True)
@@ -139,17 +139,17 @@ class Speculative:
         small, choice, length = self.small_model(model), None, self.longest
         if isinstance(self.length, str):
             images = len(seeds)
-            costs = pass_costs(model, condition, images, range(1, _LONGEST + 2))
-            drafting = pass_costs(small, condition, images, [1, 2])
+            costs = measure_pass_costs(model, condition, images, range(1, _LONGEST + 2))
+            drafting = measure_pass_costs(small, condition, images, [1, 2])
             steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
-            choice = ByCost(steps, Geometric())
+            choice = WidthController(steps, GeometricEstimate())
             length = choice.next() - 1
         held, _ = small.prefill(condition, max(2, self.longest))
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the small model's passes behind a chain of `drafts`, measured."""
-        return _drafting(pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
+        return _drafting(measure_pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;

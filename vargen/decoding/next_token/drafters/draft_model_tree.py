@@ -14,14 +14,21 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.drafters.base import Shaped
+from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.draft_model import Speculative
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.expand import DRAWINGS, Drawing, Frontier, check_drawing, check_vocabulary, grow
-from vargen.decoding.next_token.trees.search import TreeChoice, best_tree, sizes
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape, tree_of
+from vargen.decoding.next_token.trees.expand import (
+    CHILD_SAMPLING,
+    Drawing,
+    Frontier,
+    check_vocabulary,
+    grow,
+    validate_child_sampling,
+)
+from vargen.decoding.next_token.trees.search import TreeController, search_best_tree, sizes
+from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape, parse_shape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import interpolated, pass_costs
+from vargen.decoding.pass_costs import interpolate_cost, measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 
 
@@ -34,11 +41,11 @@ class _State:
     sampling: Sampling
     seeds: Tensor
     total: int
-    choice: TreeChoice | None = None
+    choice: TreeController | None = None
 
 
 @dataclass(frozen=True)
-class SpeculativeTree(Shaped):
+class SpeculativeTree(TreeDrafter):
     """Trees from a smaller model: one pass of it for each level.
 
     Args:
@@ -60,18 +67,18 @@ class SpeculativeTree(Shaped):
     topology: str = field(default="tree", init=False)
 
     def __post_init__(self) -> None:
-        check_drawing(self.drawing, self.tree)
+        validate_child_sampling(self.drawing, self.tree)
         Speculative(model=self.model)
 
     @property
     def tree(self) -> TreeShape | AutoTree:
         """The shape."""
-        return tree_of(self.shape)
+        return parse_shape(self.shape)
 
     @property
     def offers(self) -> tuple[str, ...]:
         """See `OfferingDrafter`."""
-        return DRAWINGS[self.drawing]
+        return CHILD_SAMPLING[self.drawing]
 
     def bind(self, model: TokenModel) -> SpeculativeTree:
         """This drafter; an automatic tree is cut to the grid."""
@@ -85,9 +92,9 @@ class SpeculativeTree(Shaped):
         small, choice = Speculative(1, self.model).small_model(model), None
         if isinstance(self.tree, AutoTree):
             images, settled = len(seeds), model.device.type != "cpu"
-            drafting = pass_costs(small, condition, images, sizes(self.tree))
-            seconds = pass_costs(model, condition, images, sizes(self.tree))
-            choice = TreeChoice(self.tree, seconds, lambda parents: self._drafting(drafting, StaticTree(parents)), settled)
+            drafting = measure_pass_costs(small, condition, images, sizes(self.tree))
+            seconds = measure_pass_costs(model, condition, images, sizes(self.tree))
+            choice = TreeController(self.tree, seconds, lambda parents: self._drafting(drafting, StaticTree(parents)), settled)
         held, _ = small.prefill(condition, max(self.tree.depth + 2, self.tree.expanded))
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], choice)
 
@@ -95,7 +102,7 @@ class SpeculativeTree(Shaped):
         """Seconds of the small model's passes behind a tree, of those over some numbers of tokens."""
         fed = [self.tree.depth + 2, *accumulate(tree.widths())][: tree.depth + 1]
         del fed[1:2]  # the first level is the pass that catches up
-        return sum(interpolated(seconds, tokens) for tokens in fed)
+        return sum(interpolate_cost(seconds, tokens) for tokens in fed)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Seconds of the small model's passes behind a tree of `drafts`, measured."""
@@ -103,9 +110,11 @@ class SpeculativeTree(Shaped):
             return 0.0
         tree = self.tree
         if isinstance(tree, AutoTree):
-            tree = StaticTree(best_tree([tree.acceptance], drafts, tree.depth))
+            tree = StaticTree(search_best_tree([tree.acceptance], drafts, tree.depth))
         widths = [1, 2, 4, 8, 16, 32, 64]
-        return self._drafting(pass_costs(Speculative(1, self.model).small_model(model), condition, images, widths), tree)
+        return self._drafting(
+            measure_pass_costs(Speculative(1, self.model).small_model(model), condition, images, widths), tree
+        )
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Level by level. The small model keeps no drafts: each level feeds the root and all that was expanded, and the first

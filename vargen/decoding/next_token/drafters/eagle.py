@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.drafters.heads import Features, FeatureTree, at_slots, there
-from vargen.decoding.next_token.protocols import FeatureModel, TokenModel
+from vargen.decoding.next_token.drafters.heads import Features, HeadDrafter, at_slots, there
+from vargen.decoding.next_token.protocols import AutoregressiveHead, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow
-from vargen.decoding.next_token.trees.search import TreeChoice, best_tree
+from vargen.decoding.next_token.trees.search import TreeController, search_best_tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import interpolated, timed
+from vargen.decoding.pass_costs import interpolate_cost, timed
 from vargen.decoding.sampling import Sampling, to_probs
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)  # of a level, whose costs are measured
@@ -32,28 +32,28 @@ _COMMITTED = 3  # tokens that are taken for the newest, where costs are compared
 
 @dataclass
 class _State:
-    model: FeatureModel
+    model: AutoregressiveHead
     held: Any
     features: Features
     sampling: Sampling
     seeds: Tensor
     total: int
-    choice: TreeChoice | None = None
+    choice: TreeController | None = None
 
 
 @dataclass(frozen=True)
-class Eagle(FeatureTree):
-    """Chains and trees from an EAGLE layer, one pass of it for each level; see `FeatureTree`."""
+class Eagle(HeadDrafter):
+    """Chains and trees from an EAGLE layer, one pass of it for each level; see `HeadDrafter`."""
 
     kind: ClassVar[str] = "eagle"
-    protocol: ClassVar[type] = FeatureModel
+    protocol: ClassVar[type] = AutoregressiveHead
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         drafter = self.trained(model)
         choice = None
         if isinstance(self.tree, AutoTree):
             seconds = _level_seconds(drafter, first, len(seeds), model.grid[0] * model.grid[1])
-            kept_up = interpolated(seconds, _COMMITTED)
+            kept_up = interpolate_cost(seconds, _COMMITTED)
             choice = self.choice(model, condition, len(seeds), kept_up, lambda parents: _levels(seconds, StaticTree(parents)))
         held = drafter.start(len(seeds), max(self.tree.depth + 1, self.tree.expanded))
         features, total = Features.first(first, len(seeds)), model.grid[0] * model.grid[1]
@@ -92,17 +92,17 @@ class Eagle(FeatureTree):
             return 0.0
         tree = self.tree
         if isinstance(tree, AutoTree):
-            tree = StaticTree(best_tree([tree.acceptance], drafts, tree.depth))
+            tree = StaticTree(search_best_tree([tree.acceptance], drafts, tree.depth))
         seconds = _level_seconds(self.trained(model), model.prefill(condition, 1)[1], images, model.grid[0] * model.grid[1])
-        return interpolated(seconds, _COMMITTED) + _levels(seconds, tree)
+        return interpolate_cost(seconds, _COMMITTED) + _levels(seconds, tree)
 
 
 def _levels(seconds: Mapping[int, float], tree: TreeShape) -> float:
     """Seconds of the layer's passes behind a tree but for the first, over the newest tokens."""
-    return sum(interpolated(seconds, fed) for fed in tree.widths()[1:])
+    return sum(interpolate_cost(seconds, fed) for fed in tree.widths()[1:])
 
 
-def _level_seconds(model: FeatureModel, first: Output, images: int, total: int) -> dict[int, float]:
+def _level_seconds(model: AutoregressiveHead, first: Output, images: int, total: int) -> dict[int, float]:
     """Seconds of a pass of the layer by the slots that it feeds, behind half of a picture.
 
     Args:
@@ -127,7 +127,7 @@ def _level_seconds(model: FeatureModel, first: Output, images: int, total: int) 
     return least
 
 
-def _continued(model: FeatureModel, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:
+def _continued(model: AutoregressiveHead, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:
     """Feed the newest tokens with the target's features, and keep all but the root, at which a draft begins.
 
     Returns:

@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Output, Step
-from vargen.decoding.next_token.drafters.base import Shaped
+from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.protocols import HeadedModel, TokenModel
-from vargen.decoding.next_token.trees.expand import DRAWINGS, Drawing, check_drawing, check_vocabulary
-from vargen.decoding.next_token.trees.search import TreeChoice, sizes
-from vargen.decoding.next_token.trees.shapes import MOST_FED, AutoTree, DynamicTree, StaticTree, TreeShape, chain, tree_of
-from vargen.decoding.pass_costs import pass_costs
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.decoding.next_token.trees.expand import CHILD_SAMPLING, Drawing, check_vocabulary, validate_child_sampling
+from vargen.decoding.next_token.trees.search import TreeController, sizes
+from vargen.decoding.next_token.trees.shapes import (
+    MAX_TREE_WIDTH,
+    AutoTree,
+    DynamicTree,
+    StaticTree,
+    TreeShape,
+    chain,
+    parse_shape,
+)
+from vargen.decoding.pass_costs import measure_pass_costs
+from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import shown, whole
 
 
@@ -40,7 +48,7 @@ class Features:
         longest path: the host does not wait for a device."""
         features = there(step.features)
         path, self.count = step.verdict.path, step.count
-        if eager_on_cpu(path):
+        if is_eager_cpu(path):
             path = path[:, : max(int(step.count.max()), 1)]
         self.held = at_slots(features, path)
 
@@ -67,7 +75,7 @@ def there(features: Tensor | None) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FeatureTree(Shaped):
+class HeadDrafter(TreeDrafter):
     """Trees from a drafter that was trained on the target's features.
 
     Args:
@@ -96,15 +104,15 @@ class FeatureTree(Shaped):
     def __post_init__(self) -> None:
         shape = self.shape
         if not isinstance(shape, StaticTree | DynamicTree | AutoTree | str | list | tuple):
-            length = whole(shape, 1, MOST_FED - 1)
+            length = whole(shape, 1, MAX_TREE_WIDTH - 1)
             if length is None:
                 error = ValueError if isinstance(shape, int | float) else TypeError
-                allowed = f"a whole number from 1 to {MOST_FED - 1} for a chain, a tree, its name or its parents"
+                allowed = f"a whole number from 1 to {MAX_TREE_WIDTH - 1} for a chain, a tree, its name or its parents"
                 raise error(f"shape must be {allowed}, got {shown(shape)}")
             shape = chain(length)
-        tree = tree_of(shape)
+        tree = parse_shape(shape)
         object.__setattr__(self, "shape", tree)
-        check_drawing(self.drawing, tree)
+        validate_child_sampling(self.drawing, tree)
         straight = isinstance(tree, StaticTree) and tree.slots == chain(tree.nodes)
         object.__setattr__(self, "topology", "chain" if straight else "tree")
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, self.protocol)):
@@ -119,7 +127,7 @@ class FeatureTree(Shaped):
     @property
     def offers(self) -> tuple[str, ...]:
         """See `OfferingDrafter`."""
-        return DRAWINGS[self.drawing]
+        return CHILD_SAMPLING[self.drawing]
 
     def trained(self, model: TokenModel) -> Any:
         """The trained drafter that drafts for `model`.
@@ -156,7 +164,7 @@ class FeatureTree(Shaped):
 
     def choice(
         self, model: TokenModel, condition: Any, images: int, kept_up: float, drafting: Callable[[tuple[int, ...]], float]
-    ) -> TreeChoice | None:
+    ) -> TreeController | None:
         """Of the tree of each pass, where it is chosen.
 
         Args:
@@ -165,10 +173,10 @@ class FeatureTree(Shaped):
         """
         if not isinstance(self.tree, AutoTree):
             return None
-        seconds = {fed: cost + kept_up for fed, cost in pass_costs(model, condition, images, sizes(self.tree)).items()}
-        return TreeChoice(self.tree, seconds, drafting, settled=model.device.type != "cpu")
+        seconds = {fed: cost + kept_up for fed, cost in measure_pass_costs(model, condition, images, sizes(self.tree)).items()}
+        return TreeController(self.tree, seconds, drafting, settled=model.device.type != "cpu")
 
-    def chosen(self, choice: TreeChoice | None) -> TreeShape | None:
+    def chosen(self, choice: TreeController | None) -> TreeShape | None:
         """The tree of the next pass; None where drafting does not pay."""
         if choice is None:
             assert not isinstance(self.tree, AutoTree)

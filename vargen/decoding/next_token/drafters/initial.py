@@ -118,7 +118,7 @@ def _copy(tokens: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
     return tokens, probs.scatter_(2, tokens[..., None], 1.0)
 
 
-NO_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
+MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
 
 
 def from_low_res(
@@ -152,7 +152,7 @@ def low_res_model(model: TokenModel) -> LowResModel:
     """
     found = model.low_res if isinstance(model, UpscaledModel) else None
     if found is None:
-        raise ValueError(NO_LOW_RES)
+        raise ValueError(MISSING_LOW_RES)
     if (found.vocab, found.grid) != (model.vocab, model.grid):
         raise ValueError(
             f"the low-resolution model must draft for {model.vocab} tokens on {model.grid}, got {found.vocab} on {found.grid}"

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance import chances, redrawn
+from vargen.decoding.next_token.acceptance import chances, resample_rejected
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.draft_length import Fixed, Window, WindowState, window_of
+from vargen.decoding.next_token.draft_length import Fixed, Window, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
     INITIAL_DRAFTS,
     LOW_RES,
@@ -31,7 +31,7 @@ from vargen.decoding.next_token.drafters.initial import (
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
-from vargen.kernels.dispatch import eager_on_cpu
+from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import resolve_name, shown
 
 Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
@@ -43,7 +43,7 @@ class _Pass:
     the T fed tokens were the image's own, `[B]`."""
 
     probs: Tensor
-    redrawn: Tensor
+    resample_rejected: Tensor
     count: Tensor
     own: Tensor
 
@@ -86,7 +86,7 @@ class Jacobi:
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
-        policy = window_of(self.window)
+        policy = parse_window(self.window)
         if isinstance(policy, Fixed):
             object.__setattr__(self, "window", policy.max_fed)  # also where NumPy's number was given
         resolve_name("coupling", self.coupling, COUPLINGS)
@@ -94,7 +94,7 @@ class Jacobi:
 
     @property
     def max_fed(self) -> int:
-        return window_of(self.window).max_fed
+        return parse_window(self.window).max_fed
 
     def bind(self, model: TokenModel) -> Jacobi:
         """This drafter.
@@ -109,7 +109,7 @@ class Jacobi:
 
     def check_grid(self, tokens: int) -> None:
         """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
-        window = window_of(self.window)
+        window = parse_window(self.window)
         if window.max_fed > tokens and not window.shrinks:
             raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.max_fed)}")
 
@@ -123,7 +123,7 @@ class Jacobi:
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         rows, columns = model.grid
-        window = window_of(self.window).start(model, condition, len(seeds))
+        window = parse_window(self.window).start(model, condition, len(seeds))
         initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
         if self.initial in LOW_RES:
             refreshed = self.initial == "low-res-refreshed"
@@ -167,7 +167,7 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
     at = torch.arange(B, device=device)
     source = last.count[:, None] + torch.arange(noise.position.shape[1], device=device)
     fresh = source >= last.own[:, None]
-    kept = last.redrawn.gather(1, source.clamp(max=T_old - 1))
+    kept = last.resample_rejected.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
     reach = length + (last.own - last.count).clamp(min=0)
     first = _first_fresh(last, noise.position.shape[1])
@@ -186,7 +186,7 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
 def _first_fresh(last: _Pass, slots: int) -> int:
     """From which slot on an image may need initial drafts: of the others none are made, where the host knows. At least one is,
     to say how these look; elsewhere all are, so that passes are alike and nobody waits for the device."""
-    if not eager_on_cpu(last.count):
+    if not is_eager_cpu(last.count):
         return 0
     return min(max(int((last.own - last.count).min()), 0), slots - 1)
 
@@ -206,7 +206,7 @@ def maximal(step: Step) -> Tensor:
     called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
     """
     p, q = chances(step.probs, step.draft)
-    return redrawn(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
+    return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
 
 
 def gumbel(step: Step) -> Tensor:
@@ -220,7 +220,7 @@ def gumbel(step: Step) -> Tensor:
 
 
 def judged(step: Step) -> Tensor:
-    """What the rule itself kept and drew (`Verdict.drawn`, as of `Pooled`); of rules that draw nothing, as `maximal`."""
+    """What the rule itself kept and drew (`Verdict.drawn`, as of `PooledRule`); of rules that draw nothing, as `maximal`."""
     return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
 
 

@@ -17,15 +17,15 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.drafters.base import Shaped
+from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
 from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.expand import check_vocabulary
-from vargen.decoding.next_token.trees.search import AlwaysTree, TreeChoice, sizes
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, tree_of
+from vargen.decoding.next_token.trees.search import AlwaysTree, TreeController, sizes
+from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.pass_costs import pass_costs
+from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling
 from vargen.modes import ordinary_tensors
 
@@ -40,7 +40,7 @@ class _State:
     drafter: Jacobi
     chain: Any
     window: _Led
-    choice: TreeChoice | AlwaysTree
+    choice: TreeController | AlwaysTree
     parents: tuple[int, ...] = (-1,)
 
 
@@ -106,7 +106,7 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
 
 
 @dataclass(frozen=True)
-class JacobiTree(Shaped):
+class JacobiTree(TreeDrafter):
     """Drafts from the last pass, with several candidates where the shape has siblings.
 
     Args:
@@ -138,7 +138,7 @@ class JacobiTree(Shaped):
     @property
     def tree(self) -> StaticTree | AutoTree:
         """The shape."""
-        tree = tree_of(self.shape)
+        tree = parse_shape(self.shape)
         if isinstance(tree, DynamicTree):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
@@ -154,10 +154,10 @@ class JacobiTree(Shaped):
         tree, window = self.tree, _Led(self.tree.depth + 1)
         drafter = Jacobi(window, self.coupling, self.initial)
         chain = drafter.start(model, condition, seeds, sampling, first)
-        choice: TreeChoice | AlwaysTree
+        choice: TreeController | AlwaysTree
         if isinstance(tree, AutoTree):
-            seconds = pass_costs(model, condition, len(seeds), sizes(tree))
-            choice = TreeChoice(tree, seconds, settled=model.device.type != "cpu")
+            seconds = measure_pass_costs(model, condition, len(seeds), sizes(tree))
+            choice = TreeController(tree, seconds, settled=model.device.type != "cpu")
         else:
             choice = AlwaysTree(tree.slots)
         return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)

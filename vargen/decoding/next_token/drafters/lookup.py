@@ -15,7 +15,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.protocols import ExampleModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.sampling import LOWEST_TEMPERATURE, Sampling
+from vargen.decoding.sampling import MIN_TEMPERATURE, Sampling
 from vargen.values import real, shown, whole
 
 
@@ -170,7 +170,7 @@ class Lookup:
         rows, columns = model.grid
         examples = model.examples if isinstance(model, ExampleModel) and self.counted else None
         index = None if examples is None else _index(_Examples(examples), model.vocab, columns, seeds.device)
-        power = self.sharpness / max(sampling.temperature, LOWEST_TEMPERATURE)
+        power = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
         return _State(seeds, rows * columns, columns, model.vocab, power, index)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:

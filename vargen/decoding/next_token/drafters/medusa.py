@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
-from vargen.decoding.next_token.drafters.heads import Features, FeatureTree, there
-from vargen.decoding.next_token.protocols import FeatureHeads, TokenModel
+from vargen.decoding.next_token.drafters.heads import Features, HeadDrafter, there
+from vargen.decoding.next_token.protocols import ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow
-from vargen.decoding.next_token.trees.search import TreeChoice
+from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
 from vargen.decoding.pass_costs import timed
@@ -28,21 +28,21 @@ from vargen.values import shown
 
 @dataclass
 class _State:
-    model: FeatureHeads
+    model: ParallelHeads
     features: Features
     sampling: Sampling
     seeds: Tensor
     total: int
-    choice: TreeChoice | None = None
+    choice: TreeController | None = None
 
 
 @dataclass(frozen=True)
-class Medusa(FeatureTree):
-    """Chains and trees from Medusa's heads, at most as deep as there are heads; see `FeatureTree`."""
+class Medusa(HeadDrafter):
+    """Chains and trees from Medusa's heads, at most as deep as there are heads; see `HeadDrafter`."""
 
     shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
-    protocol: ClassVar[type] = FeatureHeads
+    protocol: ClassVar[type] = ParallelHeads
 
     def bind(self, model: TokenModel) -> Self:
         heads = self.trained(model).heads
@@ -81,7 +81,7 @@ class Medusa(FeatureTree):
             state.choice.observe(step, state.total)
 
 
-def _seconds(heads: FeatureHeads, first: Output, images: int) -> float:
+def _seconds(heads: ParallelHeads, first: Output, images: int) -> float:
     """Of the heads, once."""
     features = there(first.features)
     root = torch.zeros(images, dtype=torch.int64, device=features.device)

@@ -36,7 +36,7 @@ class _State:
 @dataclass(frozen=True)
 class Wavefront(Jacobi):
     """A Jacobi window over several rows, in each of which tokens are settled from the left: one is kept, by rules that heed it
-    (`Pooled`), once it was drawn behind its settled left neighbour and `reach` settled columns more of the row above.
+    (`PooledRule`), once it was drawn behind its settled left neighbour and `reach` settled columns more of the row above.
 
     Args:
         window, coupling, initial: see `Jacobi`; the coupling has to be `"judged"`, which keeps what the rule keeps.

@@ -24,7 +24,7 @@ from vargen.modes import ordinary_tensors
 from vargen.values import shown
 
 Drawing = Literal["best", "sampled", "independent", "coupled"]
-DRAWINGS: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `OfferingDrafter`
+CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `OfferingDrafter`
     "best": ("fresh",),
     "sampled": ("fresh",),
     "independent": ("fresh", "replacement"),
@@ -32,10 +32,10 @@ DRAWINGS: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `
 }
 
 
-def check_drawing(drawing: object, shape: TreeShape | AutoTree) -> None:
+def validate_child_sampling(drawing: object, shape: TreeShape | AutoTree) -> None:
     """Raise ValueError unless children can be drawn so in trees of this shape."""
-    if drawing not in DRAWINGS:
-        raise ValueError(f"drawing must be one of {', '.join(DRAWINGS)}, got {shown(drawing)}")
+    if drawing not in CHILD_SAMPLING:
+        raise ValueError(f"drawing must be one of {', '.join(CHILD_SAMPLING)}, got {shown(drawing)}")
     if drawing == "independent" and isinstance(shape, DynamicTree):
         raise ValueError("drawing 'independent' needs a StaticTree: in a dynamic one the number of siblings depends on them")
 

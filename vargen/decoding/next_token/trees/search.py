@@ -16,15 +16,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.siblings import offered_and_accepted
+from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.draft import Step
-from vargen.decoding.next_token.draft_length import ByCost
+from vargen.decoding.next_token.draft_length import WidthController
 from vargen.decoding.next_token.trees.shapes import AutoTree
 
 Rates = Sequence[Sequence[float]]  # by depth and rank; the last depth's hold for all below
 
 
-def best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, ...]:
+def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, ...]:
     """Parents of the tree of so many drafts that commits most tokens.
 
     Args:
@@ -47,10 +47,10 @@ def best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, 
         parents.append(parent)
         offer(parent, above, step, rank + 1)
         offer(len(parents) - 1, -negative, step + 1, 0)
-    return _by_level(parents)
+    return _sort_by_level(parents)
 
 
-def _by_level(parents: list[int]) -> tuple[int, ...]:
+def _sort_by_level(parents: list[int]) -> tuple[int, ...]:
     """The same tree with its slots level by level, those of one parent in their order."""
     depth = [0]
     for parent in parents[1:]:
@@ -64,7 +64,7 @@ def _by_level(parents: list[int]) -> tuple[int, ...]:
     return (-1, *(place[parents[slot]] for slot in order[1:]))
 
 
-def expected_tokens(parents: Sequence[int], rates: Rates) -> float:
+def compute_expected_tokens(parents: Sequence[int], rates: Rates) -> float:
     """Tokens that a pass over the tree commits in the mean, the one behind the accepted path included."""
     reach, depth, children = [1.0], [0], [0] * len(parents)
     for parent in parents[1:]:
@@ -85,7 +85,7 @@ def tree_by_cost(
     """Parents of the tree that commits most tokens a second: a chain, or the root alone, where more does not pay.
 
     Args:
-        rates: see `best_tree`.
+        rates: see `search_best_tree`.
         seconds: of a pass of the target, by the tokens it feeds; 1 is among them.
         drafting: seconds that drafting a tree takes.
         depth: most steps from the root.
@@ -96,9 +96,9 @@ def tree_by_cost(
     most = 1 / seconds[1]
     for fed in sorted(seconds):
         for steps in range(1, min(deepest, fed - 1) + 1):
-            parents = best_tree(rates, fed - 1, steps)
+            parents = search_best_tree(rates, fed - 1, steps)
             if len(parents) == fed:
-                rate = beside * expected_tokens(parents, rates) / (seconds[fed] + drafting(parents))
+                rate = beside * compute_expected_tokens(parents, rates) / (seconds[fed] + drafting(parents))
                 if rate > most:
                     found, most = parents, rate
     return found
@@ -113,7 +113,7 @@ _HOPED = (0.85, 0.08, 0.03)  # acceptance that is worth a try
 
 @dataclass
 class Ranks:
-    """The tokens that the best tree of a size commits (`Expectation`), with recent acceptance by depth and rank."""
+    """The tokens that the best tree of a size commits (`AcceptanceEstimate`), with recent acceptance by depth and rank."""
 
     policy: AutoTree
     depth: dict[int, int] = field(default_factory=dict)  # by the tokens that are fed, the most that their trees may have
@@ -137,20 +137,20 @@ class Ranks:
 
     def tree(self, fed: int) -> tuple[int, ...]:
         """Parents of the best tree of so many slots."""
-        return best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
+        return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
 
     def tokens(self, fed: int) -> float:
-        return expected_tokens(self.tree(fed), self.rates)
+        return compute_expected_tokens(self.tree(fed), self.rates)
 
     def promising(self, fed: int) -> float:
         rates = [_HOPED[: self.policy.children]]
-        return expected_tokens(best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
+        return compute_expected_tokens(search_best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
 
     def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
         """Counts do not tell siblings apart; see `see`."""
 
     def see(self, table: Tensor, images: int) -> None:
-        """What `offered_and_accepted` counted in a pass of so many unfinished images."""
+        """What `count_sibling_acceptance` counted in a pass of so many unfinished images."""
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
             rows = torch.arange(len(seen)).clamp(max=_DEPTHS - 1)
             mine *= _MEMORY
@@ -158,7 +158,7 @@ class Ranks:
         self.offered.clamp_(min=1e-3)
 
 
-class TreeChoice:
+class TreeController:
     """The tree of the next pass.
 
     Args:
@@ -183,7 +183,7 @@ class TreeChoice:
                 ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])
                 steps[fed] = seconds[fed] + drafting(ranks.tree(fed))
         self.ranks, self.settled = ranks, settled
-        self.choice = ByCost(steps, ranks, probes=0 if settled else 4, margin=1.1)
+        self.choice = WidthController(steps, ranks, probes=0 if settled else 4, margin=1.1)
         self.parents = self._chosen()
 
     @staticmethod
@@ -206,7 +206,7 @@ class TreeChoice:
         if self.settled or len(self.parents) == 1:
             return
         active = step.noise.position[:, 0] < total
-        self.ranks.see(offered_and_accepted(step.draft, step.verdict, active), int(active.sum()))
+        self.ranks.see(count_sibling_acceptance(step.draft, step.verdict, active), int(active.sum()))
         self.parents = self._chosen()
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from vargen.values import real, shown, suggest_names, whole
 
-MOST_FED = 256  # tokens of a pass
+MAX_TREE_WIDTH = 256  # tokens of a pass
 
 
 def chain(drafts: int) -> tuple[int, ...]:
@@ -20,7 +20,7 @@ def chain(drafts: int) -> tuple[int, ...]:
     return tuple(range(-1, drafts))
 
 
-def k_ary(children: int, depth: int) -> tuple[int, ...]:
+def make_k_ary(children: int, depth: int) -> tuple[int, ...]:
     """Every slot above `depth` has so many children."""
     return branching([children] * depth)
 
@@ -35,7 +35,7 @@ def branching(children: Sequence[int]) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def of_widths(widths: Sequence[int]) -> tuple[int, ...]:
+def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
     """So many slots at each depth below the root, given to the likeliest parents: those of least rank, summed from the root on.
 
     That is the best tree of these widths where each younger sibling is less likely than its elder by one and the same factor.
@@ -57,7 +57,7 @@ def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
     Raises:
         ValueError: if `fed` slots do not hold the part that branches.
     """
-    parents = k_ary(children, depth)
+    parents = make_k_ary(children, depth)
     if fed < len(parents):
         raise ValueError(f"{children} children to depth {depth} are {len(parents)} slots, the root included, got {fed}")
     first = len(parents) - children**depth  # of the deepest
@@ -66,15 +66,15 @@ def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
 
 STATIC: dict[str, tuple[int, ...]] = {
     "chain-4": chain(4),
-    "binary-3": k_ary(2, 3),
-    "wide-15": of_widths((4, 5, 4, 2)),
-    "wide-31": of_widths((6, 9, 8, 5, 3)),
-    "wide-57": of_widths((8, 15, 15, 11, 8)),
+    "binary-3": make_k_ary(2, 3),
+    "wide-15": make_by_level_sizes((4, 5, 4, 2)),
+    "wide-31": make_by_level_sizes((6, 9, 8, 5, 3)),
+    "wide-57": make_by_level_sizes((8, 15, 15, 11, 8)),
     "fan-24": fan(24, 2, 2),
 }
 
 
-def depth_of(parents: Sequence[int]) -> int:
+def compute_depths(parents: Sequence[int]) -> int:
     """Steps from the root to the deepest slot."""
     steps = [0]
     for parent in parents[1:]:
@@ -82,7 +82,7 @@ def depth_of(parents: Sequence[int]) -> int:
     return max(steps)
 
 
-def checked_parents(value: Any) -> tuple[int, ...]:
+def parse_parents(value: Any) -> tuple[int, ...]:
     """A static tree by name or by its parents.
 
     Raises:
@@ -96,8 +96,8 @@ def checked_parents(value: Any) -> tuple[int, ...]:
     if not isinstance(value, Sequence):
         raise TypeError(f"tree must be a name or a sequence of parents, root first, got {shown(value)}")
     parents = tuple(whole(parent, -1) for parent in value)
-    if not 2 <= len(parents) <= MOST_FED:
-        raise ValueError(f"tree must have from 2 to {MOST_FED} slots, the root included, got {len(parents)}")
+    if not 2 <= len(parents) <= MAX_TREE_WIDTH:
+        raise ValueError(f"tree must have from 2 to {MAX_TREE_WIDTH} slots, the root included, got {len(parents)}")
     if parents[0] != -1 or any(parent is None or not 0 <= parent < slot for slot, parent in enumerate(parents[1:], 1)):
         raise ValueError(f"tree must have parents that start with -1 and then name earlier slots, got {shown(tuple(value))}")
     return tuple(int(parent) for parent in parents if parent is not None)
@@ -111,20 +111,20 @@ class StaticTree:
         parents: of the slots, root first, or a name of `STATIC`.
 
     Raises:
-        ValueError, TypeError: see `checked_parents`.
+        ValueError, TypeError: see `parse_parents`.
     """
 
     parents: tuple[int, ...] | str = "wide-15"
 
     def __post_init__(self) -> None:
         if not isinstance(self.parents, str):
-            object.__setattr__(self, "parents", checked_parents(self.parents))
-        checked_parents(self.parents)
+            object.__setattr__(self, "parents", parse_parents(self.parents))
+        parse_parents(self.parents)
 
     @property
     def slots(self) -> tuple[int, ...]:
         """The parents."""
-        return checked_parents(self.parents)
+        return parse_parents(self.parents)
 
     @property
     def nodes(self) -> int:
@@ -133,7 +133,7 @@ class StaticTree:
 
     @property
     def depth(self) -> int:
-        return depth_of(self.slots)
+        return compute_depths(self.slots)
 
     @property
     def children(self) -> int:
@@ -206,14 +206,14 @@ class DynamicTree:
     acceptance: tuple[float, ...] = field(default=ACCEPTANCE)
 
     def __post_init__(self) -> None:
-        for name, most in (("nodes", MOST_FED - 1), ("depth", MOST_FED - 1), ("children", MOST_FED - 1)):
+        for name, most in (("nodes", MAX_TREE_WIDTH - 1), ("depth", MAX_TREE_WIDTH - 1), ("children", MAX_TREE_WIDTH - 1)):
             value = whole(getattr(self, name), 1, most)
             if value is None:
                 raise ValueError(f"{name} of a tree must be a whole number from 1 to {most}, got {shown(getattr(self, name))}")
             object.__setattr__(self, name, value)
-        frontier = self.children if self.frontier is None else whole(self.frontier, 1, MOST_FED - 1)
+        frontier = self.children if self.frontier is None else whole(self.frontier, 1, MAX_TREE_WIDTH - 1)
         if frontier is None:
-            raise ValueError(f"frontier must be a whole number from 1 to {MOST_FED - 1}, got {shown(self.frontier)}")
+            raise ValueError(f"frontier must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {shown(self.frontier)}")
         object.__setattr__(self, "frontier", frontier)
         rates = [real(rate) for rate in self.acceptance] if isinstance(self.acceptance, list | tuple) else []
         if not rates or any(rate is None or not rate > 0 for rate in rates) or sum(rates) >= 1:  # type: ignore[arg-type]
@@ -288,10 +288,10 @@ class AutoTree:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "children"):
-            value = whole(getattr(self, name), 1, MOST_FED - 1)
+            value = whole(getattr(self, name), 1, MAX_TREE_WIDTH - 1)
             if value is None:
                 given = shown(getattr(self, name))
-                raise ValueError(f"{name} of a tree must be a whole number from 1 to {MOST_FED - 1}, got {given}")
+                raise ValueError(f"{name} of a tree must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {given}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "acceptance", DynamicTree(1, 1, 1, acceptance=self.acceptance).acceptance)
 
@@ -312,11 +312,11 @@ class AutoTree:
 TreeShape = StaticTree | DynamicTree
 
 
-def tree_of(value: Any) -> TreeShape | AutoTree:
+def parse_shape(value: Any) -> TreeShape | AutoTree:
     """The shape of a name, `"auto"`, or parents; a shape itself.
 
     Raises:
-        ValueError, TypeError: see `checked_parents`.
+        ValueError, TypeError: see `parse_parents`.
     """
     if isinstance(value, StaticTree | DynamicTree | AutoTree):
         return value
