@@ -11,7 +11,7 @@ from pathlib import Path
 
 from vargen.assets import packaged_models
 from vargen.demo.address import HOST_VARIABLE, PORT_VARIABLE, chosen
-from vargen.device import fix_threads, pick_device
+from vargen.device import select_device, set_threads
 
 VIDEO = "emoji-video"  # has a tab beside the packaged models of pictures
 
@@ -37,7 +37,7 @@ def main() -> None:
     try:
         address = chosen(options.host, options.port, os.environ)
         address.check()
-        fix_threads(options.threads)
+        set_threads(options.threads)
     except (ValueError, OSError) as error:
         parser.error(str(error))
     for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, and stop at one that an option overrides
@@ -57,7 +57,7 @@ def main() -> None:
         from vargen.scoring.registry import default_scorer, open_scorer
 
         try:
-            device = pick_device(options.device)
+            device = select_device(options.device)
             saved = describe(options.model).folder
             name = options.scorer or default_scorer(options.model) or "none"
             scorer = None if name == "none" else open_scorer(name, device)

@@ -7,9 +7,9 @@ from difflib import get_close_matches
 from pathlib import Path
 
 if __name__ == "assets":  # found bare through sys.path: this name may belong to another distribution
-    from vargen.compat import hand_over
+    from vargen.compat import defer_to_installed_package
 
-    hand_over(__name__, __path__[0])
+    defer_to_installed_package(__name__, __path__[0])
 
 __all__ = ["packaged_model_path", "packaged_models"]
 

@@ -47,7 +47,7 @@ from vargen.evaluation.synthetic_video import (
     synthetic_pair,
 )
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.protocol import checked_scores
+from vargen.scoring.protocol import score_images
 
 SPEEDUPS = (1.3, 1.6, 1.9, 2.1, 2.4)
 
@@ -127,7 +127,7 @@ class Packaged:
         return stream.stats, self._score(frames, prompt)
 
     def _score(self, frames: torch.Tensor, prompt: str) -> float:
-        return float(checked_scores(self.scorer, frames, [self.pipe.scored_prompt(prompt)] * len(frames)).mean())
+        return float(score_images(self.scorer, frames, [self.pipe.scored_prompt(prompt)] * len(frames)).mean())
 
 
 def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:

@@ -26,7 +26,7 @@ from PIL import Image, ImageDraw, ImageFont
 import vargen.assets
 from vargen.decoding import Threshold, VideoMethod, View, lowest
 from vargen.evaluation.machine import describe_machine
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
 
@@ -63,7 +63,7 @@ def drawn(pipe: Any, texts: list[str], given: argparse.Namespace, accelerator: s
 
 
 def save_sheet(sheet: Image.Image, path: Path) -> None:
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         sheet.quantize(256).save(temporary, format="PNG", optimize=True)
 
 
@@ -89,7 +89,7 @@ def blind(pipe: Any, given: argparse.Namespace) -> None:
     labels = [f"{place:02d}" for place in range(1, 1 + len(order))]
     save_sheet(strips([videos[number] for number in order], labels), given.output / "sheet.png")
     lines = [f"{place:02d}\t{rows[number][0]}\t{rows[number][1]}\n" for place, number in enumerate(order, 1)]
-    with whole_file(given.key) as temporary:
+    with atomic_file(given.key) as temporary:
         temporary.write_text("".join(lines), "utf-8")
     print(given.output / "sheet.png")
 
@@ -130,7 +130,7 @@ def rank(pipe: Any, given: argparse.Namespace) -> None:
             "in_the_words_of_training": float(known.mean()),
         }  # fmt: skip
         print(f"target above drafter ({name}) in {shares.mean():.1%} of blocks, {known.mean():.1%} where words are known")
-    with whole_file(given.output) as temporary:
+    with atomic_file(given.output) as temporary:
         temporary.write_text(json.dumps({**said, "rows": rows}, indent=1) + "\n", "utf-8")
 
 

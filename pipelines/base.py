@@ -20,7 +20,7 @@ from vargen.decoding import DEFAULT_METHOD
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.calls import Calls
 from vargen.pipelines.description import Decoder
-from vargen.pipelines.drafter_files import checked_drafter
+from vargen.pipelines.drafter_files import resolve_drafter
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.quiet import placing
 from vargen.pipelines.stored import StoredPipeline
@@ -86,7 +86,7 @@ class VisualPipeline(StoredPipeline):
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
         family = FAMILIES[type(self).__name__]
-        component, folder = checked_drafter(drafter, family, self.transformer.config)
+        component, folder = resolve_drafter(drafter, family, self.transformer.config)
         kind: Any = family.networks[component]
         network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True, **placing())
         self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})

@@ -11,19 +11,19 @@ from torch import Tensor
 
 from vargen.decoding import DecodeOutput
 from vargen.pipelines.checks import MAX_IMAGES, ImageSeeds
-from vargen.scoring.protocol import Scorer, as_scorer, checked_scores
-from vargen.values import shown, whole
+from vargen.scoring.protocol import Scorer, score_images, to_scorer
+from vargen.values import parse_int, short_repr
 
 
 @dataclass(frozen=True)
-class BestOf:
+class CandidateSelection:
     """How many candidates of each picture to draw, and what chooses among them; see `pipe(num_candidates=, scorer=)`."""
 
     count: int = 1
     scorer: Scorer | None = None
 
     @classmethod
-    def checked(cls, num_candidates: Any, scorer: Any, named: Callable[[str], Scorer]) -> BestOf:
+    def checked(cls, num_candidates: Any, scorer: Any, named: Callable[[str], Scorer]) -> CandidateSelection:
         """Of a call's arguments.
 
         Args:
@@ -33,14 +33,14 @@ class BestOf:
             ValueError: for a count that is none, several candidates without a scorer, or an unknown scorer.
             TypeError: for a scorer that is neither a name, a `Scorer` nor a function.
         """
-        count = whole(num_candidates, 1)
+        count = parse_int(num_candidates, 1)
         if count is None:
-            raise ValueError(f"num_candidates must be a whole number of at least 1, got {shown(num_candidates)}")
+            raise ValueError(f"num_candidates must be a whole number of at least 1, got {short_repr(num_candidates)}")
         if scorer is None and count > 1:
             raise ValueError(f"scorer must be given to choose among {count} candidates: a name, a Scorer or f(images, prompts)")
         if scorer is None:
             return cls(count)
-        return cls(count, named(scorer) if isinstance(scorer, str) else as_scorer(scorer))
+        return cls(count, named(scorer) if isinstance(scorer, str) else to_scorer(scorer))
 
     def check_images(self, images: int) -> None:
         """Raise ValueError if a call of so many pictures would draw too many candidates."""
@@ -64,7 +64,7 @@ class BestOf:
         """
         assert self.scorer is not None
         prompts = [text for text in texts for _ in range(self.count)]
-        scores = checked_scores(self.scorer, pictures.float().cpu(), prompts).view(-1, self.count)
+        scores = score_images(self.scorer, pictures.float().cpu(), prompts).view(-1, self.count)
         best = scores.argmax(1) if self.scorer.higher_is_better else scores.argmin(1)
         chosen = torch.arange(len(best)) * self.count + best
         stats, rows = result.stats, chosen.to(result.tokens.device)

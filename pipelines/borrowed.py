@@ -11,13 +11,13 @@ from typing import Any
 
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.values import shown
+from vargen.values import short_repr
 
 FILE = "borrowed.json"
 PARTS = ("text_encoder", "tokenizer", "prompt_names")
 
 
-def lenders(folder: Path) -> dict[str, Path]:
+def shared_component_folders(folder: Path) -> dict[str, Path]:
     """For each part that a model folder borrows, the folder of the packaged model that has it.
 
     Raises:
@@ -31,22 +31,22 @@ def lenders(folder: Path) -> dict[str, Path]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(said, dict):
-        raise ValueError(f"{file} must hold a JSON object, and holds {shown(said)}")
+        raise ValueError(f"{file} must hold a JSON object, and holds {short_repr(said)}")
     for part, name in said.items():
         if part not in PARTS or not isinstance(name, str) or name not in packaged_models():
             known = ", ".join(packaged_models()) or "none"
             raise ValueError(
-                f"{file} must name packaged models ({known}) for {', '.join(PARTS)}, and has {shown({part: name})}"
+                f"{file} must name packaged models ({known}) for {', '.join(PARTS)}, and has {short_repr({part: name})}"
             )
         if (packaged_model_path(name) / FILE).exists():
             raise ValueError(f"{file} borrows {part} from {name}, which borrows itself")
     return {part: packaged_model_path(name) for part, name in said.items()}
 
 
-def load_borrowed(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+def load_shared_components(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
     """The components that a model folder borrows and a caller does not bring, loaded."""
     found: dict[str, Any] = {}
-    for part, lender in lenders(folder).items():
+    for part, lender in shared_component_folders(folder).items():
         if part in given:
             continue
         if part == "text_encoder":

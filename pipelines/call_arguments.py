@@ -8,7 +8,7 @@ import inspect
 from collections.abc import Callable, Set
 from typing import Any, TypeVar
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -40,7 +40,7 @@ def answering(call: _F, taken: Set[str]) -> _F:
             del given["negative_prompt"]
         for name in given.keys() - taken:
             remedy = _instead(name, given[name], taken)
-            raise TypeError(f"{type(self).__name__} takes no {name}, got {shown(given[name])}: {remedy}")
+            raise TypeError(f"{type(self).__name__} takes no {name}, got {short_repr(given[name])}: {remedy}")
         return call(self, *args, **given)
 
     return checked  # type: ignore[return-value]

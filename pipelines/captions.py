@@ -13,7 +13,7 @@ from vargen.compat import tokenized, tokenizer_lock
 logger = logging.getLogger("vargen")
 
 
-def align_left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Move valid rows to the end and clear the padding.
 
     Args:
@@ -30,7 +30,7 @@ def align_left_padded(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     return aligned * valid[..., None].to(features.dtype), valid
 
 
-def warn_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
+def warn_if_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
     """Warn for every prompt longer than `rows` tokens, with how many are lost and the first words of what is."""
     for text in prompts:
         ids = tokenized(tokenizer, text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
@@ -47,7 +47,7 @@ _LATIN_ENDS = "\u0250"  # letters before it are Latin; an uncased tokenizer read
 _GREEK = "\u0370", "\u03ff"  # single letters of it are signs that English texts use
 
 
-def unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
+def find_unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
     """Words of another script that a text encoder gets nothing of: unknown to its tokenizer, or read letter by letter.
 
     Each once, in order. A tokenizer that knows a script has pieces of several letters for its words.
@@ -70,9 +70,9 @@ def unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
 _PUNCTUATION = "\"'`.,;:!?()[]{}«»„“”‘’…、。，！？"
 
 
-def unreadable_hint(tokenizer: Any, prompt: str) -> str | None:
-    """A sentence that names the `unreadable_words`; None where there are none."""
-    words = unreadable_words(tokenizer, prompt)
+def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
+    """A sentence that names the `find_unreadable_words`; None where there are none."""
+    words = find_unreadable_words(tokenizer, prompt)
     if not words:
         return None
     named = ", ".join(f'"{word[:40]}"' for word in words[:5]) + (" and more" if len(words) > 5 else "")

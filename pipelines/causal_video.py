@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding import Block, VideoMethod, decode_video
 from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
@@ -19,8 +19,8 @@ from vargen.pipelines import checks
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window
 from vargen.pipelines.video_model import VideoModel
-from vargen.pipelines.video_stream import CausalVideoPipelineOutput, VideoStream, videos_of
-from vargen.values import shown, whole
+from vargen.pipelines.video_stream import CausalVideoPipelineOutput, VideoStream, stack_videos
+from vargen.values import parse_int, short_repr
 
 from diffusers.image_processor import VaeImageProcessor  # isort: skip  # behind stored, which guards torchvision
 
@@ -75,7 +75,7 @@ class CausalVideoPipeline(VideoModel):
         self.image_processor = VaeImageProcessor(vae_scale_factor=8)
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def stream(
         self,
         prompt: str | None = None,
@@ -120,14 +120,14 @@ class CausalVideoPipeline(VideoModel):
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
-        blocks = self.default("num_blocks") if num_blocks is None else whole(num_blocks, 1, MAX_BLOCKS)
+        blocks = self.default("num_blocks") if num_blocks is None else parse_int(num_blocks, 1, MAX_BLOCKS)
         if blocks is None:
-            raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {shown(num_blocks)}")
+            raise ValueError(f"num_blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(num_blocks)}")
         method = self.chosen(accelerator, tau)
         levels = self.transformer.config.motion_levels
-        if motion is not None and whole(motion, 0, levels - 1) is None:
+        if motion is not None and parse_int(motion, 0, levels - 1) is None:
             known = f"from 0 to {levels - 1}" if levels else "left out: this model knows no levels"
-            raise ValueError(f"motion must be {known}, got {shown(motion)}")
+            raise ValueError(f"motion must be {known}, got {short_repr(motion)}")
         check_window(window, sinks, self.transformer.geometry.block_frames)
         later = check_then(then, blocks)
         scored = method.policy.scored or method.policy.reference
@@ -135,7 +135,7 @@ class CausalVideoPipeline(VideoModel):
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:
             raise ValueError(f"accelerator {method.name!r} scores drafts with the prompt: give prompt, not prompt_embeds")
-        seeds = checks.image_seeds(generator, 1)
+        seeds = checks.resolve_seeds(generator, 1)
         condition = self.video_condition(prompt, prompt_embeds, clean_prompt)
         judge = self.frame_scorer(scorer) if scored else None
         made = decode_video(
@@ -155,7 +155,7 @@ class CausalVideoPipeline(VideoModel):
         return VideoStream(self, made, judge, later, clean_prompt)
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -185,7 +185,7 @@ class CausalVideoPipeline(VideoModel):
         checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
         several = isinstance(prompt, list | tuple)
         prompts: list[Any] = checks.check_prompts(prompt) if several else [prompt]
-        seeds = checks.image_seeds(generator, len(prompts))
+        seeds = checks.resolve_seeds(generator, len(prompts))
         own, stopped = options.pop("callback", None), False
 
         def callback(progress: Progress) -> bool | None:
@@ -212,7 +212,7 @@ class CausalVideoPipeline(VideoModel):
                     bar.update(1)
                     made[-1].append(_plain(block, output_type))
         self.maybe_free_model_hooks()
-        frames, told = videos_of(made, output_type), [stream.stats for stream in streams]
+        frames, told = stack_videos(made, output_type), [stream.stats for stream in streams]
         if not return_dict:
             return (frames,)
         return CausalVideoPipelineOutput(frames=frames, stats=told if several else told[0], fps=self.fps)

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from vargen.decoding import Sampling
 from vargen.options import OPTIONS
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
-LARGEST_SEED = 2**63 - 1
+MAX_SEED = 2**63 - 1
 
 
 def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
@@ -33,11 +33,11 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
         raise ValueError(f"{name} is an empty list; give at least one prompt")
     for i, text in enumerate(prompts):
         if not isinstance(text, str):
-            raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {shown(text)}")
+            raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {short_repr(text)}")
         if not any(_visible(char) for char in text):
             raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
         if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # bytes of a shell that are no text
-            raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {shown(text)}")
+            raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {short_repr(text)}")
     return list(prompts)
 
 
@@ -63,9 +63,9 @@ def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 def check_guidance_interval(interval: Any) -> int | None:
     """The step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
-    number = whole(interval, 0)
+    number = parse_int(interval, 0)
     if interval is not None and number is None:
-        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {shown(interval)}")
+        raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {short_repr(interval)}")
     return None if number is None else min(number, 2**31)  # past every grid, and still a number that tensors hold
 
 
@@ -82,7 +82,7 @@ def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, 
     if isinstance(labels, np.ndarray):
         labels = labels.flatten().tolist()
     if not isinstance(labels, Sequence) or not labels:
-        raise TypeError(f"class_labels must be a class number or name, or a list of them, got {shown(class_labels)}")
+        raise TypeError(f"class_labels must be a class number or name, or a list of them, got {short_repr(class_labels)}")
     return [_class_number(label, num_classes, id2label or {}) for label in labels]
 
 
@@ -95,22 +95,24 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
             return numbers[label.strip().lower()]
         near = get_close_matches(label.lower(), numbers, n=3)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "give the class number"
-        raise ValueError(f"unknown class name {shown(label)}; {hint}")
+        raise ValueError(f"unknown class name {short_repr(label)}; {hint}")
     if isinstance(label, bool) or not isinstance(label, Integral):
-        raise TypeError(f"class_labels must hold class numbers or names, got {shown(label)}")
-    number = whole(label, 0, num_classes - 1)
+        raise TypeError(f"class_labels must hold class numbers or names, got {short_repr(label)}")
+    number = parse_int(label, 0, num_classes - 1)
     if number is None:
-        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {shown(label)}")
+        raise ValueError(f"class label must be from 0 to {num_classes - 1}, got {short_repr(label)}")
     return number
 
 
 def check_count(num_images_per_prompt: Any, prompts: int) -> int:
     """The count as an int. Raises ValueError unless it is at least 1 and the call makes at most `MAX_IMAGES` images."""
-    count = whole(num_images_per_prompt, 1)
+    count = parse_int(num_images_per_prompt, 1)
     if count is None:
-        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {shown(num_images_per_prompt)}")
+        raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {short_repr(num_images_per_prompt)}")
     if count * prompts > MAX_IMAGES:
-        raise ValueError(f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {shown(count)}; split the call")
+        raise ValueError(
+            f"one call makes at most {MAX_IMAGES} images, got {prompts} prompts x {short_repr(count)}; split the call"
+        )
     return count
 
 
@@ -131,7 +133,9 @@ def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
     try:
         given = torch.as_tensor(mask)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {shown(mask)}") from error
+        raise ValueError(
+            f"{name}_mask must be a tensor {wanted} or nested lists, 1 where valid, got {short_repr(mask)}"
+        ) from error
     if list(given.shape) != wanted:
         raise ValueError(f"{name}_mask must be {wanted}, got {list(given.shape)}")
     if not ((given == 0) | (given == 1)).all():
@@ -142,10 +146,10 @@ def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
 def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
     """Raise TypeError or ValueError unless `callback` is a function and `tensor_inputs` names of `known`; both may be None."""
     if callback is not None and not callable(callback):
-        raise TypeError(f"callback_on_step_end must be a function, or None, got {shown(callback)}")
+        raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
     named = () if tensor_inputs is None else tensor_inputs
     if not isinstance(named, list | tuple | set | frozenset) or any(name not in known for name in named):
-        raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {shown(tensor_inputs)}")
+        raise ValueError(f"callback_on_step_end_tensor_inputs must be among {known}, got {short_repr(tensor_inputs)}")
 
 
 def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> dict[str, Any]:
@@ -163,14 +167,14 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> d
     if not isinstance(answer, Mapping):
         raise TypeError(
             "callback_on_step_end must return None or a dictionary, such as the one it was given or {'stop': True}, "
-            f"got {shown(answer)}"
+            f"got {short_repr(answer)}"
         )
     latents = answer.get("latents")
     if latents is not None and latents is not tokens:
         returned = "latents that callback_on_step_end returned"
         shape = list(latents.shape) if isinstance(latents, Tensor) else None
         if shape != list(tokens.shape):
-            given = shown(latents) if shape is None else shape
+            given = short_repr(latents) if shape is None else shape
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
         check_tokens(latents, vocab, returned, left_out=left_out)
     else:
@@ -185,7 +189,7 @@ def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0, l
         left_out: bool, as `tokens`: where not to look.
     """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        given = str(tokens.dtype) if isinstance(tokens, Tensor) else shown(tokens)
+        given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
         raise TypeError(f"{who} must be a tensor of whole numbers, got {given}")
     if tokens.numel():
         low, high = torch.aminmax(tokens if left_out is None else tokens.masked_fill(left_out.to(tokens.device), 0))
@@ -200,27 +204,27 @@ def check_seed(seed: Any, images: int) -> int:
     Raises:
         ValueError: unless it is a whole number of at least 0, and the last one's seed fits into 63 bits.
     """
-    number = whole(seed, 0, LARGEST_SEED)
+    number = parse_int(seed, 0, MAX_SEED)
     if number is None:
-        raise ValueError(f"seed must be a whole number from 0 to {LARGEST_SEED}, got {shown(seed)}")
-    if number + images - 1 > LARGEST_SEED:
-        raise ValueError(f"seed must be at most {LARGEST_SEED} for the last of {images} images, got {number} for the first")
+        raise ValueError(f"seed must be a whole number from 0 to {MAX_SEED}, got {short_repr(seed)}")
+    if number + images - 1 > MAX_SEED:
+        raise ValueError(f"seed must be at most {MAX_SEED} for the last of {images} images, got {number} for the first")
     return number
 
 
 def check_batch(batch: Any) -> int:
     """Raise ValueError unless it is a whole number of images from 1 to `MAX_IMAGES`."""
-    number = whole(batch, 1, MAX_IMAGES)
+    number = parse_int(batch, 1, MAX_IMAGES)
     if number is None:
-        raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {shown(batch)}")
+        raise ValueError(f"batch must be a whole number from 1 to {MAX_IMAGES}, got {short_repr(batch)}")
     return number
 
 
 def check_rows(max_sequence_length: Any) -> int:
     """Raise ValueError unless it is a whole number of at least 1."""
-    number = whole(max_sequence_length, 1)
+    number = parse_int(max_sequence_length, 1)
     if number is None:
-        raise ValueError(f"max_sequence_length must be a whole number of at least 1, got {shown(max_sequence_length)}")
+        raise ValueError(f"max_sequence_length must be a whole number of at least 1, got {short_repr(max_sequence_length)}")
     return number
 
 
@@ -228,7 +232,7 @@ def check_output_type(output_type: Any) -> str:
     """Raise ValueError for an unknown output type."""
     known = ("pil", "np", "pt", "latent")
     if not isinstance(output_type, str) or output_type not in known:
-        raise ValueError(f"output_type must be one of {', '.join(known)}, got {shown(output_type)}")
+        raise ValueError(f"output_type must be one of {', '.join(known)}, got {short_repr(output_type)}")
     return output_type
 
 
@@ -260,7 +264,7 @@ class ImageSeeds(NamedTuple):
         return ImageSeeds(asked, torch.tensor(noise, dtype=torch.int64), devices)
 
 
-def image_seeds(generator: Any, images: int) -> ImageSeeds:
+def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
     """The seeds of a call's images; image i is the one that `torch.Generator(device).manual_seed(asked[i])` draws alone.
 
     A list gives image i the generator i, one generator serves all images in turn, and None stands for torch's global one. A

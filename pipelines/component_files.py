@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from vargen.files import expanded
+from vargen.files import expand_user
 from vargen.models.described import check_described, read_object
-from vargen.models.weights import check_dtypes, check_layers, read_header
+from vargen.models.weights import check_dtypes, check_layer_counts, read_header
 from vargen.pipelines.trust import check_no_code, check_no_code_keys
 
 _AGAIN = "the folder is incomplete, download or convert it again"
@@ -19,14 +19,14 @@ _VOCABULARIES = {
 }
 
 
-def saved_network(folder: Any, part: str, name: str) -> Path:
+def resolve_network_folder(folder: Any, part: str, name: str) -> Path:
     """The folder of a saved network: that of a run, in which it is `part`, or its own; checked to hold no code.
 
     Raises:
         FileNotFoundError: naming `name`, if there is none.
         ValueError: for code in the folder.
     """
-    given = expanded(folder, name)
+    given = expand_user(folder, name)
     for place in (given / part, given):
         if (place / "config.json").is_file():
             check_no_code(place)
@@ -73,7 +73,7 @@ def check_t5(folder: Path) -> Mapping[str, Any]:
     if not weights:
         raise ValueError(f"{folder / 'model.safetensors'} is missing; {_AGAIN}")
     found = {name: stored for weight in weights for name, stored in read_header(weight).items()}
-    check_layers(found, config, {"num_layers": ("encoder.block.",)}, file)
+    check_layer_counts(found, config, {"num_layers": ("encoder.block.",)}, file)
     if not config.get("quantization_config"):  # which has its own reader, and types of its own
         check_dtypes(found, str(folder))
     return config

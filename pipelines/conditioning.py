@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast, tokenized
+from vargen.compat import tokenized, without_autocast
 from vargen.models.condition import Condition
 from vargen.pipelines import checks
-from vargen.pipelines.captions import align_left_padded, clean_caption, unreadable_hint, warn_truncated
-from vargen.pipelines.prompt_names import PromptNames, Reading
+from vargen.pipelines.captions import clean_caption, describe_unreadable_words, left_pad, warn_if_truncated
+from vargen.pipelines.prompt_names import NormalizedPrompt, PromptNames
 
 logger = logging.getLogger("vargen")
 
@@ -47,18 +47,18 @@ class Conditioning:
     def caption_rows(self) -> int:
         """Most rows of a caption that the transformer takes."""
 
-    def read_prompt(self, prompt: str) -> Reading:
+    def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
         """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
-        return Reading(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
+        return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
 
-    @outside_autocast
+    @without_autocast
     def encode_prompt(
         self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
     ) -> tuple[Tensor, Tensor]:
         """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-        Prompts are read by `read_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost; words
-        that the text encoder cannot read get a warning too.
+        Prompts are read by `normalize_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost;
+        words that the text encoder cannot read get a warning too.
 
         Args:
             prompt: one prompt or several.
@@ -73,20 +73,20 @@ class Conditioning:
             raise ValueError("this pipeline was loaded without a text encoder: pass prompt_embeds")
         if self.transformer is None and max_sequence_length is None:
             raise ValueError("this pipeline was loaded without a transformer: pass max_sequence_length, its caption rows")
-        prompts = [self.read_prompt(text).text for text in prompts]
-        for hint in dict.fromkeys(unreadable_hint(self.tokenizer, text) for text in prompts):
+        prompts = [self.normalize_prompt(text).text for text in prompts]
+        for hint in dict.fromkeys(describe_unreadable_words(self.tokenizer, text) for text in prompts):
             if hint:
                 logger.warning("%s", hint)
         if clean:
             prompts = [clean_caption(text) for text in prompts]
         rows = self.caption_rows if max_sequence_length is None else checks.check_rows(max_sequence_length)
-        warn_truncated(self.tokenizer, prompts, rows)
+        warn_if_truncated(self.tokenizer, prompts, rows)
         options = {"padding": "max_length", "truncation": True, "max_length": rows, "return_tensors": "pt"}
         encoded = tokenized(self.tokenizer, prompts, **options)
         mask = encoded.attention_mask.to(self._execution_device)
         features = self.text_encoder(input_ids=encoded.input_ids.to(self._execution_device), attention_mask=mask)
         features = features if isinstance(features, Tensor) else features[0]
-        return align_left_padded(features, mask.bool())
+        return left_pad(features, mask.bool())
 
     def condition(
         self,
@@ -144,7 +144,7 @@ class Conditioning:
             return [names[label].split(",")[0] for label in labels]
         if prompt is None:
             raise ValueError("scorer needs words: give a prompt, not prompt_embeds")
-        return [self.read_prompt(text).text for text in checks.check_prompts(prompt)]
+        return [self.normalize_prompt(text).text for text in checks.check_prompts(prompt)]
 
     def negative_condition(self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int) -> Condition | None:
         """What guidance leads away from, a row per picture, `images` of `count` prompts; None where nothing is given."""
@@ -153,10 +153,10 @@ class Conditioning:
         negative, given = self.condition(prompt, None, embeds, mask, clean, "negative_prompt")
         if given not in (1, count):
             raise ValueError(f"negative_prompt must be one, or one for each of {count} prompts; got {given}")
-        return repeated(negative, images // given)
+        return repeat_condition(negative, images // given)
 
 
-def repeated(condition: Condition, count: int) -> Condition:
+def repeat_condition(condition: Condition, count: int) -> Condition:
     """Each row `count` times, in place: prompt 0's images first."""
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))

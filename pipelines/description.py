@@ -32,7 +32,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Description:
+class ModelInfo:
     """What a model folder says without its weights.
 
     Attributes:

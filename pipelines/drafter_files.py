@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import vargen.assets
-from vargen.files import expanded
+from vargen.files import expand_user
 from vargen.models.described import read_object
 from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import Family
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_no_code
-from vargen.values import shown
+from vargen.values import short_repr
 
 
-def packaged_drafters(family: Family) -> dict[str, Path]:
+def list_packaged_drafters(family: Family) -> dict[str, Path]:
     """Folders of the drafters that come with the library, by name, such as `"emoji/eagle"`."""
     root = Path(vargen.assets.__file__).parent
     found = [config.parent for name in family.drafters for config in sorted(root.rglob(f"{name}/config.json"))]
     return {folder.relative_to(root).as_posix(): folder for folder in found}
 
 
-def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
+def resolve_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
     """The component that a trained drafter is, such as `"eagle"`, and its folder.
 
     Args:
@@ -34,10 +34,10 @@ def checked_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -
         ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary
             or grid; before a weight is read.
     """
-    packaged = packaged_drafters(family)
-    folder = packaged.get(str(name)) or expanded(name, "drafter")
+    packaged = list_packaged_drafters(family)
+    folder = packaged.get(str(name)) or expand_user(name, "drafter")
     if not os.path.isdir(folder):
-        known, given = ", ".join(packaged) or "none is packaged", shown(str(name))
+        known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
         raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
     kind = read_object(folder / "config.json").get("_class_name")
     component = next((each for each in family.drafters if family.networks[each].__name__ == kind), None)

@@ -10,10 +10,10 @@ from vargen.decoding import DecodeOutput, Progress, Sampling
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import checks
-from vargen.pipelines.best_of import BestOf
+from vargen.pipelines.best_of import CandidateSelection
 from vargen.pipelines.calls import Call
 from vargen.pipelines.checks import ImageSeeds
-from vargen.pipelines.conditioning import repeated
+from vargen.pipelines.conditioning import repeat_condition
 from vargen.pipelines.memory import within_memory
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 OnStepEnd = Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None]
 
 
-class Asked(NamedTuple):
+class PromptInputs(NamedTuple):
     """What a call says of its condition, or of the one that guidance leads away from; see a pipeline's `__call__`."""
 
     prompt: Any = None
@@ -32,7 +32,7 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Request:
+class GenerationRequest:
     """A call whose arguments are checked and whose prompts are encoded.
 
     Attributes:
@@ -46,7 +46,7 @@ class Request:
     condition: Condition
     negative: Condition | None
     seeds: ImageSeeds
-    best: BestOf
+    best: CandidateSelection
     texts: list[str]
 
 
@@ -63,7 +63,7 @@ def check_call(
         checks.check_prompts(negative_prompt, "negative_prompt")
 
 
-def chosen_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float, Sampling]:
+def resolve_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float, Sampling]:
     """Guidance scale and sampling of a call; None stands for the checkpoint's default.
 
     Raises:
@@ -75,8 +75,14 @@ def chosen_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float,
 
 
 def requested(
-    pipe: VisualPipeline, asked: Asked, unwanted: Asked, per_prompt: int, generator: Any, best: BestOf, clean: bool
-) -> Request:
+    pipe: VisualPipeline,
+    asked: PromptInputs,
+    unwanted: PromptInputs,
+    per_prompt: int,
+    generator: Any,
+    best: CandidateSelection,
+    clean: bool,
+) -> GenerationRequest:
     """Encode what a call asks for.
 
     Args:
@@ -90,15 +96,15 @@ def requested(
     images = prompts * checks.check_count(per_prompt, prompts)
     best.check_images(images)
     texts = [] if best.scorer is None else pipe.scored_texts(asked.prompt, condition)
-    seeds, drawn = checks.image_seeds(generator, images).candidates(best.count), images * best.count
+    seeds, drawn = checks.resolve_seeds(generator, images).candidates(best.count), images * best.count
     negative = pipe.negative_condition(unwanted.prompt, unwanted.embeds, unwanted.mask, clean, prompts, drawn)
     texts = [text for text in texts for _ in range(per_prompt)]
-    return Request(prompts, drawn, repeated(condition, drawn // prompts), negative, seeds, best, texts)
+    return GenerationRequest(prompts, drawn, repeat_condition(condition, drawn // prompts), negative, seeds, best, texts)
 
 
 def drawn(
     pipe: VisualPipeline,
-    request: Request,
+    request: GenerationRequest,
     guidance_scale: float,
     run: Callable[[slice, Callable[[Progress], bool | None]], DecodeOutput],
     on_step_end: OnStepEnd | None,

@@ -12,10 +12,10 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.models.vq import NonFinitePixelsError
 from vargen.pipelines import checks
-from vargen.pipelines.pixels import decoded_pixels, pixels_of
+from vargen.pipelines.pixels import decoded_pixels, preprocess_images
 
 
 class GridPictures:
@@ -27,7 +27,7 @@ class GridPictures:
     _device_of: Callable[[Any], torch.device]
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Pictures of tokens int64 `[B, N]` or `[B, rows, columns]`; what lies past `length [B]` is left white.
 
@@ -65,7 +65,7 @@ class GridPictures:
         return images
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def encode_image(self, images: Any) -> Tensor:
         """Tokens int64 `[B, rows, columns]` of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8, resized to the model's.
 
@@ -74,5 +74,5 @@ class GridPictures:
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
-        pixels = pixels_of(images, self.image_processor, side)
+        pixels = preprocess_images(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Jacobi, Progress, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
@@ -23,13 +23,13 @@ from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.best_of import BestOf
-from vargen.pipelines.description import Description
-from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
+from vargen.pipelines.best_of import CandidateSelection
+from vargen.pipelines.description import ModelInfo
+from vargen.pipelines.drawing import PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.grid_pictures import GridPictures
-from vargen.pipelines.llamagen_low_res import LlamaGenLowRes, opened
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_low_res import LowResolutionDrafter, opened
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.token_decoder import TokenDecoder
 from vargen.scoring.protocol import Scorer
@@ -115,7 +115,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     # -- what it is -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
         with torch.device("meta"):  # fills in what the file leaves to the defaults
             config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
@@ -124,10 +124,10 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
         sizes = config.condition, config.vocab_size, tokens, config.num_classes
         low_res = bool((index.get("low_res") or [None])[0])
-        return Description(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
+        return ModelInfo(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
 
     @classmethod
-    def check_method(cls, described: Description, method: Accelerator) -> None:
+    def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
         method.check_grid(described.tokens)
         drafter = method.drafter
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
@@ -170,7 +170,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     # -- the call -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -244,11 +244,11 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         if compile and base == DEFAULT_METHOD:  # which feeds many widths, each a graph of its own: the same picture by one
             preset = self.resolved(f"gumbel{colon}{settings}")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        scale, sampling = chosen_sampling(self, given)
+        scale, sampling = resolve_sampling(self, given)
         guidance_interval = checks.check_guidance_interval(guidance_interval)
-        best = BestOf.checked(num_candidates, scorer, self.named_scorer)
-        asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)
-        unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        best = CandidateSelection.checked(num_candidates, scorer, self.named_scorer)
+        asked = PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels)
+        unwanted = PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
         request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
 
         def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
@@ -266,7 +266,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         negative: Condition | None = None,
         compress_prefix: bool = True,
         compile: bool = False,
-    ) -> LlamaGenTokens:
+    ) -> LlamaGenTokenModel:
         """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call.
 
         Raises:
@@ -275,12 +275,12 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         check_compile(compile, self._device_of(self.transformer))
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
         device = self._device_of(self.transformer)
-        draft = None if self.draft_transformer is None else LlamaGenTokens(self.draft_transformer, *options, device=device)
-        low = None if self.low_res is None else LlamaGenTokens(self.low_res, *options, device=device)
+        draft = None if self.draft_transformer is None else LlamaGenTokenModel(self.draft_transformer, *options, device=device)
+        low = None if self.low_res is None else LlamaGenTokenModel(self.low_res, *options, device=device)
         side = self.transformer.config.grid_size
         codes = self.codebook.to(device)
         step = self._step() if compile else None
-        return LlamaGenTokens(
+        return LlamaGenTokenModel(
             self.transformer,
             *options,
             step,
@@ -289,7 +289,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             examples=self.examples,
             eagle=self.eagle,
             medusa=self.medusa,
-            low_res=None if low is None else LlamaGenLowRes(low, (side, side), self.upsampler, self.vqvae, codes),
+            low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,
         )
 

@@ -15,7 +15,7 @@ from vargen.decoding import Output, Tree
 from vargen.models.cache import KVCache
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
-from vargen.modes import ordinary_tensors
+from vargen.modes import normal_tensors
 
 
 class Target(Protocol):
@@ -61,7 +61,7 @@ class _OfTarget:
         return self.target.grid
 
 
-class LlamaGenEagle(_OfTarget):
+class EagleModel(_OfTarget):
     """`AutoregressiveHead` of an `EagleDrafter` and its target."""
 
     def __init__(self, drafter: EagleDrafter, target: Target):
@@ -71,7 +71,7 @@ class LlamaGenEagle(_OfTarget):
         rows, device = images * self.target.halves, self.target.device
         cache, seen = self.drafter.new_cache(rows, max_fed, device), None
         if self.drafter.config.above:
-            with ordinary_tensors():
+            with normal_tensors():
                 size = (rows, self.drafter.tokens + max_fed, self.drafter.config.dim)
                 seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
         return _Held(cache, seen)
@@ -112,7 +112,7 @@ class LlamaGenEagle(_OfTarget):
         state.cache.advance(count.repeat(self.target.halves))
 
 
-class LlamaGenMedusa(_OfTarget):
+class MedusaHeads(_OfTarget):
     """`ParallelHeads` of a `MedusaDrafter` and its target."""
 
     def __init__(self, drafter: MedusaDrafter, target: Target):

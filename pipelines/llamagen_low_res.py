@@ -22,13 +22,13 @@ from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
-from vargen.pipelines.component_files import check_component, saved_network
+from vargen.pipelines.component_files import check_component, resolve_network_folder
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.quiet import placing
 
 if TYPE_CHECKING:
-    from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+    from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 _WINDOW = 16
 _AHEAD = 2  # rows of the low resolution that are drawn anew behind those that a refresh shows
@@ -54,7 +54,7 @@ class _Small:
     cache: Any = None
 
 
-class LlamaGenLowRes:
+class LowResolutionDrafter:
     """`LowResModel` of a low-resolution transformer.
 
     Args:
@@ -66,7 +66,7 @@ class LlamaGenLowRes:
     """
 
     def __init__(
-        self, model: LlamaGenTokens, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel, codes: Tensor
+        self, model: LlamaGenTokenModel, grid: tuple[int, int], upsampler: TokenUpsampler | None, vqvae: VQModel, codes: Tensor
     ):
         self.model, self.grid, self.upsampler, self.vqvae, self.codes = model, grid, upsampler, vqvae, codes
 
@@ -143,9 +143,9 @@ def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: T
 def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
     """The networks `low_res` and `upsampler` (None without one) of folders, checked to belong to a transformer; see
     `LlamaGenPipeline.load_low_res`."""
-    found: dict[str, Path] = {"low_res": saved_network(low_res, "transformer", "low_res")}
+    found: dict[str, Path] = {"low_res": resolve_network_folder(low_res, "transformer", "low_res")}
     if upsampler is not None:
-        found["upsampler"] = saved_network(upsampler, "upsampler", "upsampler")
+        found["upsampler"] = resolve_network_folder(upsampler, "upsampler", "upsampler")
     family = FAMILIES["LlamaGenPipeline"]
     configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
     check_parts(family, {"transformer": transformer.config, **configs})

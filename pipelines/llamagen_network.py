@@ -14,7 +14,7 @@ from vargen.decoding import Sampling
 from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 from vargen.pipelines.token_decoder import TokenDecoder
 
 RANDOM = {f"llamagen-{size.lower()}": size for size in SIZES}
@@ -56,7 +56,7 @@ class Network:
     def decoder(self, compile: bool = False) -> TokenDecoder:
         """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
         step = torch.compile(self.transformer, dynamic=False) if compile else None
-        return TokenDecoder(LlamaGenTokens(self.transformer, self.guidance_scale, step=step), self.sampling)
+        return TokenDecoder(LlamaGenTokenModel(self.transformer, self.guidance_scale, step=step), self.sampling)
 
 
 def _step(transformer: LlamaGenTransformer, fed: torch.Tensor, cache: KVCache) -> Callable[[], Any]:

@@ -19,12 +19,12 @@ from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
-from vargen.modes import ordinary_tensors
-from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
-from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
+from vargen.modes import normal_tensors
+from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
+from vargen.pipelines.llamagen_low_res import LowResolutionDrafter
 
 
-class LlamaGenTokens:
+class LlamaGenTokenModel:
     """`TokenModel` of a LlamaGen transformer.
 
     Args:
@@ -51,12 +51,12 @@ class LlamaGenTokens:
         compress_prefix: bool = True,
         step: Callable[..., LlamaGenOutput] | None = None,
         codebook: Tensor | None = None,
-        draft_model: LlamaGenTokens | None = None,
+        draft_model: LlamaGenTokenModel | None = None,
         examples: Tensor | None = None,
         device: torch.device | None = None,
         eagle: EagleDrafter | None = None,
         medusa: MedusaDrafter | None = None,
-        low_res: LlamaGenLowRes | None = None,
+        low_res: LowResolutionDrafter | None = None,
     ):
         self.transformer = transformer
         self.step = transformer if step is None else step
@@ -65,8 +65,8 @@ class LlamaGenTokens:
         self.compress_prefix = compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
-        self.eagle = None if eagle is None else LlamaGenEagle(eagle, self)
-        self.medusa = None if medusa is None else LlamaGenMedusa(medusa, self)
+        self.eagle = None if eagle is None else EagleModel(eagle, self)
+        self.medusa = None if medusa is None else MedusaHeads(medusa, self)
         self.examples, self.low_res = examples, low_res
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
@@ -95,7 +95,7 @@ class LlamaGenTokens:
     def layers(self) -> int:
         return len(self.transformer.layers)
 
-    def skipping(self, layers: Sequence[int]) -> LlamaGenTokens:
+    def skipping(self, layers: Sequence[int]) -> LlamaGenTokenModel:
         """The same model without some layers of its transformer, whose weights it shares; see `LayeredModel`.
 
         Raises:
@@ -105,7 +105,7 @@ class LlamaGenTokens:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
         view = self.transformer.skipping(layers)
         options = (self.guidance_scale, self.guidance_interval, self.negative, self.compress_prefix)
-        return LlamaGenTokens(view, *options, codebook=self.codebook, device=self.device)
+        return LlamaGenTokenModel(view, *options, codebook=self.codebook, device=self.device)
 
     @property
     def vocab(self) -> int:
@@ -155,7 +155,7 @@ class LlamaGenTokens:
     def _mode(self) -> AbstractContextManager[None]:
         """That of the loop; but hooks that bring or cast a layer's weights put others in their place, which have to be ordinary
         ones to be trained one day."""
-        return ordinary_tensors() if self._hooked else nullcontext()
+        return normal_tensors() if self._hooked else nullcontext()
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
         """What a tree says of each image, for each row of the network."""

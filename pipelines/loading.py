@@ -13,18 +13,18 @@ import torch
 from huggingface_hub import snapshot_download
 
 from vargen.assets import packaged_model_path, packaged_models
-from vargen.device import fast_dtype
-from vargen.files import expanded
+from vargen.device import preferred_dtype
+from vargen.files import expand_user
 from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import read_header
-from vargen.pipelines.borrowed import lenders
+from vargen.pipelines.borrowed import shared_component_folders
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
 from vargen.pipelines.families import FAMILIES, Family
 from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options
-from vargen.values import shown
+from vargen.values import short_repr
 
 _SMALL = 50_000_000  # parameters
 _LONGEST_ID = 96  # characters of a model's name on the hub
@@ -41,10 +41,10 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
         files = (folder / "transformer").glob("*.safetensors")
         if sum(math.prod(stored.shape) for file in files for stored in read_header(file).values()) < _SMALL:
             return torch.float32
-    return fast_dtype(device)
+    return preferred_dtype(device)
 
 
-def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+def resolve_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
     """Per component: what is `given`, or the fastest, for the transformer and a T5 text encoder; float32 for the rest.
 
     Args:
@@ -66,7 +66,7 @@ def component_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] |
     return {**dtypes, **({"text_encoder": dtype} if large else {}), **own}
 
 
-def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> Path:
+def check_model_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> Path:
     """The folder of a packaged model, a local one, or a hub model's, checked without loading a weight.
 
     Args:
@@ -76,18 +76,18 @@ def checked_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any])
         ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
             damaged, of another shape or type than their configuration says, or do not belong together.
     """
-    folder, index = indexed_folder(name, pipeline, hub_options)
+    folder, index = read_model_index(name, pipeline, hub_options)
     check_no_code(folder)
     with loading_memory(folder):  # headers are read from files that are mapped whole
         _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
     return folder
 
 
-def indexed_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
+def read_model_index(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
     """The folder of a model and its `model_index.json`, of which alone it is known that it names classes of vargen's.
 
     Raises:
-        ValueError: as `checked_folder`, of the name and the index.
+        ValueError: as `check_model_folder`, of the name and the index.
     """
     check_options(hub_options)
     folder = _locate(name, hub_options)
@@ -114,7 +114,7 @@ def _check_components(folder: Path, index: dict[str, Any], family: Family, given
     variant = given.get("variant")
     named = {part: index[part][1] for part in family.classes() if part not in given and (index.get(part) or [None, None])[1]}
     configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in family.classes()}
-    places = {part: lender / part for part, lender in lenders(folder).items()}
+    places = {part: lender / part for part, lender in shared_component_folders(folder).items()}
     encoder, words = (places.get(part, folder / part) for part in ("text_encoder", "tokenizer"))
     for part, kind in family.networks.items():
         if part in named:
@@ -136,7 +136,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     text = str(name)
     if text in packaged_models():
         return packaged_model_path(text)
-    path = expanded(name, "model")
+    path = expand_user(name, "model")
     if os.path.isdir(path):  # of a Path it would be an error for a name too long for any file
         return path
     hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~")) and len(text) <= _LONGEST_ID
@@ -144,7 +144,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
         near = difflib.get_close_matches(text, packaged_models(), n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"unknown model {shown(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
+            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
             "a folder with a model_index.json, or a hub id 'owner/name'"
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")

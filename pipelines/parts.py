@@ -12,7 +12,7 @@ from typing import Any
 from vargen.options import OPTIONS
 from vargen.pipelines import checks
 from vargen.pipelines.families import Family
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 def check_parts(
@@ -36,7 +36,7 @@ def check_parts(
     check_id2label(id2label, transformer.get("num_classes") if transformer.get("condition") == "class" else None)
     styles = [] if prompt_styles is None else prompt_styles
     if not isinstance(styles, list | tuple) or not all(isinstance(style, str) and style.strip() for style in styles):
-        raise ValueError(f"prompt_styles must be a list of words, or None, got {shown(prompt_styles)}")
+        raise ValueError(f"prompt_styles must be a list of words, or None, got {short_repr(prompt_styles)}")
     if transformer:
         _check_networks(family, transformer, configs)
 

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.picture_files import on_white
-from vargen.values import shown
+from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -36,7 +36,7 @@ def decoded_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor
     return torch.cat([decoded_pixels(decode, half) for half in tokens.tensor_split(2)])
 
 
-def pixels_of(images: Any, processor: Any, side: int, name: str = "images") -> Tensor:
+def preprocess_images(images: Any, processor: Any, side: int, name: str = "images") -> Tensor:
     """Float32 `[B, 3, side, side]` in [-1, 1] of PIL images, of a tensor `[B, 3, Y, X]` or array `[B, Y, X, 3]`: floating-point
     numbers in [0, 1], or uint8.
 
@@ -49,7 +49,7 @@ def pixels_of(images: Any, processor: Any, side: int, name: str = "images") -> T
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
         if not images or not all(isinstance(image, Image.Image) for image in images):
-            raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {shown(images)}")
+            raise TypeError(f"{name} must be PIL images, or a float tensor [B, 3, Y, X] in [0, 1], got {short_repr(images)}")
         images = [on_white(image) for image in images]
     elif images.ndim not in (3, 4) or 0 in images.shape:
         raise ValueError(f"{name} must be [B, 3, Y, X] as a tensor, [B, Y, X, 3] as an array, got {list(images.shape)}")

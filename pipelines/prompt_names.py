@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 FILE = "prompt_names.json"
 _LARGEST = 2**22  # bytes of a table; all emoji take a fiftieth
@@ -26,7 +26,7 @@ _TONE_NAME = " skin tone"
 
 
 @dataclass(frozen=True)
-class Reading:
+class NormalizedPrompt:
     """A prompt as the model reads it, and what was typed by what it was read as, in order."""
 
     text: str
@@ -46,10 +46,12 @@ class PromptNames:
 
     def __init__(self, names: Mapping[str, str]):
         if not isinstance(names, Mapping):
-            raise ValueError(f"prompt_names must map characters to names, got {shown(names)}")
+            raise ValueError(f"prompt_names must map characters to names, got {short_repr(names)}")
         for typed, name in names.items():
             if not (isinstance(typed, str) and isinstance(name, str) and typed and name.strip() and not typed.isascii()):
-                raise ValueError(f"prompt_names must map characters that are not ASCII to names, got {shown({typed: name})}")
+                raise ValueError(
+                    f"prompt_names must map characters that are not ASCII to names, got {short_repr({typed: name})}"
+                )
         self.names = dict(names)
 
     @classmethod
@@ -78,10 +80,10 @@ class PromptNames:
     def _beginnings(self) -> frozenset[str]:
         return frozenset(key[:end] for key in self.names for end in range(1, len(key) + 1))
 
-    def reading(self, text: str) -> Reading:
+    def reading(self, text: str) -> NormalizedPrompt:
         """`text` with names in the place of what they name, the longest sequence first."""
         if text.isascii():
-            return Reading(text, {})
+            return NormalizedPrompt(text, {})
         found: dict[str, str] = {}
         parts: list[str] = []
         named, at = False, 0  # whether the last part is a name
@@ -102,7 +104,7 @@ class PromptNames:
                 while end < len(text) and text[end] in _LOOSE:
                     end += 1
             at = end
-        return Reading("".join(parts).strip(), found) if found else Reading(text, {})
+        return NormalizedPrompt("".join(parts).strip(), found) if found else NormalizedPrompt(text, {})
 
     def _at(self, text: str, start: int) -> tuple[str | None, int]:
         """The name of the longest sequence that begins at `start`, and where it ends."""

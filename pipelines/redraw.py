@@ -19,8 +19,8 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.pipelines.pixels import pixels_of
-from vargen.values import real, shown
+from vargen.pipelines.pixels import preprocess_images
+from vargen.values import parse_float, short_repr
 
 VARIATION, INPAINTING = 0.8, 1.0  # strength where a call gives none, without and with a mask
 _HALF = 0.5  # of its area: a cell of which more is white is drawn anew
@@ -60,20 +60,20 @@ def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any
             if value is not None:
                 raise ValueError(f"{name} says what to do with an image, and none is given: pass image")
         return None
-    share = real(strength) if strength is not None else INPAINTING if mask is not None else VARIATION
+    share = parse_float(strength) if strength is not None else INPAINTING if mask is not None else VARIATION
     if share is None or not 0 <= share <= 1:
-        raise ValueError(f"strength must be from 0 (keep the image) to 1 (draw all of it anew), got {shown(strength)}")
+        raise ValueError(f"strength must be from 0 (keep the image) to 1 (draw all of it anew), got {short_repr(strength)}")
     for width, height in _sizes(image):
         if (width, height) != (side, side):
             raise ValueError(
                 f"image must be {side}x{side} pixels, the size that this model draws, got {width}x{height}; crop or resize it"
             )
-    pixels = pixels_of(image, processor, side, "image")
+    pixels = preprocess_images(image, processor, side, "image")
     return Source(pixels, None if mask is None else _mask(mask, len(pixels), side), share)
 
 
 def _sizes(image: Any) -> set[tuple[int, int]]:
-    """Width and height of each picture; empty for what is none, which `pixels_of` refuses."""
+    """Width and height of each picture; empty for what is none, which `preprocess_images` refuses."""
     if isinstance(image, Tensor) and image.ndim in (3, 4):
         return {(image.shape[-1], image.shape[-2])}
     if isinstance(image, np.ndarray) and image.ndim in (3, 4):
@@ -95,7 +95,7 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
     else:
         listed = list(mask) if isinstance(mask, list | tuple) else [mask]
         if not listed or not all(isinstance(each, Image.Image) for each in listed):
-            raise TypeError(f"mask must be {allowed}, got {shown(mask)}")
+            raise TypeError(f"mask must be {allowed}, got {short_repr(mask)}")
         for each in listed:
             if each.size != (side, side):
                 raise ValueError(f"mask must be {side}x{side} pixels, as the image is, got {each.width}x{each.height}")

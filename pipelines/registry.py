@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import DecodeOutput
-from vargen.device import pick_device
+from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.description import Decoder, Description
+from vargen.pipelines.description import Decoder, ModelInfo
 from vargen.pipelines.families import FAMILIES
-from vargen.pipelines.loading import checked_folder, default_dtype, indexed_folder
+from vargen.pipelines.loading import check_model_folder, default_dtype, read_model_index
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -27,9 +27,9 @@ def paradigm_of(name: Any) -> str:
     """The family of a model, such as `"next-token"`, by its index alone.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.indexed_folder`.
+        ValueError: see `vargen.pipelines.loading.read_model_index`.
     """
-    return pipeline_class(indexed_folder(name, None, {})[1]["_class_name"]).paradigm
+    return pipeline_class(read_model_index(name, None, {})[1]["_class_name"]).paradigm
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
@@ -44,21 +44,21 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     Raises:
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; for no device, or one that torch does not see.
     """
-    place = None if device is None else pick_device(device)
-    folder, index = indexed_folder(name, None, options)
+    place = None if device is None else select_device(device)
+    folder, index = read_model_index(name, None, options)
     if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
         options["torch_dtype"] = default_dtype(folder, place)
     pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # which checks the rest of the folder
     return pipe if place is None else pipe.to(place)
 
 
-def describe(name: Any) -> Description:
+def describe(name: Any) -> ModelInfo:
     """Find a model, check its files, and read its configuration; no weight is read.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.checked_folder`.
+        ValueError: see `vargen.pipelines.loading.check_model_folder`.
     """
-    folder = checked_folder(name, None, {})
+    folder = check_model_folder(name, None, {})
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     return pipeline_class(index["_class_name"]).described(folder, index)
 
@@ -136,12 +136,12 @@ def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network
     """The transformer of a pipeline folder, a packaged or a hub model; or one of an official size with random weights.
 
     Raises:
-        ValueError: if it is none of these; see `checked_folder`.
+        ValueError: if it is none of these; see `check_model_folder`.
     """
     module = import_module(_module_of(name))
     if name in random_networks():
         return module.random_network(name, dtype, device)
-    return module.stored_network(name, checked_folder(name, None, {}), dtype, device)
+    return module.stored_network(name, check_model_folder(name, None, {}), dtype, device)
 
 
 def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
@@ -160,7 +160,7 @@ def _module_of(name: str) -> str:
     random = random_networks()
     if name in random:
         return random[name]
-    folder = checked_folder(name, None, {})
+    folder = check_model_folder(name, None, {})
     kind = json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"]
     module = FAMILIES[kind].networks_module
     if module is None:

@@ -13,11 +13,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.vq import NonFinitePixelsError
 from vargen.pipelines import checks
-from vargen.pipelines.pixels import decoded_pixels, pixels_of
+from vargen.pipelines.pixels import decoded_pixels, preprocess_images
 from vargen.pipelines.redraw import Kept, Source
 
 
@@ -54,7 +54,7 @@ class ScalePictures:
         return [part.flatten(1) for part in tokens[: source.kept_scales(len(tokens))]], keep
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
         """Pictures of tokens int64 `[B, L]`, all scales from coarse to fine; scales that hold -1 or end past `length [B]` are
         left out, which makes a coarser picture, white where none is left.
@@ -106,7 +106,7 @@ class ScalePictures:
         return latent.to(self._device_of(self.transformer))
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def encode_image(self, images: Any) -> Tensor:
         """Tokens int64 `[B, L]`, all scales from coarse to fine, of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8,
         resized to the model's size.
@@ -115,5 +115,5 @@ class ScalePictures:
             ValueError, TypeError: for what is no picture, or numbers of another type or outside of [0, 1].
             NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
         """
-        latent = self._latent(pixels_of(images, self.image_processor, self.vqvae.image_size))
+        latent = self._latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantiser().quantise(latent)], dim=1)

@@ -12,19 +12,19 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision
 from vargen.decoding import list_methods, resolve_method
-from vargen.files import expanded, whole_files
+from vargen.files import atomic_merge, expand_user
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.borrowed import FILE as BORROWED_FILE
-from vargen.pipelines.borrowed import lenders, load_borrowed
+from vargen.pipelines.borrowed import load_shared_components, shared_component_folders
 from vargen.pipelines.call_arguments import answering, names_of
 from vargen.pipelines.conditioning import Conditioning
-from vargen.pipelines.description import Description, Method
+from vargen.pipelines.description import Method, ModelInfo
 from vargen.pipelines.examples import FILE as EXAMPLES_FILE
 from vargen.pipelines.examples import check_examples, read_examples, write_examples
 from vargen.pipelines.families import FAMILIES
-from vargen.pipelines.loading import checked_folder, component_dtypes
+from vargen.pipelines.loading import check_model_folder, resolve_dtypes
 from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
@@ -111,15 +111,15 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        folder = checked_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
+        folder = check_model_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
         with loading_memory(folder):
-            kwargs[_DTYPE] = component_dtypes(folder, torch_dtype if dtype is None else dtype)
+            kwargs[_DTYPE] = resolve_dtypes(folder, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.read(lenders(folder).get("prompt_names", folder))
+            kwargs["prompt_names"] = PromptNames.read(shared_component_folders(folder).get("prompt_names", folder))
         with loading_memory(folder), no_bar(folder):
             examples = read_examples(folder)
-            kwargs |= load_borrowed(folder, kwargs)
+            kwargs |= load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**placing(), **kwargs})
         if examples is not None and pipe.transformer is not None:
             network: Any = pipe
@@ -145,10 +145,10 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         Raises:
             OSError: if the folder cannot be made or written.
         """
-        folder = expanded(save_directory, "save_directory")
+        folder = expand_user(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
             kwargs.setdefault("repo_id", folder.name)
-        with whole_files(folder) as staged:
+        with atomic_merge(folder) as staged:
             super().save_pretrained(str(staged), **kwargs)
             if self.prompt_names is not None:
                 self.prompt_names.write(staged)
@@ -164,12 +164,12 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
         """What a checked folder of this family says, `index` being its `model_index.json`."""
 
     @classmethod
     @abstractmethod
-    def check_method(cls, described: Description, method: Any) -> None:
+    def check_method(cls, described: ModelInfo, method: Any) -> None:
         """Raise ValueError if a model that a folder describes cannot run a method; what weights would tell is not asked."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
 from vargen.models.condition import Condition
@@ -18,14 +18,14 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.best_of import BestOf
-from vargen.pipelines.description import Description
-from vargen.pipelines.drawing import Asked, check_call, chosen_sampling, drawn, requested
+from vargen.pipelines.best_of import CandidateSelection
+from vargen.pipelines.description import ModelInfo
+from vargen.pipelines.drawing import PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.redraw import check_source
 from vargen.pipelines.scale_decoder import ScaleDecoder
 from vargen.pipelines.scale_pictures import ScalePictures
-from vargen.pipelines.var_scales import VARScales
+from vargen.pipelines.var_scales import VARScaleModel
 
 from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
 
@@ -90,20 +90,20 @@ class VARPipeline(ScalePictures, VisualPipeline):
     # -- what it is -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
         with torch.device("meta"):  # fills in what the file leaves to the defaults
             transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
             side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         config = transformer.config
-        return Description(
+        return ModelInfo(
             folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
             len(transformer.scales), side,
         )  # fmt: skip
 
     @classmethod
-    def check_method(cls, described: Description, method: Any) -> None:
+    def check_method(cls, described: ModelInfo, method: Any) -> None:
         method.check_scales(described.steps)
         if method.drafts and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
@@ -142,7 +142,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
     # -- the call -----------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def __call__(
         self,
         prompt: str | list[str] | None = None,
@@ -205,12 +205,12 @@ class VARPipeline(ScalePictures, VisualPipeline):
         check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         schedule = self.resolved(accelerator)
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        scale, sampling = chosen_sampling(self, given)
-        best = BestOf.checked(num_candidates, scorer, self.named_scorer)
+        scale, sampling = resolve_sampling(self, given)
+        best = CandidateSelection.checked(num_candidates, scorer, self.named_scorer)
         source = check_source(image, mask, strength, self.vqvae.image_size, self.image_processor)
         self.check_runs(schedule)
-        asked = Asked(prompt, prompt_embeds, prompt_mask, class_labels)
-        unwanted = Asked(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
+        asked = PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels)
+        unwanted = PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
         request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
         kept, keep = self._source(source, request.prompts, request.drawn // request.prompts)
 
@@ -228,12 +228,12 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
         return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
-    def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScales:
+    def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScaleModel:
         """The transformer, and the one it may draft with, as `vargen.decoding.decode_scales` sees them; arguments as in a
         call."""
         scale, quantiser = checks.check_guidance(guidance_scale), self._quantiser()
         device = self._device_of(self.transformer)
         draft = self.draft_transformer
-        small = None if draft is None else VARScales(draft, quantiser, scale, negative, device=device)
+        small = None if draft is None else VARScaleModel(draft, quantiser, scale, negative, device=device)
         step = self._step() if compile else None
-        return VARScales(self.transformer, quantiser, scale, negative, step, small, device)
+        return VARScaleModel(self.transformer, quantiser, scale, negative, step, small, device)

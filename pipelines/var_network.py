@@ -19,7 +19,7 @@ from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines.scale_decoder import ScaleDecoder, scale_pass, scales_of
 from vargen.pipelines.var_published import PublishedLoop
-from vargen.pipelines.var_scales import VARScales
+from vargen.pipelines.var_scales import VARScaleModel
 
 RANDOM = {f"var-d{depth}": depth for depth in (16, 20, 24, 30, 36)}
 _LARGE = 36  # depth of the official model for 512 pixels; the others draw 256
@@ -75,9 +75,9 @@ class Network:
         step = torch.compile(self.transformer, dynamic=False) if compile else None
         return ScaleDecoder(self._scales(self.guidance_scale, step), self.sampling)
 
-    def _scales(self, guidance_scale: float, step: Any = None) -> VARScales:
+    def _scales(self, guidance_scale: float, step: Any = None) -> VARScaleModel:
         device = self.transformer.device
-        return VARScales(self.transformer, self.vqvae.quantize, guidance_scale, step=step, device=device)
+        return VARScaleModel(self.transformer, self.vqvae.quantize, guidance_scale, step=step, device=device)
 
     # -- whole pictures -----------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from vargen.models.condition import Condition
 from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
-from vargen.modes import quick_passes
+from vargen.modes import inference_mode_for
 
 
 class ScaleState:
@@ -58,7 +58,7 @@ class ScaleState:
         self.halves = [self.both.part(slice(0, B)), self.both.part(slice(B, 2 * B))]
 
 
-class VARScales:
+class VARScaleModel:
     """`ScaleModel` of a VAR transformer.
 
     Args:
@@ -79,7 +79,7 @@ class VARScales:
         guidance_scale: float = 1.0,
         negative: Condition | None = None,
         step: Callable[..., VAROutput] | None = None,
-        draft_model: VARScales | None = None,
+        draft_model: VARScaleModel | None = None,
         device: torch.device | None = None,
     ):
         self.transformer, self.quantiser = transformer, quantiser
@@ -136,7 +136,7 @@ class VARScales:
     def forward(
         self, state: ScaleState, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]
     ) -> list[Tensor]:
-        with quick_passes(self.device):
+        with inference_mode_for(self.device):
             return self._guided(state, inputs, count, guidance)
 
     def _guided(

@@ -28,7 +28,7 @@ class BlockState:
     text: TextCache
 
 
-class VideoBlocks:
+class CausalVideoBlockModel:
     """See `vargen.decoding.BlockModel`.
 
     Args:
@@ -57,7 +57,7 @@ class VideoBlocks:
         window: int | None = None,
         sinks: int = 0,
         motion: int | None = None,
-        draft_model: VideoBlocks | None = None,
+        draft_model: CausalVideoBlockModel | None = None,
         device: torch.device | None = None,
     ):
         if guidance_scale != 1 and null is None:

@@ -11,8 +11,8 @@ import numpy as np
 from PIL import Image
 from torch import Tensor
 
-from vargen.files import expanded, whole_file
-from vargen.values import real, shown
+from vargen.files import atomic_file, expand_user
+from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
 _CODECS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
@@ -24,9 +24,9 @@ def check_video_path(path: Any, name: str = "path") -> Path:
     Raises:
         ValueError: for another suffix. ImportError: for an mp4 without PyAV.
     """
-    file = expanded(path, name)
+    file = expand_user(path, name)
     if file.suffix.lower() not in FORMATS:
-        raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {shown(str(path))}")
+        raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {short_repr(str(path))}")
     if file.suffix.lower() == ".mp4":
         _av()
     return file
@@ -43,11 +43,11 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
         ValueError: for no frame, frames of different sizes, another suffix, or a rate that is not above 0.
         ImportError: for an mp4 without PyAV. OSError: where it cannot be written; nothing is left behind then.
     """
-    file, rate = check_video_path(path), real(fps)
+    file, rate = check_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
-        raise ValueError(f"fps must be a number above 0, got {shown(fps)}")
+        raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
     pictures = _pictures(frames)
-    with whole_file(file) as temporary:
+    with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
             _write_mp4(pictures, temporary, rate, comment)
         else:
@@ -63,7 +63,7 @@ def _pictures(frames: Any) -> list[Image.Image]:
             raise ValueError("frames must hold finite numbers from 0 to 1, and hold NaN or infinite ones")
         frames = [Image.fromarray(frame) for frame in (frames.clip(0, 1) * 255).round().astype(np.uint8)]
     if not isinstance(frames, Sequence) or not frames or not all(isinstance(frame, Image.Image) for frame in frames):
-        raise ValueError(f"frames must be PIL images, or numbers [F, Y, X, 3] or [F, 3, Y, X], got {shown(frames)}")
+        raise ValueError(f"frames must be PIL images, or numbers [F, Y, X, 3] or [F, 3, Y, X], got {short_repr(frames)}")
     if len({frame.size for frame in frames}) > 1:
         raise ValueError(f"frames must be of one size, got {sorted({frame.size for frame in frames})[:4]}")
     return [frame.convert("RGB") for frame in frames]

@@ -15,12 +15,12 @@ from vargen.decoding import VideoMethod
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
-from vargen.models.video_stream import StreamDecoder
+from vargen.models.video_stream import StreamingDecoder
 from vargen.pipelines import checks
-from vargen.pipelines.description import Description
-from vargen.pipelines.pixels import pixels_of
+from vargen.pipelines.description import ModelInfo
+from vargen.pipelines.pixels import preprocess_images
 from vargen.pipelines.stored import StoredPipeline
-from vargen.pipelines.video_blocks import VideoBlocks
+from vargen.pipelines.video_blocks import CausalVideoBlockModel
 from vargen.pipelines.video_parts import USUAL
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import PACKAGED
@@ -39,7 +39,7 @@ class VideoModel(StoredPipeline):
     image_processor: Any
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> Description:
+    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
         with torch.device("meta"):
             transformer = CausalVideoTransformer.from_config(CausalVideoTransformer.load_config(folder / "transformer"))
         geometry, given = transformer.geometry, {**USUAL, **(index.get("defaults") or {})}
@@ -48,12 +48,12 @@ class VideoModel(StoredPipeline):
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         frames = geometry.pixel_frames(0, blocks * geometry.block_frames)
         side = geometry.pixel_size[0]
-        return Description(
+        return ModelInfo(
             folder, cls.__name__, "text", 0, frames, 0, {}, has_draft, passes, side, fps=geometry.fps
         )  # fmt: skip
 
     @classmethod
-    def check_method(cls, described: Description, method: Any) -> None:
+    def check_method(cls, described: ModelInfo, method: Any) -> None:
         if method.drafts and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
@@ -81,7 +81,9 @@ class VideoModel(StoredPipeline):
 
     # -- parts of a call --------------------------------------------------------------------------------------------------
 
-    def block_model(self, window: int | None = None, sinks: int | None = None, motion: int | None = None) -> VideoBlocks:
+    def block_model(
+        self, window: int | None = None, sinks: int | None = None, motion: int | None = None
+    ) -> CausalVideoBlockModel:
         """The models as `vargen.decoding.decode_video` sees them; arguments as in a call."""
         guidance = float(self.default("guidance"))
         null = None if guidance == 1 else self.no_caption()
@@ -95,8 +97,12 @@ class VideoModel(StoredPipeline):
         }
         levels = self.default("levels") or shifted_levels()
         draft = self.draft_transformer
-        small = None if draft is None else VideoBlocks(draft, levels, device=self._device_of(self.transformer), **options)
-        return VideoBlocks(self.transformer, levels, draft_model=small, device=self._device_of(self.transformer), **options)
+        small = (
+            None if draft is None else CausalVideoBlockModel(draft, levels, device=self._device_of(self.transformer), **options)
+        )
+        return CausalVideoBlockModel(
+            self.transformer, levels, draft_model=small, device=self._device_of(self.transformer), **options
+        )
 
     def video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
         """What one video is drawn from.
@@ -129,7 +135,7 @@ class VideoModel(StoredPipeline):
 
         A scorer that knows several styles would else ask for something between them.
         """
-        text = self.read_prompt(prompt).text
+        text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
         named = len(styles) != 1 or re.search(rf"\b{re.escape(styles[0])}\b", text, re.IGNORECASE)
         return text if named else f"{text}, {styles[0]} style"
@@ -148,19 +154,19 @@ class VideoModel(StoredPipeline):
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
-    def _decoder(self) -> StreamDecoder:
-        if isinstance(self.vae, StreamDecoder):
+    def _decoder(self) -> StreamingDecoder:
+        if isinstance(self.vae, StreamingDecoder):
             return self.vae
-        from vargen.models.wan_vae import WanStreamDecoder
+        from vargen.models.wan_vae import WanStreamingDecoder
 
-        return WanStreamDecoder(self.vae)
+        return WanStreamingDecoder(self.vae)
 
     def _given(self, image: Any) -> list[Tensor]:
         """The latents of a picture that a video starts from."""
         if image is None:
             return []
         rows, columns = self.transformer.geometry.pixel_size
-        pixels = pixels_of(image, self.image_processor, rows, "image")
+        pixels = preprocess_images(image, self.image_processor, rows, "image")
         if len(pixels) != 1 or pixels.shape[2:] != (rows, columns):
             raise ValueError(f"image must be one picture of {columns} x {rows} pixels, got {list(pixels.shape)}")
         decoder: Any = self._decoder()

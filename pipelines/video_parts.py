@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 from vargen.decoding.video.policies import validate_threshold
-from vargen.models.causal_video import geometry_of
-from vargen.values import real, shown, whole
+from vargen.models.causal_video import geometry_from_config
+from vargen.values import parse_float, parse_int, short_repr
 
 # What `defaults` may say, and what counts where it does not.
 USUAL: dict[str, Any] = {
@@ -46,9 +46,9 @@ def check_parts(configs: Mapping[str, Any], defaults: Any) -> None:
     target, draft = configs.get("transformer"), configs.get("draft_transformer")
     if not target:
         return
-    geometry = geometry_of(_Config(target))
+    geometry = geometry_from_config(_Config(target))
     if draft:
-        other = geometry_of(_Config(draft))
+        other = geometry_from_config(_Config(draft))
         if not geometry.same_latents(other):
             raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
         for name in ("text_dim", "motion_levels"):
@@ -83,21 +83,21 @@ def check_defaults(defaults: Any) -> None:
     if defaults is None:
         return
     if not isinstance(defaults, dict) or any(name not in USUAL for name in defaults):
-        raise ValueError(f"defaults must be a dict of {', '.join(USUAL)}, or None, got {shown(defaults)}")
+        raise ValueError(f"defaults must be a dict of {', '.join(USUAL)}, or None, got {short_repr(defaults)}")
     given = {name: value for name, value in defaults.items() if value is not None}
     levels = given.get("levels", [1.0])
-    numbers = [real(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
+    numbers = [parse_float(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
     falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
     if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
-        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {shown(levels)}")
+        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {short_repr(levels)}")
     if not isinstance(given.get("euler", False), bool):
-        raise ValueError(f"defaults: euler must be true or false, got {shown(given['euler'])}")
-    guidance = real(given.get("guidance", 1.0))
+        raise ValueError(f"defaults: euler must be true or false, got {short_repr(given['euler'])}")
+    guidance = parse_float(given.get("guidance", 1.0))
     if guidance is None or guidance < 0:
-        raise ValueError(f"defaults: guidance must be a number of at least 0, got {shown(given['guidance'])}")
+        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
     for name, (least, most) in _WHOLE.items():
-        if name in given and whole(given[name], least, most) is None:
-            raise ValueError(f"defaults: {name} must be a whole number from {least} to {most}, got {shown(given[name])}")
+        if name in given and parse_int(given[name], least, most) is None:
+            raise ValueError(f"defaults: {name} must be a whole number from {least} to {most}, got {short_repr(given[name])}")
     try:
         validate_threshold(given.get("tau", 0.0))
     except TypeError as error:

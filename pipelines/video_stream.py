@@ -12,7 +12,7 @@ from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding import Block, BlockStream, VideoStats
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class VideoStream(Iterator[Block]):
         self.fps, self.blocks = pipe.transformer.geometry.fps, blocks.blocks
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def __next__(self) -> Block:
         if (prompt := self._prompts.pop(self._next, None)) is not None:
             self.switch(prompt)
@@ -72,7 +72,7 @@ class VideoStream(Iterator[Block]):
         self._blocks.tau = value
 
     @torch.no_grad()
-    @outside_autocast
+    @without_autocast
     def switch(self, prompt: str) -> None:
         """Go on with another prompt from the next block on; drafts are then scored with it."""
         condition = self._pipe.video_condition(prompt, None, self._clean)
@@ -88,7 +88,7 @@ class VideoStream(Iterator[Block]):
         self._blocks.close()
 
 
-def videos_of(videos: list[list[Tensor]], output_type: str) -> Any:
+def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
     """Videos of parts `[F, ...]` as a call returns them."""
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]

@@ -10,7 +10,7 @@ import typer
 from recipes import looks, runner
 from vargen.cli.console import Commands, configure_logging, print_json, quiet_libraries, table
 from vargen.cli.options import Device
-from vargen.device import wait_passively
+from vargen.device import set_passive_openmp_wait
 
 app = typer.Typer(
     name="recipes",
@@ -94,5 +94,5 @@ app.command("sheet")(looks.sheet)
 app.command("lookup-examples")(looks.lookup_examples)
 
 if __name__ == "__main__":
-    wait_passively()
+    set_passive_openmp_wait()
     app(prog_name="python -m recipes")

@@ -14,15 +14,15 @@ from recipes.emoji.lookup_examples import choose_examples, kept_tokens
 from recipes.registry import output_folder
 from vargen.cli.console import print_json
 from vargen.cli.evaluation_options import bar
-from vargen.cli.options import Device, check_range, pick_device
+from vargen.cli.options import Device, check_range, select_device
 from vargen.cli.subjects import read_prompts
-from vargen.device import fix_threads
+from vargen.device import set_threads
 from vargen.evaluation.sheet import blind_sheet
-from vargen.files import expanded, whole_files
+from vargen.files import atomic_merge, expand_user
 from vargen.models.vq import VQModel
-from vargen.pipelines.component_files import saved_network
+from vargen.pipelines.component_files import resolve_network_folder
 from vargen.pipelines.examples import write_examples
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 from vargen.training.focus import Focus
 
 Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="A packaged model or a folder.")]
@@ -50,8 +50,8 @@ def recall(
     check_range(num_images, "num_images", 1)
     pipe = _load_pipeline(model, transformer)
     settings = _settings(guidance, temperature)
-    measure = Recall(_load_data(data), Focus(), PackagedScorer())
-    fix_threads(threads)
+    measure = Recall(_load_data(data), Focus(), ImageTextScorer())
+    set_threads(threads)
     metrics = measure(pipeline_draw(pipe, **settings), num_images, seed)
     print_json({"model": str(transformer or model), **settings, **metrics})
 
@@ -69,12 +69,12 @@ def sheet(
     threads: Threads = None,
 ) -> None:
     """Generate prompts for a rater who has to name them: numbers instead of prompts, in another order."""
-    target = expanded(output, "output")
+    target = expand_user(output, "output")
     packaged = Path(vargen.assets.__file__).parent
-    files = [expanded(file, "prompt_file") for file in prompt_file or (packaged / "sheet.txt", packaged / "everyday.txt")]
+    files = [expand_user(file, "prompt_file") for file in prompt_file or (packaged / "sheet.txt", packaged / "everyday.txt")]
     texts = [text for file in files for text in read_prompts(file)]
     pipe = _load_pipeline(model, transformer)
-    fix_threads(threads)
+    set_threads(threads)
     key = blind_sheet(texts, pipeline_draw(pipe, **_settings(guidance, temperature)), target, seed)
     print_json({"sheet": str(target), "key": str(key), "images": len(texts)})
 
@@ -90,25 +90,27 @@ def lookup_examples(
 ) -> None:
     """Put tokens of training images beside a model, for the preset lookup. Two bytes a token."""
     check_range(count, "count", 1)
-    folder = expanded(model, "model")
+    folder = expand_user(model, "model")
     if not (folder / "vqvae" / "config.json").is_file():
         raise FileNotFoundError(f"model must be a model folder with a vqvae, got {str(folder)!r}")
     images = _load_data(data)
-    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(pick_device(device)).eval()
-    cached = None if generator is None else kept_tokens(expanded(generator, "generator"), vqvae, len(images.images))
+    vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(select_device(device)).eval()
+    cached = None if generator is None else kept_tokens(expand_user(generator, "generator"), vqvae, len(images.images))
     with bar("tokens") as progress:
         tokens = choose_examples(vqvae, images, count, cached, progress=progress)
-    with whole_files(folder) as staged:
+    with atomic_merge(folder) as staged:
         write_examples(tokens, staged)
     print_json({"folder": str(folder), "images": len(tokens), "tokens": tokens.numel()})
 
 
 def _load_data(folder: Path | None) -> Any:
-    return load_emoji_dataset(expanded(folder, "data") if folder else output_folder("emoji-data"))
+    return load_emoji_dataset(expand_user(folder, "data") if folder else output_folder("emoji-data"))
 
 
 def _load_pipeline(model: str, transformer: Path | None) -> Any:
-    given = saved_network(expanded(transformer, "transformer"), "transformer", "transformer") if transformer else None
+    given = (
+        resolve_network_folder(expand_user(transformer, "transformer"), "transformer", "transformer") if transformer else None
+    )
     return open_pipeline(model, given)
 
 

@@ -32,10 +32,10 @@ from recipes.packaging import (
     text_parts,
     write_model,
 )
-from vargen.files import whole_files
-from vargen.model_files import write_index
+from vargen.files import atomic_merge
+from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.compact import WEIGHT_FORMATS, CompactModel
+from vargen.models.compact import WEIGHT_FORMATS, QuantizedStorageMixin
 from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.multi_scale_vq import MultiScaleVQModel
@@ -46,10 +46,10 @@ from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
 from vargen.models.weights import weights_digest
 from vargen.pipelines.component_files import check_component
-from vargen.pipelines.drafter_files import checked_drafter
+from vargen.pipelines.drafter_files import resolve_drafter
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import checked_folder
+from vargen.pipelines.loading import check_model_folder
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.var import VARPipeline
@@ -188,7 +188,7 @@ def package_video(
             network.save_pretrained(staged / part)
         missing = dict.fromkeys({"draft_transformer", "preview_decoder"} - networks.keys())
         settings = {"defaults": {**sampling, **(defaults or {})}, "prompt_styles": ["3d"]}
-        write_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(lender)}, **settings)
+        write_model_index(staged, "CausalVideoPipeline", {**networks, **missing, **text_parts(lender)}, **settings)
 
     def card(size: int) -> str:
         return video_card(networks, sampling, weight_format, size, metrics, note)
@@ -196,13 +196,13 @@ def package_video(
     return write_model(output, save, metrics, card, lender, MAX_BYTES["emoji-video"])
 
 
-def _video_networks(runs: Mapping[str, Path]) -> dict[str, CompactModel]:
+def _video_networks(runs: Mapping[str, Path]) -> dict[str, QuantizedStorageMixin]:
     """The networks by their component's name, which fit each other."""
     vae = CausalVideoVAE.from_pretrained(runs["vae"] / "vae")
     for part in runs.keys() - {"vae"}:
         check_video_latents(runs[part], vae, runs["vae"])
     target = CausalVideoTransformer.from_pretrained(runs["target"] / "transformer")
-    networks: dict[str, CompactModel] = {"vae": vae, "transformer": target}
+    networks: dict[str, QuantizedStorageMixin] = {"vae": vae, "transformer": target}
     if "drafter" in runs:
         drafter = CausalVideoTransformer.from_pretrained(runs["drafter"] / "transformer")
         if not target.geometry.same_latents(drafter.geometry):
@@ -234,7 +234,7 @@ def package_scorer(run: Path, model: Path, data: EmojiDataset, output: Path, not
     """
     finished({"scorer": run}, scorer="scorer")
     scorer = ImageTextModel.from_pretrained(run / "scorer", use_safetensors=True).half()
-    with whole_files(output) as staged:
+    with atomic_merge(output) as staged:
         scorer.save_pretrained(staged)
         strip_local_paths(staged)
         captions = {"text_encoder": model.name, "captions": fixed_captions(data)}
@@ -258,11 +258,11 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
         ValueError: for a run for another model than this one, or a head that is larger than a packaged one may be.
     """
     finished({"head": run}, head="drafter")
-    folder = checked_folder(model, None, {})
+    folder = check_model_folder(model, None, {})
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     family = FAMILIES[index["_class_name"]]
     target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
-    kind, trained = checked_drafter(run / "drafter", family, target.config)
+    kind, trained = resolve_drafter(run / "drafter", family, target.config)
     if fingerprint(run).get("target") != weights_digest(target):
         raise ValueError(f"the run in {run} was trained for another transformer than that of {folder}: train one for it")
     network: Any = family.networks[kind]
@@ -283,7 +283,7 @@ def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") 
             than packaged ones may be.
     """
     runs = finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
-    folder = checked_folder(model, "LlamaGenPipeline", {})
+    folder = check_model_folder(model, "LlamaGenPipeline", {})
     codes = tokens_digest(VQModel.from_pretrained(folder / "vqvae").float())
     for run in runs.values():
         if fingerprint(run).get("tokenizer") != codes:

@@ -11,9 +11,9 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from recipes.emoji.evaluation import COUNTS
-from vargen.files import whole_file, whole_files, whole_folder
+from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import unpickle
+from vargen.models.weights import load_pickle_safely
 from vargen.pipelines.borrowed import FILE as BORROWED
 from vargen.pipelines.borrowed import PARTS as BORROWABLE
 from vargen.pipelines.prompt_names import FILE as NAMES
@@ -60,7 +60,7 @@ def read_recall(file: Path) -> dict[str, float]:
 
 def fingerprint(run: Path) -> dict[str, Any]:
     """What a run's checkpoint says it was made with."""
-    return unpickle(run / "state.pt", if_damaged="repeat the recipe, which resumes the run")["fingerprint"]
+    return load_pickle_safely(run / "state.pt", if_damaged="repeat the recipe, which resumes the run")["fingerprint"]
 
 
 def text_parts(lender: Path) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def write_model(
         save: writes the model into a folder. card: the model card, of the folder's bytes. metrics: kept as `training.json`.
         lender: a packaged model whose text encoder is shared instead of copied.
     """
-    with whole_folder(output, inputs=[], overwrite=True) as staged:
+    with atomic_folder(output, inputs=[], overwrite=True) as staged:
         save(staged)
         if lender is not None:
             for part in ("text_encoder", "tokenizer"):
@@ -111,12 +111,12 @@ def write_model(
 def add_component(folder: Path, name: str, network: Any, card: str) -> None:
     """Write a network and its card into a model's folder, of which it is the component `name` from then on."""
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    with whole_files(folder / name) as staged:
+    with atomic_merge(folder / name) as staged:
         network.save_pretrained(staged)
         strip_local_paths(staged)
         (staged / "README.md").write_text(card, "utf-8")
     index[name] = [type(network).__module__, type(network).__name__]
-    with whole_file(folder / "model_index.json") as temporary:
+    with atomic_file(folder / "model_index.json") as temporary:
         temporary.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", "utf-8")
 
 

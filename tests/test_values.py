@@ -14,12 +14,12 @@ from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.decoding.next_token.draft_length import Adaptive, Auto
 from vargen.options import OPTIONS, Option, options_table
 from vargen.pipelines import checks
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.float16(2), np.float64(2), np.int64(2), np.uint8(2), Fraction(2)])
 def test_real_numbers_are_read(value):
-    assert real(value) == 2.0 and type(real(value)) is float
+    assert parse_float(value) == 2.0 and type(parse_float(value)) is float
 
 
 @pytest.mark.parametrize(
@@ -27,13 +27,13 @@ def test_real_numbers_are_read(value):
     [True, np.bool_(True), math.nan, math.inf, np.float32("nan"), 10**400, "2", None, 2j, Decimal(2), torch.tensor(2.0)],
 )
 def test_what_is_no_finite_real_number_is_not(value):
-    assert real(value) is None
+    assert parse_float(value) is None
 
 
 def test_whole_numbers_are_read_within_their_bounds():
-    assert [whole(value, 1) for value in (1, np.int64(1), np.uint8(200), 10**400)] == [1, 1, 200, 10**400]
-    assert all(type(whole(value, 1)) is int for value in (1, np.int64(1)))
-    assert [whole(value, 1, 5) for value in (0, 6, 2.0, True, np.bool_(True), np.float32(2), "2", None)] == [None] * 8
+    assert [parse_int(value, 1) for value in (1, np.int64(1), np.uint8(200), 10**400)] == [1, 1, 200, 10**400]
+    assert all(type(parse_int(value, 1)) is int for value in (1, np.int64(1)))
+    assert [parse_int(value, 1, 5) for value in (0, 6, 2.0, True, np.bool_(True), np.float32(2), "2", None)] == [None] * 8
 
 
 def test_a_quoted_value_is_short_and_never_fails():
@@ -41,9 +41,9 @@ def test_a_quoted_value_is_short_and_never_fails():
         def __repr__(self):
             raise ZeroDivisionError
 
-    assert shown("a cat") == "'a cat'"
-    assert len(shown("a" * 10**6)) == 100 and len(shown(10**4000)) == 100
-    assert shown(10**5000) == "a int that cannot be printed" and "Broken" in shown(Broken())
+    assert short_repr("a cat") == "'a cat'"
+    assert len(short_repr("a" * 10**6)) == 100 and len(short_repr(10**4000)) == 100
+    assert short_repr(10**5000) == "a int that cannot be printed" and "Broken" in short_repr(Broken())
 
 
 NUMPY = [

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from vargen.pipelines.registry import open_pipeline
     from vargen.pipelines.var import VARPipeline
 
-from vargen.device import wait_passively
+from vargen.device import set_passive_openmp_wait
 
-wait_passively()  # before torch is imported, which reads once how its threads wait
+set_passive_openmp_wait()  # before torch is imported, which reads once how its threads wait
 
 __version__ = "0.1.0"
 

@@ -112,7 +112,7 @@ def _drop_modules(package: str) -> None:
         del sys.modules[name]
 
 
-def hand_over(name: str, folder: str) -> None:
+def defer_to_installed_package(name: str, folder: str) -> None:
     """Give a top-level name that a folder of this repository shadows back to the distribution it belongs to.
 
     With the repository root first on sys.path (`python app.py`, `python -m pytest`), `import kernels` by
@@ -169,7 +169,7 @@ def _names_modules(record: logging.LogRecord) -> bool:
     return "kept in float32: []" not in record.getMessage()
 
 
-def outside_autocast(function: _F) -> _F:
+def without_autocast(function: _F) -> _F:
     """A decorator: run in the dtypes of the weights, whatever `torch.autocast` surrounds the call.
 
     Networks here choose their own dtypes; with autocast on top, what a cache holds and what is written to it would differ.

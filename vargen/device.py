@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     import torch
 
-CHOSEN_BY = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people choose; torch reads them
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people choose; torch reads them
 
 
-def wait_passively() -> None:
+def set_passive_openmp_wait() -> None:
     """Let OpenMP threads sleep while they wait for work. `import vargen` calls this; once torch is imported it has no effect.
 
     By default they spin, and beside other programs that is ruinous: two threads on two busy cores took 33 to 97 ms for a pass
@@ -44,7 +44,7 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def cores() -> int:
+def available_cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
@@ -56,8 +56,8 @@ def physical_cores() -> int:
         try:
             siblings.add(Path(f"/sys/devices/system/cpu/cpu{core}/topology/thread_siblings_list").read_text())
         except OSError:
-            return cores()
-    return len(siblings) or cores()
+            return available_cores()
+    return len(siblings) or available_cores()
 
 
 class _Threads:
@@ -65,7 +65,7 @@ class _Threads:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.fixed: int | None = None  # by `fix_threads`
+        self.fixed: int | None = None  # by `set_threads`
         self.before = 0
         self.depth = 0  # blocks of `threads` that run
         self.own = threading.local()  # `count`: what a block around this thread's work has set
@@ -74,7 +74,7 @@ class _Threads:
 _state = _Threads()
 
 
-def fix_threads(count: int | None) -> None:
+def set_threads(count: int | None) -> None:
     """Let torch use `count` CPU threads from now on, whatever is measured; None leaves the choice to measurement.
 
     Raises:
@@ -92,7 +92,7 @@ def fix_threads(count: int | None) -> None:
     torch.set_num_threads(count)
 
 
-def chosen_threads() -> tuple[int, str] | None:
+def user_thread_count() -> tuple[int, str] | None:
     """The number of threads that a person or a block around this one chose, and where; None where measurement may choose."""
     import torch
 
@@ -101,12 +101,12 @@ def chosen_threads() -> tuple[int, str] | None:
     with _state.lock:
         if _state.fixed is not None:
             return _state.fixed, "--threads"
-        for name in CHOSEN_BY:
+        for name in THREAD_VARIABLES:
             if os.environ.get(name, "").strip():
                 return torch.get_num_threads(), name
         current = _state.before if _state.depth else torch.get_num_threads()
     # Torch begins with a thread for each core, or for each physical one; any other number was set by a call.
-    return None if current in (cores(), max(physical_cores(), 2)) else (current, "torch.set_num_threads")
+    return None if current in (available_cores(), max(physical_cores(), 2)) else (current, "torch.set_num_threads")
 
 
 @contextmanager
@@ -130,7 +130,7 @@ def threads(count: int) -> Iterator[None]:
             torch.set_num_threads(_state.before if outer is None else outer)
 
 
-def pick_device(name: str | torch.device) -> torch.device:
+def select_device(name: str | torch.device) -> torch.device:
     """The device to run on; `"auto"` takes a GPU where there is one.
 
     Raises:
@@ -144,7 +144,7 @@ def pick_device(name: str | torch.device) -> torch.device:
     try:
         device = torch.device(name)
     except (RuntimeError, TypeError):
-        raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {shown(name)}") from None
+        raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
     if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large ones to below 0
         seen = f"sees {gpus} GPUs" if gpus else "sees no GPU"
         raise ValueError(f"device must be cpu, auto or a GPU that is there: torch {seen}, got {str(device)!r}")
@@ -166,16 +166,16 @@ def check_compile(compile: bool, device: str | torch.device) -> None:
         )
 
 
-def fast_dtype(device: str | torch.device = "cpu") -> torch.dtype:
+def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
     """bfloat16 where hardware multiplies it; float32 on a CPU without such instructions, where bfloat16 is 7 times slower."""
     import torch
 
     if torch.device(device).type != "cpu":
         return torch.bfloat16
-    return torch.bfloat16 if cpu_multiplies_bfloat16() else torch.float32
+    return torch.bfloat16 if cpu_has_bfloat16() else torch.float32
 
 
-def cpu_multiplies_bfloat16() -> bool:
+def cpu_has_bfloat16() -> bool:
     """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
     import torch
 

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vargen.disk import disk_errors
-from vargen.model_files import model_files, replaced_weights
+from vargen.model_files import model_files, stale_weight_files
 
 if sys.platform != "win32":
     import fcntl
@@ -30,7 +30,7 @@ _LOCK, _PLAN = "lock", "plan.json"
 _ABANDONED_SECONDS = 86400.0  # untouched for so long, what another machine was writing is taken for abandoned
 
 
-def expanded(path: str | Path, name: str = "path") -> Path:
+def expand_user(path: str | Path, name: str = "path") -> Path:
     """`path` with the home folder for a leading `~` or `~user`.
 
     Raises:
@@ -243,7 +243,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def whole_file(path: Path) -> Iterator[Path]:
+def atomic_file(path: Path) -> Iterator[Path]:
     """Yield a path of the same name to write, which takes the place of `path` only if the block succeeds.
 
     Raises:
@@ -260,7 +260,7 @@ def whole_file(path: Path) -> Iterator[Path]:
 
 
 @contextmanager
-def whole_files(folder: Path) -> Iterator[Path]:
+def atomic_merge(folder: Path) -> Iterator[Path]:
     """Yield an empty folder whose files take their places under `folder` when the block ends well; if not, none does.
 
     Others that `folder` holds stay, but for shards of weights that were written anew.
@@ -274,14 +274,14 @@ def whole_files(folder: Path) -> Iterator[Path]:
             new = space / "new"
             new.mkdir()
             yield new
-            _commit(space, [str(file.relative_to(folder)) for file in replaced_weights(new, folder)])
+            _commit(space, [str(file.relative_to(folder)) for file in stale_weight_files(new, folder)])
     finally:
         if not any(folder.iterdir()):
             folder.rmdir()  # an empty model folder would look like a model
 
 
 @contextmanager
-def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
+def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
     """An empty folder whose model takes the place of the one in `output` when the block ends well, else vanishes.
 
     Args:
@@ -293,7 +293,7 @@ def whole_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[
         FileExistsError: `output` is there and may not be replaced.
         OSError: nothing can be written there. Both before the block runs; or the disk is full.
     """
-    target = expanded(output, "output").resolve()
+    target = expand_user(output, "output").resolve()
     beside = next((parent for parent in target.parents if parent.exists()), target)  # the root has none
     for folder in (target, beside):
         _clear(folder)

@@ -21,13 +21,13 @@ _PART_FILE = re.compile(
 )
 
 
-def weights_of(file: Path) -> tuple[str, ...] | None:
+def weight_file_kind(file: Path) -> tuple[str, ...] | None:
     """Stem and variant that a weight file, shard or index belongs to; None for other files."""
     match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
     return match and (match["stem"], match["variant"] or "")
 
 
-def replaced_weights(written: Path, folder: Path) -> list[Path]:
+def stale_weight_files(written: Path, folder: Path) -> list[Path]:
     """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
 
     One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
@@ -35,9 +35,9 @@ def replaced_weights(written: Path, folder: Path) -> list[Path]:
     stale: list[Path] = []
     for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
         names = {file.name for file in (written / part).iterdir()}
-        kinds = {weights_of(Path(name)) for name in names} - {None}
+        kinds = {weight_file_kind(Path(name)) for name in names} - {None}
         there = (folder / part).iterdir() if (folder / part).is_dir() else ()
-        stale += [file for file in there if file.name not in names and weights_of(file) in kinds]
+        stale += [file for file in there if file.name not in names and weight_file_kind(file) in kinds]
     return stale
 
 
@@ -66,11 +66,11 @@ def model_files(folder: Path, new: Path) -> list[str]:
 def _is_model_file(file: Path) -> bool:
     if file.is_dir() and not file.is_symlink():
         return False
-    weights = weights_of(file)
+    weights = weight_file_kind(file)
     return weights[0] in _WEIGHT_STEMS if weights else _PART_FILE.fullmatch(file.name) is not None
 
 
-def write_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
+def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
     """`model_index.json` as the pipeline's `save_pretrained`, which must not be imported here, writes it."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():

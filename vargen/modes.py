@@ -9,13 +9,14 @@ import torch
 
 
 @contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Inside `quick_passes`, for what outlives them: tensors made here may be written to, and used in training, anywhere."""
+def normal_tensors() -> Iterator[None]:
+    """Inside `inference_mode_for`, for what outlives them: tensors made here may be written to, and used in training,
+    anywhere."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
-def quick_passes(device: torch.device) -> AbstractContextManager[None]:
+def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
     """Passes without gradients: on a CPU torch's inference mode, in which an operation costs it less.
 
     Elsewhere `no_grad`: there the host is not what is waited for, and offloaded weights, which are moved amid a pass, would be

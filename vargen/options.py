@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Option:
     least: float
     most: float = math.inf
     above: bool = False
-    whole: bool = False
+    is_integer: bool = False
     optional: bool = False
     usual: str = ""
     slider: tuple[float, float, float] = (0, 1, 0.01)
@@ -52,11 +52,11 @@ class Option:
         """
         if value is None and self.optional:
             return None
-        number = whole(value, int(self.least)) if self.whole else real(value)
+        number = parse_int(value, int(self.least)) if self.is_integer else parse_float(value)
         if number is not None and number > self.most and self.usual:
-            raise ValueError(f"{self.name} must be at most {self.most:g}, got {shown(value)}; {self.usual} is usual")
+            raise ValueError(f"{self.name} must be at most {self.most:g}, got {short_repr(value)}; {self.usual} is usual")
         if number is None or not self.least <= number <= self.most or (self.above and number == self.least):
-            raise ValueError(f"{self.name} must be {self.allowed}, got {shown(value)}")
+            raise ValueError(f"{self.name} must be {self.allowed}, got {short_repr(value)}")
         return number
 
 
@@ -88,7 +88,7 @@ OPTIONS: dict[str, Option] = {
             help="likeliest tokens kept, up to the vocabulary",
             neutral=None,
             least=1,
-            whole=True,
+            is_integer=True,
             optional=True,
             slider=(0, 2**20, 1),
         ),

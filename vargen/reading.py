@@ -9,7 +9,7 @@ import sys
 from io import BufferedReader
 from pathlib import Path
 
-from vargen.files import expanded
+from vargen.files import expand_user
 
 STDIN = "-"  # in place of a file's name: standard input
 
@@ -45,7 +45,7 @@ def read_text(path: str | Path, name: str, most: int) -> str:
             raise ValueError(f"{name} '-' is standard input, which is closed")
         what, data = f"{name} '-', standard input,", sys.stdin.buffer.read(most + 1)
     else:
-        path = expanded(path, name)
+        path = expand_user(path, name)
         what = f"{name} {str(path)!r}"
         try:
             with open_regular(path) as file:

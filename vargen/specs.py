@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 def split_specs(text: str | Sequence[str]) -> list[str]:
@@ -34,7 +34,7 @@ def read_spec(spec: str) -> tuple[str, dict[str, str]]:
     for part in rest.split(",") if rest else []:
         key, equals, value = part.partition("=")
         if not equals or not key.strip() or key.strip() in options:
-            raise ValueError(f"{shown(spec)} must be name:key=value,key=value, each key once; got {shown(part)}")
+            raise ValueError(f"{short_repr(spec)} must be name:key=value,key=value, each key once; got {short_repr(part)}")
         options[key.strip()] = value.strip()
     return name.strip(), options
 
@@ -50,7 +50,7 @@ def imported(spec: str, what: str) -> Any:
     """
     module, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():
-        raise ValueError(f"{what} {shown(spec)} must be module:name, such as my_module:my_{what}")
+        raise ValueError(f"{what} {short_repr(spec)} must be module:name, such as my_module:my_{what}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -58,7 +58,7 @@ def imported(spec: str, what: str) -> Any:
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:  # someone's module may raise anything
-        raise ValueError(f"{what} {shown(spec)} could not be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(f"{what} {short_repr(spec)} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def of_ones_own(spec: str, what: str) -> Any:
@@ -68,5 +68,5 @@ def of_ones_own(spec: str, what: str) -> Any:
         ValueError: for a module of Python itself; and see `imported`.
     """
     if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
-        raise ValueError(f"{what} {shown(spec)} must be of a module of yours, and this one is a part of Python")
+        raise ValueError(f"{what} {short_repr(spec)} must be of a module of yours, and this one is a part of Python")
     return imported(spec, what)

@@ -11,7 +11,7 @@ from typing import Any
 _LONGEST = 100  # characters of a quoted value
 
 
-def real(value: Any) -> float | None:
+def parse_float(value: Any) -> float | None:
     """A finite real number of Python or NumPy as a float; None for anything else, also True, NaN and 10**400."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
@@ -22,7 +22,7 @@ def real(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def whole(value: Any, least: int, most: int | None = None) -> int | None:
+def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
     """A whole number of Python or NumPy from `least` to `most` as an int; None for anything else, also True and 2.0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
@@ -30,7 +30,7 @@ def whole(value: Any, least: int, most: int | None = None) -> int | None:
     return number if number >= least and (most is None or number <= most) else None
 
 
-def shown(value: Any) -> str:
+def short_repr(value: Any) -> str:
     """`repr(value)` for a message: cut where it is long, and never an error of its own."""
     try:
         text = repr(value)
@@ -55,7 +55,7 @@ def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
     if callable(value) and not isinstance(value, type):  # a class would be made, not asked
         return value
     if not isinstance(value, str):
-        raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {shown(value)}")
+        raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {short_repr(value)}")
     if value not in named:
-        raise ValueError(f"unknown {argument} {shown(value)}; {suggest_names(value, named)}")
+        raise ValueError(f"unknown {argument} {short_repr(value)}; {suggest_names(value, named)}")
     return named[value]

@@ -17,7 +17,7 @@ from recipes.emoji.scorer_captions import without_style
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import spread
@@ -43,7 +43,12 @@ class Recall:
     """
 
     def __init__(
-        self, data: EmojiDataset, focus: Focus, scorer: PackagedScorer, counts: dict[str, int] | None = None, among: int = AMONG
+        self,
+        data: EmojiDataset,
+        focus: Focus,
+        scorer: ImageTextScorer,
+        counts: dict[str, int] | None = None,
+        among: int = AMONG,
     ):
         self.scorer, records = scorer, data.records
         groups = data.evaluation_groups(focus, **(counts or COUNTS))
@@ -106,7 +111,7 @@ def caption_recall(data: EmojiDataset, recipe: NextTokenConfig, device: torch.de
     """`Recall` of what a generator in training draws, for `train_next_token`."""
 
     def prepare(vqvae: VQModel, transformer: LlamaGenTransformer, bank: CaptionBank) -> Metrics:
-        recall = Recall(data, recipe.focus, PackagedScorer(device=device))
+        recall = Recall(data, recipe.focus, ImageTextScorer(device=device))
         pipe = LlamaGenPipeline(
             vqvae=vqvae,
             transformer=transformer,

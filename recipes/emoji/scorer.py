@@ -32,8 +32,8 @@ from recipes.emoji.scorer_captions import (
     swap_color_words,
     without_style,
 )
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.image_text import ImageTextModel, resized
 from vargen.models.vq import VQModel
 from vargen.training.dataset import to_pixels
@@ -123,7 +123,7 @@ class Batches:
         """Copies of pictures through the tokenizer, a share of their tokens taken from elsewhere."""
         if self.vqvae is None or not len(chosen):
             return
-        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=fast_dtype(self.device) == torch.bfloat16)
+        amp = torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16)
         with amp:
             tokens = self.vqvae.encode(to_pixels(self.data.images[chosen], self.device)).cpu().numpy()
             share = draw.random((len(chosen), 1, 1)) * self.recipe.wrong_codes
@@ -276,7 +276,7 @@ def train_scorer(
     table = CaptionTable(folder / "captions.npz", all_captions(data.records), text_encoder_folder, device)
     vqvae = None if tokenizer_folder is None else VQModel.from_pretrained(tokenizer_folder).to(device).eval()
     batches = Batches(data, recipe, vqvae, device)
-    amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+    amp = torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16)
     model.train()
     for step in run.progress(start):
         for group in optimizer.param_groups:
@@ -296,7 +296,7 @@ def train_scorer(
         if done % recipe.checkpoint_every == 0 or done == recipe.schedule.steps:
             run.checkpoint(done, model=model.state_dict(), optimizer=optimizer.state_dict())
     figures = evaluate_scorer(model, data, table, model.config.image_size)
-    with whole_files(folder / "scorer") as staged:
+    with atomic_merge(folder / "scorer") as staged:
         model.eval().save_pretrained(staged)
     run.plot(("concept_loss", "pair_loss"), ("held_out_concepts", "held_out_styles", "training"))
     logger.info("scorer %s: %s", folder, figures)

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from recipes.emoji.captions import STYLES, captions
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.models.image_text import pooled_features
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
@@ -46,7 +46,7 @@ class CaptionTable:
                     return
         tokenizer = AutoTokenizer.from_pretrained(encoder_folder / "tokenizer")
         self.features = pooled_features(encoder, tokenizer, self.texts).half()
-        with whole_file(path) as temporary, open(temporary, "wb") as file:
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, features=self.features.numpy(), made_of=np.array(made_of))
 
     def __call__(self, texts: Sequence[str]) -> Tensor:

@@ -16,7 +16,7 @@ from recipes.emoji.scorer import evaluate_scorer
 from recipes.emoji.scorer_captions import CaptionTable, all_captions, without_style
 from vargen.models.image_text import ImageTextModel
 from vargen.models.vq import VQModel
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 
 FIXED = 256  # captions that a picture's score is measured against
 _SAMPLE = 256  # pictures that damages are tried on
@@ -39,7 +39,7 @@ def measure_packaged(folder: Path, run: Path, parts: Path, data: EmojiDataset) -
     chosen = known[:: max(1, len(known) // _SAMPLE)][:_SAMPLE]
     pictures = torch.from_numpy(data.images[chosen]).permute(0, 3, 1, 2).float() / 255
     prompts = [without_style(records[i])[0] for i in chosen]
-    scorer = PackagedScorer(folder, parts)
+    scorer = ImageTextScorer(folder, parts)
     whole = scorer.score(pictures, prompts)
     vqvae = VQModel.from_pretrained(parts / "vqvae").float().eval()
     falls = {"swapped caption": whole - scorer.score(pictures, foreign_captions(data, chosen))}

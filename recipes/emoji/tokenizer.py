@@ -16,8 +16,8 @@ from recipes.emoji.codebook import Codebook, quantise_together
 from recipes.emoji.config import TokenizerConfig
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import plain_colours, reconstruction_loss
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.vq import VQModel
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
@@ -116,7 +116,7 @@ def train_tokenizer(recipe: TokenizerConfig, data: EmojiDataset, folder: Path, d
     figures = evaluate_tokenizer(trainer.model, trainer.held_out, device)
     run.log(steps, **figures)
     trainer.save(steps)
-    with whole_files(folder / "vqvae") as staged:
+    with atomic_merge(folder / "vqvae") as staged:
         trainer.model.save_pretrained(staged)
     run.plot(("loss", "reconstruction"), ("psnr",), ("codebook_use",))
     logger.info("tokenizer %s: %s (%s)", folder, figures, asdict(recipe.schedule))
@@ -144,7 +144,7 @@ class _Trainer:
         self.batches = Batches(data, recipe)
         self.held_out = data.images[data.indices("validation")]
         self.sample = self.held_out[:: max(1, len(self.held_out) // 128)]
-        self.amp = torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16)
+        self.amp = torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16)
         self.recent: list[Tensor] = []
 
     def resumed(self) -> int:

@@ -14,7 +14,7 @@ from torch import Tensor
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var.data import LatentStore
 from recipes.emoji_var.self_correction import Corrector
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.focus import Focus
@@ -52,7 +52,7 @@ class Evaluation:
     def __call__(self, model: VARTransformer) -> dict[str, float]:
         figures: dict[str, float] = {}
         device = model.device
-        with torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
             for name, group in self.groups.items():
                 own = [texts[0] for texts in group.texts]
                 figures[f"loss_{name}"] = self._nats(model, group.inputs, group.targets, own).mean().item()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vargen.decoding import Sampling
 from vargen.decoding.sampling import to_probs
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
@@ -71,5 +71,5 @@ def draw_sheet(model: VARTransformer, vq: MultiScaleVQModel, bank: CaptionBank, 
     pixels = vq.decode(tokens).float()
     rows = [torch.cat(list(row), dim=-1) for row in pixels.split(columns)]
     values = ((torch.cat(rows, dim=-2) + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         Image.fromarray(values).save(temporary, format="PNG")

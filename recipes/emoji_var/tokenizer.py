@@ -26,8 +26,8 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import reconstruction_loss
 from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
 from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
-from vargen.device import fast_dtype
-from vargen.files import whole_file, whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_file, atomic_merge
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
@@ -132,7 +132,7 @@ def draw_scales(model: MultiScaleVQModel, images: np.ndarray, device: torch.devi
     model.train()
     sheet = torch.cat([torch.cat(list(row.float().clamp(-1, 1)), dim=-1) for row in rows], dim=-2)
     values = ((sheet + 1) * 127.5).round().to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         Image.fromarray(values).save(temporary, format="PNG")
 
 
@@ -152,7 +152,7 @@ class _Trainer:
         self.perturbation: Perturbation | None = None
 
     def amp(self) -> Any:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=fast_dtype(self.device) == torch.bfloat16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16)
 
     def state(self) -> dict[str, Any]:
         parts = {"sums": self.codebook.sums, "counts": self.codebook.counts, "recent": self.recent}
@@ -197,7 +197,7 @@ class _Trainer:
     def perturbed(self, f: Tensor, generator: torch.Generator) -> Tensor:
         recipe = self.recipe
         self.perturbation = self.perturbation or Perturbation(self.model, recipe.near_codes)
-        tokens = self.model.quantise_latent(f)
+        tokens = self.model.quantize_latent(f)
         tokens = self.perturbation(tokens, recipe.perturbed_pictures, recipe.perturbed_tokens, generator)
         added = [self.model.quantize.lookup(of_scale, k) for k, of_scale in enumerate(tokens)]
         return self.stopped(list(accumulate(added)), generator)
@@ -267,7 +267,7 @@ def train_multi_scale_tokenizer(
     run.log(steps, **found)
     run.checkpoint(steps, **trainer.state())
     draw_scales(model, sample[:: max(1, len(sample) // 12)][:12], device, folder / "scales.png")
-    with whole_files(folder / "vqvae") as staged:
+    with atomic_merge(folder / "vqvae") as staged:
         model.save_pretrained(staged)
     run.plot(("loss", "reconstruction"), ("psnr", "psnr_0", "psnr_2"), tuple(f"use_{k}" for k in range(len(model.scales))))
     return found

@@ -23,8 +23,8 @@ from recipes.emoji_var.evaluation import Evaluation
 from recipes.emoji_var.generate import draw_sheet, draw_tokens
 from recipes.emoji_var.losses import distillation, scale_weights
 from recipes.emoji_var.self_correction import Corrector
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weights import weights_digest
@@ -77,7 +77,7 @@ class Losses:
     def __init__(self, model: VARTransformer, vq: MultiScaleVQModel, recipe: NextScaleConfig, teacher: VARTransformer | None):
         self.model, self.vq, self.recipe, self.teacher = model, vq, recipe, teacher
         self.correct = Corrector(vq, recipe.code_noise)
-        self.dtype = fast_dtype(model.device)
+        self.dtype = preferred_dtype(model.device)
         self.weights = scale_weights(model.scales, model.device)
         if recipe.compile:
             for block in model.blocks:
@@ -259,7 +259,7 @@ def train_next_scale(
     if not all(map(math.isfinite, figures.values())):
         raise ValueError(f"the run in {folder} diverged ({figures}): lower the learning rates")
     run.log(recipe.schedule.steps, **figures)
-    with whole_files(folder / "transformer") as staged:
+    with atomic_merge(folder / "transformer") as staged:
         model.eval().save_pretrained(staged)
     groups = ("seen", "styles", "concepts")
     run.plot(("loss", "tokens", "early"), *(tuple(f"{figure}_{name}" for name in groups) for figure in ("loss", "rank", "gap")))

@@ -21,8 +21,8 @@ from recipes.emoji.pixels import reconstruction_loss
 from recipes.emoji_var.tokenizer import place, wavelet_loss
 from recipes.emoji_video.clips import VideoDataset, motion_weights
 from recipes.emoji_video.config import AutoencoderConfig
-from vargen.device import fast_dtype
-from vargen.files import whole_file, whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_file, atomic_merge
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.training.run import TrainingRun
 
@@ -113,7 +113,7 @@ def write_strips(rows: list[Tensor], path: Path) -> None:
     """Videos `[F, 3, Y, X]` in [-1, 1], each a row of a PNG."""
     sheet = torch.cat([torch.cat(list(row), dim=-1) for row in rows], dim=-2)
     values = ((sheet + 1) * 127.5).round().clamp(0, 255).to(torch.uint8).permute(1, 2, 0).cpu().numpy()
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         Image.fromarray(values).save(temporary, format="PNG")
 
 
@@ -156,7 +156,7 @@ class _Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
 
     def amp(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=fast_dtype(self.device) == torch.bfloat16)
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16)
 
     def noised(self, mean: Tensor, log_variance: Tensor, step: int) -> Tensor:
         """A sample of the latents, on half of the clips with more noise, of a strength between none and the recipe's."""
@@ -236,7 +236,7 @@ def train_autoencoder(recipe: AutoencoderConfig, data: VideoDataset, folder: Pat
         raise ValueError(f"the run in {folder} has diverged: its pictures are not finite; lower the learning_rate")
     run.log(steps, **found)
     run.checkpoint(steps, **trainer.state())
-    with whole_files(folder / "vae") as staged:
+    with atomic_merge(folder / "vae") as staged:
         model.eval().save_pretrained(staged)
     run.plot(("loss", "reconstruction"), ("psnr", "seen_psnr"), ("motion", "motion_error", "flicker"), ("noise", "divergence"))
     logger.info("video-vae %s: %s", folder, found)

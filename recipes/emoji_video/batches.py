@@ -18,7 +18,7 @@ from recipes.emoji.captions import sample_caption
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.clips import VideoDataset, motion_weights, window_positions
 from recipes.emoji_video.config import VideoConfig
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_cache import TextCache
 from vargen.models.video_vae import CausalVideoVAE
@@ -58,7 +58,7 @@ def clip_latents(folder: Path, data: VideoDataset, vae: CausalVideoVAE, device: 
     ]
     made = np.concatenate(parts)
     folder.mkdir(parents=True, exist_ok=True)
-    with whole_file(path) as temporary, open(temporary, "wb") as file:
+    with atomic_file(path) as temporary, open(temporary, "wb") as file:
         np.save(file, made)
     return made
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from recipes.emoji.dataset import TONES, concept_names, normalize_hexcode, split_of
 from recipes.emoji.sources import ANIMATION_SOURCES, Source, fetch_sources, read_tarball
 from recipes.emoji_video.animation import FPS, choose_cut, read_animation
-from vargen.files import cache_folder, whole_file
+from vargen.files import atomic_file, cache_folder
 
 Record = dict[str, Any]
 
@@ -114,7 +114,7 @@ def _part(source: Source, tarball: Path, names: dict[str, tuple[str, Record]], s
     if not kept.is_file():
         made = _clips(source, tarball, names, size, show)
         told = json.dumps({"records": made["records"], "report": made["report"]}).encode()
-        with whole_file(kept) as temporary, open(temporary, "wb") as file:
+        with atomic_file(kept) as temporary, open(temporary, "wb") as file:
             np.savez(file, frames=made["frames"], told=np.frombuffer(told, dtype=np.uint8))
     with np.load(kept, allow_pickle=False) as held:
         return held["frames"], json.loads(held["told"].tobytes())

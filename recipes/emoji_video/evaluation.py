@@ -16,7 +16,7 @@ from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
 from recipes.emoji_video.losses import drawing
 from vargen.decoding.video.denoising import TIMESTEPS, noised
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.training.caption_bank import CaptionBank
@@ -51,7 +51,7 @@ class Evaluation:
 
     @torch.no_grad()
     def __call__(self, model: CausalVideoTransformer, sheet: Path | None = None) -> dict[str, float]:
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=fast_dtype(self.device) == torch.bfloat16):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16):
             return self.figures(model, sheet)
 
     def figures(self, model: CausalVideoTransformer, sheet: Path | None) -> dict[str, float]:

@@ -16,7 +16,7 @@ from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
 from vargen.decoding.video.denoising import TIMESTEPS, noised, predict_clean, shifted_levels, warp
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.caption_bank import CaptionBank
 
@@ -53,7 +53,7 @@ class Losses:
         teacher: CausalVideoTransformer | None,
     ):
         self.model, self.average, self.bank, self.recipe, self.teacher = model, average, bank, recipe, teacher
-        self.dtype = fast_dtype(model.device)
+        self.dtype = preferred_dtype(model.device)
 
     def amp(self) -> torch.autocast:
         return torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)

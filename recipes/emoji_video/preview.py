@@ -15,8 +15,8 @@ from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import clip_latents, encoder_digest
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import PreviewConfig
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.pipelines.loading import check_component
@@ -77,7 +77,7 @@ def train_video_preview(
         real = to_video(np.stack([data.frames[c, t] for c, t in zip(clips, times, strict=True)])[:, None], device)[:, 0]
         noise = torch.randn(z.shape, generator=torch.Generator().manual_seed(recipe.seed * 1_000_003 + step)).to(z)
         strength = torch.from_numpy(draw.random(len(z)).astype(np.float32)).to(z)[:, None, None, None]
-        with torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
             shown = model((z + recipe.latent_noise * strength * noise)[:, None])[:, 0]
         loss = reconstruction_loss(shown.float(), real, recipe, vae.spatial_stride)
         optimizer.zero_grad(set_to_none=True)
@@ -95,7 +95,7 @@ def train_video_preview(
     if not math.isfinite(found["psnr"]):
         raise ValueError(f"the run in {folder} has diverged: its pictures are not finite; lower the learning_rate")
     run.log(recipe.schedule.steps, **found)
-    with whole_files(folder / "preview") as staged:
+    with atomic_merge(folder / "preview") as staged:
         model.eval().save_pretrained(staged)
     run.plot(("loss",), ("psnr",))
     logger.info("video-preview %s: %s", folder, found)

@@ -21,7 +21,7 @@ from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.losses import Losses, drawing
-from vargen.files import whole_file, whole_files
+from vargen.files import atomic_file, atomic_merge
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.weights import weights_digest
@@ -196,9 +196,9 @@ def train_video(
     if not all(map(math.isfinite, figures.values())):
         raise ValueError(f"the run in {folder} diverged ({figures}): lower the learning rates")
     run.log(recipe.schedule.steps, **figures)
-    with whole_files(folder / "transformer") as staged:
+    with atomic_merge(folder / "transformer") as staged:
         average.save_pretrained(staged)
-    with whole_file(folder / SAMPLING) as temporary:
+    with atomic_file(folder / SAMPLING) as temporary:
         temporary.write_text(json.dumps(drawing(recipe), indent=1) + "\n", "utf-8")
     run.plot(("loss",), ("loss_seen", "loss_held_out"), ("motion", "held_out_motion", "frozen"), ("recall",))
     logger.info("video %s: %s", folder, figures)

@@ -8,14 +8,14 @@ import torch
 from PIL import Image
 
 import vargen.assets
-from vargen.scoring.packaged import PackagedScorer, packaged_scorers
+from vargen.scoring.packaged import ImageTextScorer, packaged_scorers
 
 FOLDER = Path(vargen.assets.__file__).parent / "emoji-scorer"
 
 
 @pytest.fixture(scope="module")
-def scorer() -> PackagedScorer:
-    return PackagedScorer("emoji-scorer")
+def scorer() -> ImageTextScorer:
+    return ImageTextScorer("emoji-scorer")
 
 
 def test_it_is_small_and_known_by_name() -> None:
@@ -37,7 +37,7 @@ def test_the_card_is_of_these_figures() -> None:
         assert f"| {name} | {fall['mean']:+.1f} | {100 * fall['share']:.0f} % |" in card
 
 
-def test_shapes_of_a_colour_are_told(scorer: PackagedScorer) -> None:
+def test_shapes_of_a_colour_are_told(scorer: ImageTextScorer) -> None:
     """A drawn disc and heart, each nearer its own words than the other's."""
     disc, stripes = Image.new("RGB", (128, 128), "white"), Image.new("RGB", (128, 128), "white")
     from PIL import ImageDraw
@@ -50,14 +50,14 @@ def test_shapes_of_a_colour_are_told(scorer: PackagedScorer) -> None:
     assert scores[0, 0] > scores[0, 1] + 2 and scores[1, 1] > scores[1, 0] + 2
 
 
-def test_scores_do_not_depend_on_the_batch(scorer: PackagedScorer) -> None:
+def test_scores_do_not_depend_on_the_batch(scorer: ImageTextScorer) -> None:
     pictures = torch.rand(5, 3, 128, 128, generator=torch.Generator().manual_seed(0))
     words = ["a cat", "a dog", "a red apple", "a house", "a tree"]
     alone = torch.cat([scorer.score(pictures[i : i + 1], words[i : i + 1]) for i in range(5)])
     assert torch.allclose(scorer.score(pictures, words), alone, atol=1e-4)
 
 
-def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: PackagedScorer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caption_is_embedded_once_and_many_are_forgotten(scorer: ImageTextScorer, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
     embed = scorer.embed_captions
     monkeypatch.setattr(scorer, "embed_captions", lambda texts: (asked.extend(texts), embed(texts))[1])

@@ -14,7 +14,7 @@ from vargen.assets import packaged_model_path
 from vargen.decoding import list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 
 FOLDER = packaged_model_path("emoji-var")
 THINGS = ["a red apple", "grinning face, 3d style", "a blue heart", "flag of ukraine", "a green tree", "a red car"]
@@ -65,7 +65,7 @@ def test_rows_equal_the_picture_alone(pipe: Any) -> None:
 @pytest.mark.parametrize("method", [preset.name for preset in list_methods("next-scale")])
 def test_by_every_method_pictures_show_what_was_asked_for(pipe: Any, method: str) -> None:
     pictures = pipe(THINGS, accelerator=method, generator=seeded(*range(6))).images
-    scorer = PackagedScorer()
+    scorer = ImageTextScorer()
     own = scorer.score(pictures, THINGS)
     others = torch.stack([scorer.score(pictures, THINGS[k:] + THINGS[:k]) for k in range(1, 6)])
     assert (own > others.amax(0)).float().mean() >= 5 / 6

@@ -15,7 +15,7 @@ from vargen.decoding import PRESETS, Threshold, list_methods
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 
 FOLDER = packaged_model_path("emoji-video")
 THINGS = ["winking face", "beating heart", "man running", "butterfly", "face with rolling eyes", "woman juggling"]
@@ -62,7 +62,7 @@ def test_things_move_and_show_what_was_asked_for(pipe: Any) -> None:
     videos = [frames_of(pipe, prompt, "target", seed) for seed, prompt in enumerate(THINGS)]
     for prompt, frames in zip(THINGS, videos, strict=True):
         assert frames.diff(dim=0).abs().mean() > 0.005, f"{prompt} stands still"
-    scorer, texts = PackagedScorer(), [pipe.scored_prompt(prompt) for prompt in THINGS]
+    scorer, texts = ImageTextScorer(), [pipe.scored_prompt(prompt) for prompt in THINGS]
     assert texts[0] == "winking face, 3d style"
     scores = torch.stack([
         torch.stack([scorer.score(frames, [text] * len(frames)).mean() for text in texts]) for frames in videos
@@ -71,7 +71,7 @@ def test_things_move_and_show_what_was_asked_for(pipe: Any) -> None:
 
 
 def test_the_target_is_better_than_the_drafter_and_the_scorer_sees_it(pipe: Any) -> None:
-    scorer = PackagedScorer()
+    scorer = ImageTextScorer()
 
     def score(method: str, prompt: str, seed: int) -> float:
         frames = frames_of(pipe, prompt, method, seed)
@@ -96,6 +96,6 @@ def test_every_method_makes_a_video(pipe: Any, method: str) -> None:
 
 
 def test_a_draft_is_judged_by_one_frame_and_a_scorer_of_ones_own_by_as_many_as_it_says(pipe: Any) -> None:
-    assert pipe.frame_scorer().frames == 1 and pipe.frame_scorer(PackagedScorer()).frames == 1
-    whole = FrameScorer(PackagedScorer())
+    assert pipe.frame_scorer().frames == 1 and pipe.frame_scorer(ImageTextScorer()).frames == 1
+    whole = FrameScorer(ImageTextScorer())
     assert pipe.frame_scorer(whole) is whole and whole.frames is None

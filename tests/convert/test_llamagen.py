@@ -16,9 +16,9 @@ from vargen.convert import llamagen
 from vargen.convert.checkpoints import fitting_defaults, read_labels
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
-from vargen.models.llamagen_blocks import rotary_table
+from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.vq import VQModel
-from vargen.pipelines.loading import checked_folder
+from vargen.pipelines.loading import check_model_folder
 
 State = dict[str, Tensor]
 
@@ -161,7 +161,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    checked_folder(tmp_path / "out", "LlamaGenPipeline", {})
+    check_model_folder(tmp_path / "out", "LlamaGenPipeline", {})
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def test_an_unknown_grid_is_asked_for(name: str) -> None:
 def test_a_stray_rotary_table_tells_grid_and_heads_and_is_dropped(
     kind: str, prefix: int, heads: int, files: tuple[Path, Path], text_files: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    table = torch.cat([torch.zeros(prefix, 64 // heads // 2, 2), rotary_table(4, 64 // heads)])
+    table = torch.cat([torch.zeros(prefix, 64 // heads // 2, 2), build_rotary_2d(4, 64 // heads)])
     gpt, vq = files if kind == "c2i" else text_files
     file = tmp_path / "a_256.pt"  # a name that says otherwise
     torch.save({"model": {**_golden(kind), "freqs_cis": table}}, file)

@@ -12,7 +12,7 @@ from torch import Tensor
 from vargen.convert.var import convert_var, detect_transformer
 from vargen.models.condition import Condition
 from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer, is_rebuilt, official_config
+from vargen.models.var import VARTransformer, is_derived_buffer, official_config
 
 State = dict[str, Tensor]
 
@@ -64,7 +64,7 @@ def test_the_file_keeps_its_type_and_training_checkpoints_are_read(files: tuple[
         assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
     transformer = load_file(plain / "transformer" / "diffusion_pytorch_model.safetensors")
     assert {value.dtype for value in transformer.values()} == {torch.float16}
-    assert not any(map(is_rebuilt, transformer))
+    assert not any(map(is_derived_buffer, transformer))
 
 
 @pytest.mark.parametrize(("depth", "pixels"), [(16, 256), (30, 256), (36, 512)])
@@ -81,7 +81,7 @@ def test_official_sizes_are_told_by_their_shapes(depth: int, pixels: int, buffer
     config = detect_transformer(state, Path("x.pth"))
     assert {name: config[name] for name in ("depth", "scales", "shared_aln")} == official_config(depth, pixels)
     assert [config[name] for name in ("dim", "n_head", "num_classes", "code_dim")] == [64 * depth, depth, 1000, 32]
-    assert config["mlp_ratio"] == 4 and config["attn_l2_norm"] and not any(map(is_rebuilt, state))
+    assert config["mlp_ratio"] == 4 and config["attn_l2_norm"] and not any(map(is_derived_buffer, state))
 
 
 def test_what_is_wrong_is_named_and_nothing_is_left(files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import gaussian
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
-from vargen.pipelines.video_blocks import VideoBlocks
+from vargen.pipelines.video_blocks import CausalVideoBlockModel
 
 FREE = VideoMethod(policy=Threshold(), forced=())
 
@@ -342,7 +342,7 @@ def test_a_scorer_that_fails_leaves_the_block_to_the_target_and_is_reported(answ
     assert failure.startswith("block 1: ") and said in failure and made.stats.blocks[1].score is None
 
 
-class Broken(VideoBlocks):
+class Broken(CausalVideoBlockModel):
     def forward(self, state, clean, noisy=None, level=0.0):
         found = super().forward(state, clean, noisy, level)
         return found if found is None or state.cache.frames < 2 else found * math.nan
@@ -353,7 +353,7 @@ def test_latents_that_are_not_finite_are_an_error_and_a_draft_of_them_is_refused
     with pytest.raises(NonFiniteLatentsError, match=r"target .* block 1 of 3"):
         video(stream("target", 3, Broken(transformer(0), LEVELS)))
     small = Broken(transformer(1, dim=12, num_heads=1, num_layers=1), LEVELS)
-    pair = VideoBlocks(good.transformer, LEVELS, draft_model=small)
+    pair = CausalVideoBlockModel(good.transformer, LEVELS, draft_model=small)
     routed_around = stream(replace(FREE, refine=2).with_tau(-math.inf), 3, pair)
     video(routed_around)
     assert routed_around.stats.makers == ("draft", "target", "target") and len(routed_around.stats.failures) == 2
@@ -410,7 +410,7 @@ def test_memory_stays_flat_over_200_blocks(name: str) -> None:
         ({"method": "sdvgg"}, "unknown accelerator"),
         ({"score": None}, "needs a scorer"),
         ({"given": [torch.zeros(1, 1, 3, 2, 2)]}, r"given must be latents"),
-        ({"model": VideoBlocks(transformer(0), LEVELS)}, "needs a model to draft with"),
+        ({"model": CausalVideoBlockModel(transformer(0), LEVELS)}, "needs a model to draft with"),
     ],
 )
 def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> None:
@@ -420,9 +420,9 @@ def test_bad_arguments_are_named_before_anything_runs(options, message: str) -> 
 
 
 def test_models_of_different_latents_are_refused() -> None:
-    small = VideoBlocks(transformer(1, block_frames=3), LEVELS)
+    small = CausalVideoBlockModel(transformer(1, block_frames=3), LEVELS)
     with pytest.raises(ValueError, match=r"latents \[3, 4, 2, 2\], the target's \[2, 4, 2, 2\]"):
-        stream("sdvg", 3, VideoBlocks(transformer(0), LEVELS, draft_model=small))
+        stream("sdvg", 3, CausalVideoBlockModel(transformer(0), LEVELS, draft_model=small))
     assert isinstance(small, BlockModel)
 
 
@@ -455,11 +455,11 @@ def test_bad_settings_are_named(make, message: str) -> None:
 def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
     plain = video(stream("target", 2))[0]
     null = condition(3)
-    guided = VideoBlocks(transformer(0), LEVELS, guidance_scale=2.0, null=null)
+    guided = CausalVideoBlockModel(transformer(0), LEVELS, guidance_scale=2.0, null=null)
     assert not closely(video(stream("target", 2, guided))[0], plain)
-    same = VideoBlocks(transformer(0), LEVELS, guidance_scale=2.0, null=condition())
+    same = CausalVideoBlockModel(transformer(0), LEVELS, guidance_scale=2.0, null=condition())
     assert closely(video(stream("target", 2, same))[0], plain), "guidance away from the prompt itself changes nothing"
-    followed = VideoBlocks(transformer(0), LEVELS, fresh_noise=False)
+    followed = CausalVideoBlockModel(transformer(0), LEVELS, fresh_noise=False)
     shape = followed.block_shape
     x = make_block_noise(7, 0, 0, shape, torch.device("cpu"))
     state = followed.start(condition(), 4)

@@ -22,36 +22,36 @@ from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
 from vargen.models.upsampler import TokenUpsampler
-from vargen.pipelines.llamagen_low_res import LlamaGenLowRes
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_low_res import LowResolutionDrafter
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
 MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 
 
-def tiny(device: str = "cpu", low_res: LlamaGenLowRes | None = None) -> LlamaGenTokens:
+def tiny(device: str = "cpu", low_res: LowResolutionDrafter | None = None) -> LlamaGenTokenModel:
     sizes = {"grid_size": GRID, "n_head": 2, "multiple_of": 32}
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(device)
-    draft = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
+    draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID).to(device))
     torch.manual_seed(2)
     eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
     medusa = MedusaDrafter(32, 64, 4).eval().to(device)
     transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
-    return LlamaGenTokens(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa, low_res=low_res)
+    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa, low_res=low_res)
 
 
-def tiny_low_res(upsampled: bool) -> LlamaGenLowRes:
+def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
     """Draws a grid of half the side, which an up-sampler makes probabilities of; or the tokenizer, tokens."""
-    small = LlamaGenTokens(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
+    small = LlamaGenTokenModel(tiny_transformer("class", n_layer=1, grid_size=GRID // 2), 2.0)
     torch.manual_seed(3)
     upsampler = TokenUpsampler(64, GRID // 2, GRID, 16, blocks=1).eval() if upsampled else None
     codes = torch.nn.functional.normalize(torch.randn(64, 8), dim=1)
-    return LlamaGenLowRes(small, (GRID, GRID), upsampler, tiny_vq(), codes)
+    return LowResolutionDrafter(small, (GRID, GRID), upsampler, tiny_vq(), codes)
 
 
 def drawn(
-    method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokens | None = None, **options: Any
+    method: str | Accelerator, images: int = 3, device: str = "cpu", model: LlamaGenTokenModel | None = None, **options: Any
 ) -> DecodeOutput:
     condition = Condition(class_labels=torch.arange(1, images + 1, device=device))
     model = tiny(device) if model is None else model

@@ -29,7 +29,7 @@ from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)
 TREE = (-1, 0, 0, 1, 1, 2)
@@ -115,10 +115,10 @@ def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
 # -- LlamaGen -----------------------------------------------------------------------------------------------------------
 
 
-def tiny(guidance: float = 3.0, above: bool = False, **options) -> LlamaGenTokens:
+def tiny(guidance: float = 3.0, above: bool = False, **options) -> LlamaGenTokenModel:
     torch.manual_seed(2)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
-    return LlamaGenTokens(tiny_transformer("class"), guidance, eagle=eagle, medusa=MedusaDrafter(32, 64, 4), **options)
+    return LlamaGenTokenModel(tiny_transformer("class"), guidance, eagle=eagle, medusa=MedusaDrafter(32, 64, 4), **options)
 
 
 CONDITION = Condition(class_labels=torch.tensor([1, 2, 7]))

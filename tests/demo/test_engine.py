@@ -24,7 +24,7 @@ from vargen.demo.inputs import other_drawer
 from vargen.demo.png import read_parameters
 from vargen.demo.runs import Runs
 from vargen.demo.settings import Settings
-from vargen.scoring.protocol import Images, as_scorer, pil_images
+from vargen.scoring.protocol import Images, to_pil, to_scorer
 
 WANTED = Settings("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)
 
@@ -136,12 +136,12 @@ def test_what_people_type_is_inert() -> None:
 
 def brightness(images: Images, prompts: list[str]) -> list[float]:
     assert all(prompt == "a red apple" for prompt in prompts)
-    return [float(torch.tensor(list(image.convert("L").tobytes())).float().mean()) for image in pil_images(images)]
+    return [float(torch.tensor(list(image.convert("L").tobytes())).float().mean()) for image in to_pil(images)]
 
 
 @pytest.fixture
 def scoring(engine: Engine) -> Engine:
-    other = Engine(engine.pipe, "tiny", as_scorer(brightness))
+    other = Engine(engine.pipe, "tiny", to_scorer(brightness))
     yield other
     other.close()
 
@@ -175,7 +175,7 @@ def test_candidates_need_a_scorer(engine: Engine) -> None:
 
 
 def test_a_scorer_that_fails_loses_no_picture(engine: Engine) -> None:
-    broken = Engine(engine.pipe, "tiny", as_scorer(lambda images, prompts: [float("nan")] * len(images), "broken"))
+    broken = Engine(engine.pipe, "tiny", to_scorer(lambda images, prompts: [float("nan")] * len(images), "broken"))
     try:
         assert broken.start(WANTED, previews=False).result().told == [{"seed": 3}, {"seed": 4}]
         with pytest.raises(ValueError, match="broken gave nan"):

@@ -12,7 +12,7 @@ from PIL.PngImagePlugin import PngInfo
 pytest.importorskip("gradio")
 
 from vargen.demo.png import PictureFolder, read_parameters
-from vargen.demo.settings import LARGEST_SEED, Settings, settings_of
+from vargen.demo.settings import MAX_SEED, Settings, settings_of
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -27,7 +27,7 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
         ({"prompt": "\udc80"}, "no text"),
         ({"prompt": "a", "method": ""}, "Choose a method"),
         ({"prompt": "a", "seed": None}, "please fill it in"),
-        ({"prompt": "a", "seed": LARGEST_SEED + 1}, "seed"),
+        ({"prompt": "a", "seed": MAX_SEED + 1}, "seed"),
         ({"prompt": "a", "guidance_scale": float("nan")}, "Guidance"),
         ({"prompt": "a", "temperature": True}, "Temperature"),
         ({"prompt": "a", "top_p": 0}, "Top-p"),

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from vargen.models.causal_video import CausalVideoTransformer, geometry_of, pass_flops
-from vargen.models.video_blocks import rope_split, rope_table, rotate
+from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
+from vargen.models.video_blocks import build_rotary_3d, rotate, split_rotary_dims
 from vargen.models.video_cache import VideoCache, visible_frames
 from vargen.models.video_geometry import VideoGeometry
 
@@ -219,10 +219,10 @@ def test_visible_frames_by_hand():
 
 
 def test_rope_is_relative_and_split_as_published():
-    assert rope_split(128) == (44, 42, 42) and rope_split(32) == (12, 10, 10)
+    assert split_rotary_dims(128) == (44, 42, 42) and split_rotary_dims(32) == (12, 10, 10)
     x = torch.randn(1, 6, 1, 128)
     for shift in (1, 1000):
-        near, far = rope_table(128, 0, 3, 1, 2, x.device), rope_table(128, shift, 3, 1, 2, x.device)
+        near, far = build_rotary_3d(128, 0, 3, 1, 2, x.device), build_rotary_3d(128, shift, 3, 1, 2, x.device)
         scores = [rotate(x, table)[0, :, 0] @ rotate(x, table)[0, :, 0].T for table in (near, far)]
         assert torch.allclose(*scores, atol=2e-3) and not torch.allclose(rotate(x, near), rotate(x, far), atol=0.1)
 
@@ -302,7 +302,7 @@ def test_it_is_saved_and_opened(tmp_path, stored):
     z, embeds = latents(2).float(), torch.randn(2, 3, 8)
     expected, found = (m(z, ZERO, m.text_cache(embeds)) for m in (model, opened))
     assert torch.allclose(found, expected, atol=1e-6 if stored is None else 0.05)
-    assert geometry_of(opened.config) == opened.geometry == model.geometry
+    assert geometry_from_config(opened.config) == opened.geometry == model.geometry
 
 
 # -- the official sizes ------------------------------------------------------------------------------------------------

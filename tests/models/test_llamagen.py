@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.llamagen_blocks import Attention, RMSNorm, rotary_table, rotate, rotation
+from vargen.models.llamagen_blocks import Attention, RMSNorm, build_rotary_2d, rotate, rotation
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _KINDS = ["c2i", "t2i"]
@@ -209,7 +209,7 @@ def test_bfloat16_stays_near_float32_and_the_compressed_prefix_as_near_as_the_lo
 
 
 def test_rotation_turns_interleaved_pairs() -> None:
-    table = rotary_table(4, 16)
+    table = build_rotary_2d(4, 16)
     x = torch.randn(2, 16, 3, 16)
     pairs = torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous())
     turned = pairs * torch.view_as_complex(table.contiguous())[:, None]
@@ -240,7 +240,7 @@ def test_angles_keep_float32_through_a_change_of_dtype() -> None:
 
 def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_column() -> None:
     grid, width = 5, 24
-    table = rotary_table(grid, width).view(grid, grid, width // 2, 2)
+    table = build_rotary_2d(grid, width).view(grid, grid, width // 2, 2)
     frequency = 10000.0 ** (-2 * torch.arange(6) / 12)
     for row in range(grid):
         for column in range(grid):
@@ -251,7 +251,7 @@ def test_the_first_half_of_the_pairs_turns_with_the_row_and_the_second_with_the_
 
 def test_scores_depend_on_the_distance_of_cells_alone() -> None:
     torch.manual_seed(0)
-    table = rotary_table(6, 16).view(6, 6, 8, 2)
+    table = build_rotary_2d(6, 16).view(6, 6, 8, 2)
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(a: tuple[int, int], b: tuple[int, int]) -> Tensor:

@@ -124,7 +124,7 @@ def test_each_scale_takes_the_nearest_of_its_codes_for_what_is_left() -> None:
     model = _hybrid(scale_gains=True, scale_codes=(8, 20, 50, 50))
     model.quantize.gains.copy_(torch.tensor([2.0, 1.0, 0.5, 0.3]))
     rest = model.latent(torch.rand(2, 3, 20, 20) * 2 - 1)
-    for k, tokens in enumerate(model.quantise_latent(rest)):
+    for k, tokens in enumerate(model.quantize_latent(rest)):
         cells = torch.nn.functional.adaptive_avg_pool2d(rest, model.scales[k]).movedim(1, -1)
         codes = model.codebook[: model.scale_codes[k]] * model.quantize.gains[k]
         assert torch.equal(tokens, (cells[..., None, :] - codes).square().sum(-1).argmin(-1))
@@ -199,7 +199,7 @@ def test_codes_are_compared_and_summed_in_float32(dtype: torch.dtype) -> None:
     tokens = model.encode(torch.rand(2, 3, 20, 20) * 2 - 1)
     assert rounded.codebook.dtype == rounded.sum_latent(tokens).dtype == torch.float32
     assert torch.equal(rounded.sum_latent(tokens), model.sum_latent(tokens))
-    assert torch.equal(rounded.quantise_latent(model.sum_latent(tokens))[0], model.quantise_latent(model.sum_latent(tokens))[0])
+    assert torch.equal(rounded.quantize_latent(model.sum_latent(tokens))[0], model.quantize_latent(model.sum_latent(tokens))[0])
     assert rounded.decode(tokens).dtype == dtype
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vargen.decoding.sampling import filter_logits
 from vargen.models.condition import Condition
-from vargen.models.var import SCALES, VARTransformer, is_rebuilt, official_config
+from vargen.models.var import SCALES, VARTransformer, is_derived_buffer, official_config
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 _CLOSE = 1e-4  # float32, same operations in another order
@@ -25,7 +25,7 @@ def _official() -> tuple[VARTransformer, dict[str, Tensor]]:
     names = {"patch_nums": "scales", "depth": None, "vocab_size": None, "z_channels": "code_dim", "num_classes": None}
     model = VARTransformer(**{new or old: config[old] for old, new in names.items()}).eval()
     state = load_file(_GOLDEN / "var" / "var.safetensors")
-    model.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
+    model.load_state_dict({name: value.float() for name, value in state.items() if not is_derived_buffer(name)})
     return model, load_file(_GOLDEN / "var" / "io.safetensors")
 
 
@@ -142,7 +142,7 @@ def test_tensors_and_parameters_are_the_official_ones(name: str) -> None:
         model = VARTransformer(**official_config(depth, 512 if depth == 36 else 256))
     expected = _MANIFEST[name]["tensors"]
     found = {key: list(value.shape) for key, value in model.state_dict().items()}
-    assert found == {key: shape for key, shape in expected.items() if not is_rebuilt(key)}
+    assert found == {key: shape for key, shape in expected.items() if not is_derived_buffer(key)}
     assert sum(parameter.numel() for parameter in model.parameters()) == _MANIFEST[name]["params"]
     assert list(model.scales) == _MANIFEST[name]["patch_nums"] and model.tokens == expected["pos_1LC"][1]
     assert list(model.lvl_1L.shape) == expected["lvl_1L"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vargen.models.video_geometry import VideoGeometry
-from vargen.models.video_stream import DecodeState, StreamDecoder
+from vargen.models.video_stream import DecodeState, StreamingDecoder
 from vargen.models.video_vae import CausalVideoVAE
 
 SHAPE = {"size": 16, "widths": (8, 16, 32), "conv_blocks": 1, "transformer_blocks": 2}
@@ -40,7 +40,7 @@ def test_a_stream_is_the_video_decoded_at_once(model, cuts):
         pixels, state = model.decode_block(part, state)
         parts.append(pixels)
     assert close(torch.cat(parts, 1), model.decode(z)) and state.frames == 7
-    assert isinstance(model, StreamDecoder)
+    assert isinstance(model, StreamingDecoder)
 
 
 def test_a_block_that_is_taken_back_leaves_no_trace(model):
@@ -79,7 +79,7 @@ def test_users_see_standardised_latents(model):
     raw = model.moments(clip)[0]
     seen = model.encode(clip)
     assert close(seen * model.latent_std[:, None, None] + model.latent_mean[:, None, None], raw)
-    assert close(model.raw(model.standardised(raw)), raw)
+    assert close(model.raw(model.normalize_latents(raw)), raw)
 
 
 def test_a_state_is_small_and_cannot_be_changed(model):

@@ -4,32 +4,32 @@ import pytest
 import torch
 
 from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_stream import StreamDecoder
-from vargen.models.wan_vae import WanStreamDecoder
+from vargen.models.video_stream import StreamingDecoder
+from vargen.models.wan_vae import WanStreamingDecoder
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 
 
 @pytest.fixture(scope="module")
-def decoder() -> WanStreamDecoder:
+def decoder() -> WanStreamingDecoder:
     torch.manual_seed(0)
     vae = AutoencoderKLWan(
         base_dim=4, z_dim=4, dim_mult=[1, 1, 2, 2], num_res_blocks=1, latents_mean=[0.3, -0.2, 0.1, 0.5],
         latents_std=[1.5, 0.7, 2.0, 1.0],
     ).eval().requires_grad_(False)  # fmt: skip
-    return WanStreamDecoder(vae)
+    return WanStreamingDecoder(vae)
 
 
 def latents(frames: int = 5, seed: int = 0) -> torch.Tensor:
     return torch.randn(2, frames, 4, 3, 2, generator=torch.Generator().manual_seed(seed))
 
 
-def statistics(decoder: WanStreamDecoder) -> list[torch.Tensor]:
+def statistics(decoder: WanStreamingDecoder) -> list[torch.Tensor]:
     """Mean and standard deviation `[C, 1, 1]`."""
     return [torch.tensor(getattr(decoder.vae.config, name))[:, None, None] for name in ("latents_mean", "latents_std")]
 
 
-def at_once(decoder: WanStreamDecoder, z: torch.Tensor) -> torch.Tensor:
+def at_once(decoder: WanStreamingDecoder, z: torch.Tensor) -> torch.Tensor:
     """As diffusers' pipelines do it."""
     mean, std = (each[..., None] for each in statistics(decoder))
     return decoder.vae.decode(z.transpose(1, 2) * std + mean).sample.transpose(1, 2)
@@ -53,7 +53,7 @@ def test_a_stream_is_the_video_decoded_at_once(decoder, cuts):
     z = latents()
     pixels, state = streamed(decoder, z, cuts)
     assert_same(pixels.clamp(-1, 1), at_once(decoder, z))
-    assert pixels.shape == (2, 17, 3, 24, 16) and state.frames == 5 and isinstance(decoder, StreamDecoder)
+    assert pixels.shape == (2, 17, 3, 24, 16) and state.frames == 5 and isinstance(decoder, StreamingDecoder)
 
 
 @pytest.mark.parametrize("taken_back_at", [0, 1, 3])
@@ -75,7 +75,7 @@ def test_a_state_is_counted_and_of_its_videos(decoder):
     with pytest.raises(ValueError, match=r"latents must be \[B, F, 4, Y, X\]"):
         decoder.decode_block(torch.zeros(1, 1, 3, 2, 2))
     with pytest.raises(TypeError, match="vae must be an AutoencoderKLWan, got Linear"):
-        WanStreamDecoder(torch.nn.Linear(1, 1))
+        WanStreamingDecoder(torch.nn.Linear(1, 1))
 
 
 def test_latents_of_pixels_are_standardised(decoder):
@@ -93,7 +93,7 @@ def test_a_preview_keeps_nothing_of_earlier_frames():
     preview, z = PreviewDecoder(4, (8, 8), stride=8).eval().requires_grad_(False), latents()
     whole, state = streamed(preview, z, (2, 3))
     assert torch.allclose(whole, preview(z), atol=1e-6) and whole.shape == (2, 5, 3, 24, 16)
-    assert state.frames == 5 and state.parts == () and isinstance(preview, StreamDecoder)
+    assert state.frames == 5 and state.parts == () and isinstance(preview, StreamingDecoder)
     with pytest.raises(ValueError, match=r"latents must be \[B, F, 4, Y, X\]"):
         preview.decode_block(torch.zeros(1, 1, 3, 2, 2))
     with pytest.raises(ValueError, match="stride must be an even number"):

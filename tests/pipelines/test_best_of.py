@@ -124,6 +124,6 @@ def test_a_scorer_needs_words(pipe: Any) -> None:
 
 
 def test_candidate_seeds_do_not_depend_on_their_number() -> None:
-    few, many = (checks.image_seeds(seeds(7, 8), 2).candidates(count) for count in (2, 5))
+    few, many = (checks.resolve_seeds(seeds(7, 8), 2).candidates(count) for count in (2, 5))
     assert few.asked[:2] == many.asked[:2] and few.asked[2:] == many.asked[5:7]
     assert few.noise[:2].tolist() == many.noise[:2].tolist()

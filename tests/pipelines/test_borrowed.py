@@ -27,7 +27,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_it_draws_what_a_folder_with_its_own_parts_draws(folder: Path, tmp_path: Path) -> None:
     pipe = open_pipeline(folder)
-    assert pipe.read_prompt("😺").text != "😺", "names come along"
+    assert pipe.normalize_prompt("😺").text != "😺", "names come along"
     drawn = pipe("a red apple", generator=torch.Generator().manual_seed(1), output_type="latent").images
     pipe.save_pretrained(tmp_path / "whole")
     assert (tmp_path / "whole" / "text_encoder").is_dir() and not (tmp_path / "whole" / FILE).exists()

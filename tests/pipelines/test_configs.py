@@ -14,7 +14,7 @@ import vargen.assets
 from vargen.models import described
 from vargen.models.image_text import ImageTextModel
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import stored_weights
+from vargen.models.weights import read_weight_header
 from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.registry import describe
@@ -48,8 +48,8 @@ def few_layers(monkeypatch: Any) -> None:
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> None:
-    header = stored_weights(ROOT / name, "diffusion_pytorch_model")
-    monkeypatch.setattr(described, "stored_weights", lambda *_: header)
+    header = read_weight_header(ROOT / name, "diffusion_pytorch_model")
+    monkeypatch.setattr(described, "read_weight_header", lambda *_: header)
     held = json.loads((ROOT / name / "config.json").read_text("utf-8"))
     kind = KINDS[held["_class_name"]]
     check_component(ROOT / name, kind)

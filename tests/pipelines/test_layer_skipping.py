@@ -7,12 +7,12 @@ from tiny_models import class_pipeline, tiny_transformer
 from vargen.decoding import Accelerator, LayerSkip, decode, exact
 from vargen.decoding.next_token.protocols import LayeredModel
 from vargen.models.condition import Condition
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 
-def models() -> tuple[LlamaGenTokens, Condition]:
+def models() -> tuple[LlamaGenTokenModel, Condition]:
     network = tiny_transformer("class", n_layer=4)
-    return LlamaGenTokens(network, guidance_scale=2.0), Condition(class_labels=torch.tensor([1, 7]))
+    return LlamaGenTokenModel(network, guidance_scale=2.0), Condition(class_labels=torch.tensor([1, 7]))
 
 
 def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
@@ -27,7 +27,7 @@ def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
     assert isinstance(model, LayeredModel) and (model.layers, view.layers) == (4, 2)
     seeds = torch.arange(2)
     drawn = decode(view, condition, seeds, "ar")
-    assert torch.equal(drawn.tokens, decode(LlamaGenTokens(short, guidance_scale=2.0), condition, seeds, "ar").tokens)
+    assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance_scale=2.0), condition, seeds, "ar").tokens)
     assert not torch.equal(drawn.tokens, decode(model, condition, seeds, "ar").tokens)
 
 

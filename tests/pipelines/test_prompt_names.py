@@ -11,7 +11,7 @@ from tiny_models import text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.assets import packaged_model_path
-from vargen.pipelines.captions import unreadable_words
+from vargen.pipelines.captions import find_unreadable_words
 from vargen.pipelines.prompt_names import FILE, PromptNames
 
 TABLE = PromptNames.read(packaged_model_path("emoji"))
@@ -150,7 +150,7 @@ def texts() -> LlamaGenPipeline:
     ],
 )
 def test_words_of_other_scripts_are_found(texts, prompt, words):
-    assert unreadable_words(texts.tokenizer, prompt) == words
+    assert find_unreadable_words(texts.tokenizer, prompt) == words
 
 
 def test_a_tokenizer_that_knows_a_script_gets_no_hint(texts):
@@ -163,7 +163,7 @@ def test_a_tokenizer_that_knows_a_script_gets_no_hint(texts):
         def convert_ids_to_tokens(self, ids):
             return ["\u2581соба", "ка"]
 
-    assert unreadable_words(Knowing(), "собака") == []
+    assert find_unreadable_words(Knowing(), "собака") == []
 
 
 def test_the_hint_names_the_words_and_the_language(texts, caplog):

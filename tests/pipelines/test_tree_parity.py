@@ -17,7 +17,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.next_token.trees.shapes import fan
 from vargen.models.condition import Condition
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 GRID, T, VOCAB = 4, 7, 64
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # float32 sums in another order
@@ -29,8 +29,8 @@ def no_gradients():
         yield
 
 
-def model_and_condition(kind: str, scale: float, images: int, compress: bool) -> tuple[LlamaGenTokens, Condition]:
-    model = LlamaGenTokens(tiny_transformer(kind, grid_size=GRID), scale, compress_prefix=compress)
+def model_and_condition(kind: str, scale: float, images: int, compress: bool) -> tuple[LlamaGenTokenModel, Condition]:
+    model = LlamaGenTokenModel(tiny_transformer(kind, grid_size=GRID), scale, compress_prefix=compress)
     if kind == "class":
         return model, Condition(class_labels=torch.arange(images) % 10)
     generator = torch.Generator().manual_seed(2)
@@ -106,7 +106,7 @@ def _of(condition: Condition, image: int) -> Condition:
 def test_probabilities_behind_a_whole_run_are_those_of_one_pass(drafter, rule):
     """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""
     model, condition = model_and_condition("class", 2.0, 3, True)
-    model.draft_model = LlamaGenTokens(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)
+    model.draft_model = LlamaGenTokenModel(tiny_transformer("class", grid_size=GRID, n_layer=1), 2.0)
     seen = []
 
     class Watched(type(model)):

@@ -19,7 +19,7 @@ from vargen.pipelines.registry import check_network, open_network, open_picture_
 from vargen.pipelines.scale_decoder import scales_of
 from vargen.pipelines.var_network import Network
 from vargen.pipelines.var_published import PublishedLoop
-from vargen.pipelines.var_scales import VARScales
+from vargen.pipelines.var_scales import VARScaleModel
 
 
 def network(condition: str = "class", **overrides: Any) -> Network:
@@ -32,7 +32,7 @@ def test_the_opponent_draws_what_ours_draws(condition: str, shared_aln: bool) ->
     """Greedily, where no noise is drawn."""
     made = network(condition, shared_aln=shared_aln)
     given = made.condition(2)
-    ours = VARScales(made.transformer, made.vqvae.quantize, 3.0)
+    ours = VARScaleModel(made.transformer, made.vqvae.quantize, 3.0)
     tokens, _ = PublishedLoop(made.transformer, made.vqvae)(given, torch.Generator(), 3.0, top_k=1)
     state, canvas, inputs = ours.start(given), ours.canvas(2), [None]
     for scale, theirs in enumerate(tokens):

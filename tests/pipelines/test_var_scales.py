@@ -1,4 +1,4 @@
-"""`VARScales` against the official sampler, and against itself: rows apart, lagging, fused and rolled back."""
+"""`VARScaleModel` against the official sampler, and against itself: rows apart, lagging, fused and rolled back."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Sampling, decode_scales
 from vargen.models.condition import Condition
-from vargen.pipelines.var_scales import VARScales
+from vargen.pipelines.var_scales import VARScaleModel
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +21,11 @@ def no_gradients() -> Any:
         yield
 
 
-def tiny(condition: str = "class", guidance_scale: float = 3.0, **options: Any) -> VARScales:
-    return VARScales(tiny_var(condition), tiny_multi_scale_vq().quantize, guidance_scale, **options)
+def tiny(condition: str = "class", guidance_scale: float = 3.0, **options: Any) -> VARScaleModel:
+    return VARScaleModel(tiny_var(condition), tiny_multi_scale_vq().quantize, guidance_scale, **options)
 
 
-def a_condition(model: VARScales, images: int = 3) -> Condition:
+def a_condition(model: VARScaleModel, images: int = 3) -> Condition:
     if model.transformer.config.condition == "class":
         return Condition(class_labels=torch.arange(images))
     embeds = torch.randn(images, 12, 384, generator=torch.Generator().manual_seed(0))
@@ -33,7 +33,7 @@ def a_condition(model: VARScales, images: int = 3) -> Condition:
     return Condition(caption_embeds=embeds * mask[..., None], caption_mask=mask)
 
 
-def histories(model: VARScales, images: int = 3) -> list[Tensor | None]:
+def histories(model: VARScaleModel, images: int = 3) -> list[Tensor | None]:
     """Inputs of every scale, of random tokens."""
     generator = torch.Generator().manual_seed(1)
     canvas, inputs = model.canvas(images), [None]
@@ -44,7 +44,7 @@ def histories(model: VARScales, images: int = 3) -> list[Tensor | None]:
     return inputs
 
 
-def one_by_one(model: VARScales, guidance: list[float]) -> list[Tensor]:
+def one_by_one(model: VARScaleModel, guidance: list[float]) -> list[Tensor]:
     """Logits of each scale, of a pass each."""
     state, inputs = model.start(a_condition(model)), histories(model)
     return [model.forward(state, inputs[: k + 1], 1, [factor])[0] for k, factor in enumerate(guidance)]
@@ -137,7 +137,7 @@ def test_a_prefix_is_filled_in_one_pass_without_its_logits() -> None:
 
 def test_codes_that_a_scale_does_not_use_are_left_out() -> None:
     vqvae = tiny_multi_scale_vq(scale_codes=(5, 20, 64, 64))
-    model = VARScales(tiny_var("class"), vqvae.quantize, 2.0)
+    model = VARScaleModel(tiny_var("class"), vqvae.quantize, 2.0)
     shapes = [logits.shape[1:] for logits in one_by_one(model, [1.0] * 4)]
     assert shapes == [(1, 5), (4, 20), (9, 64), (16, 64)]
     state = model.start(a_condition(model))

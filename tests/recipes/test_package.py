@@ -33,7 +33,7 @@ def test_the_folder_opens_and_draws(runs, tmp_path):
     pipe = LlamaGenPipeline.from_pretrained(folder, torch_dtype=torch.float32)
     pipe.set_progress_bar_config(disable=True)
     assert pipe.default_sampling == {"guidance_scale": 1.25, "temperature": 1.0, "top_k": None, "top_p": 0.6}
-    assert pipe.read_prompt("😺").text == "grinning cat", "the table goes along with the text encoder"
+    assert pipe.normalize_prompt("😺").text == "grinning cat", "the table goes along with the text encoder"
     assert len(pipe("a red apple").images) == 1  # the usual top_k of 500 would be refused: these are 64 tokens
     card = (folder / "README.md").read_text()
     figures = ("25.50 dB", "50.0%", "2.00", "4.250", "3.500", "below its goal of 26 dB", "On a slow machine.",

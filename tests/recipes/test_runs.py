@@ -21,7 +21,7 @@ from recipes.emoji.config import TokenizerConfig
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import plain_colours
 from vargen import compat
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
 from vargen.training import next_token as generator
@@ -396,7 +396,7 @@ def test_orthogonalise_keeps_directions_and_levels_singular_values():
 def test_an_interrupted_write_leaves_the_old_file(tmp_path):
     target = tmp_path / "file"
     target.write_text("old")
-    with pytest.raises(Killed), whole_file(target) as temporary:
+    with pytest.raises(Killed), atomic_file(target) as temporary:
         temporary.write_text("half")
         raise Killed
     assert target.read_text() == "old" and [p.name for p in tmp_path.iterdir()] == ["file"]

@@ -15,7 +15,7 @@ from PIL import Image
 import vargen.assets
 from vargen.models.image_text import ImageTextModel
 from vargen.scoring import open_scorer
-from vargen.scoring.packaged import PackagedScorer, prepared
+from vargen.scoring.packaged import ImageTextScorer, prepared
 from vargen.scoring.protocol import pixels
 
 ENCODER = vargen.assets.packaged_model_path("emoji")
@@ -142,7 +142,7 @@ def scorer_run(tmp_path: Path) -> Path:
 
 def test_the_scorer_of_a_training_run_opens_and_scores(scorer_run: Path) -> None:
     scorer = open_scorer(str(scorer_run))
-    assert isinstance(scorer, PackagedScorer)
+    assert isinstance(scorer, ImageTextScorer)
     images = pictures((48, 48))
     scores = scorer.score(images, PROMPTS)
     model = scorer.model

@@ -11,8 +11,8 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.scoring import BatchedScorer, NonFiniteScoreError, Scorer, as_scorer, checked_scores, open_scorer
-from vargen.scoring.protocol import pil_images, pixels
+from vargen.scoring import BatchedScorer, NonFiniteScoreError, Scorer, open_scorer, score_images, to_scorer
+from vargen.scoring.protocol import pixels, to_pil
 from vargen.specs import read_spec, split_specs
 
 
@@ -42,7 +42,7 @@ def test_both_forms_of_pictures_score_alike_in_any_batch() -> None:
         assert torch.allclose(scorer.score(images, prompts), expected)
         assert torch.allclose(scorer.score(tensor, prompts), expected)
         assert max(scorer.batches) <= size
-    assert [picture.getpixel((0, 0)) for picture in pil_images(tensor)] == [(v,) * 3 for v in (0, 51, 102, 153, 255)]
+    assert [picture.getpixel((0, 0)) for picture in to_pil(tensor)] == [(v,) * 3 for v in (0, 51, 102, 153, 255)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
@@ -53,7 +53,7 @@ def test_a_score_that_is_no_number_is_an_error_that_names_scorer_and_picture(bad
     with pytest.raises(NonFiniteScoreError, match=r"brightness.*picture 1 of 2"):
         Brightness(2, spoil).score(greys(0, 255), ["a", "b"])
     with pytest.raises(NonFiniteScoreError, match=r"mine.*picture 0 of 1"):
-        checked_scores(lambda images, prompts: [bad], greys(0), ["a"], name="mine")
+        score_images(lambda images, prompts: [bad], greys(0), ["a"], name="mine")
 
 
 @pytest.mark.parametrize("wrong", [lambda s: s[:1], lambda s: s.mean(), lambda s: "three", lambda s: s[:, None, None]])
@@ -80,13 +80,13 @@ def test_bad_input_is_refused(images: Any, prompts: Any, error: type[Exception])
 
 
 def test_any_callable_is_a_scorer_and_nothing_else() -> None:
-    wrapped = as_scorer(lambda images, prompts: [len(prompt) for prompt in prompts], "length")
+    wrapped = to_scorer(lambda images, prompts: [len(prompt) for prompt in prompts], "length")
     assert isinstance(wrapped, Scorer) and wrapped.name == "length" and wrapped.higher_is_better
     assert wrapped.score(greys(1, 2), ["a", "abc"]).tolist() == [1.0, 3.0]
-    assert as_scorer(scorer := Brightness()) is scorer
+    assert to_scorer(scorer := Brightness()) is scorer
     for wrong in (Brightness, "clip", None):
         with pytest.raises(TypeError, match="scorer must be"):
-            as_scorer(wrong)
+            to_scorer(wrong)
 
 
 def test_specs_with_options_are_read() -> None:

@@ -9,13 +9,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import VARTransformer, is_rebuilt
-from vargen.pipelines.var_scales import VARScales
+from vargen.models.var import VARTransformer, is_derived_buffer
+from vargen.pipelines.var_scales import VARScaleModel
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
 
 
-def official(guidance_scale: float) -> tuple[VARScales, dict[str, Tensor]]:
+def official(guidance_scale: float) -> tuple[VARScaleModel, dict[str, Tensor]]:
     """As a `ScaleModel` with so much guidance."""
     config = json.loads((_GOLDEN / "config.json").read_text())
     scales = tuple(config["patch_nums"])
@@ -26,5 +26,5 @@ def official(guidance_scale: float) -> tuple[VARScales, dict[str, Tensor]]:
     sizes = {"vocab_size": config["vocab_size"], "code_dim": config["z_channels"], "num_classes": config["num_classes"]}
     transformer = VARTransformer(depth=config["depth"], scales=scales, **sizes).eval()
     state = load_file(_GOLDEN / "var.safetensors")
-    transformer.load_state_dict({name: value.float() for name, value in state.items() if not is_rebuilt(name)})
-    return VARScales(transformer, vqvae.quantize, guidance_scale), load_file(_GOLDEN / "io.safetensors")
+    transformer.load_state_dict({name: value.float() for name, value in state.items() if not is_derived_buffer(name)})
+    return VARScaleModel(transformer, vqvae.quantize, guidance_scale), load_file(_GOLDEN / "io.safetensors")

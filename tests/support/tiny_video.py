@@ -12,7 +12,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.video_preview import PreviewDecoder
 from vargen.models.video_vae import CausalVideoVAE
-from vargen.pipelines.video_blocks import VideoBlocks
+from vargen.pipelines.video_blocks import CausalVideoBlockModel
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 2, "width": 2, "patch": 1,
@@ -47,11 +47,11 @@ def preview() -> PreviewDecoder:
     return randomised(PreviewDecoder(4, (16, 8), 4), 4)
 
 
-def models(window: int | None = None, sinks: int = 0, **options) -> VideoBlocks:
+def models(window: int | None = None, sinks: int = 0, **options) -> CausalVideoBlockModel:
     """A target of two layers, and a drafter of one."""
     options = {"window": window, "sinks": sinks, **options}
-    small = VideoBlocks(transformer(1, dim=12, num_heads=1, num_layers=1), LEVELS, **options)
-    return VideoBlocks(transformer(0), LEVELS, draft_model=small, **options)
+    small = CausalVideoBlockModel(transformer(1, dim=12, num_heads=1, num_layers=1), LEVELS, **options)
+    return CausalVideoBlockModel(transformer(0), LEVELS, draft_model=small, **options)
 
 
 def condition(seed: int = 0) -> Condition:
@@ -64,7 +64,7 @@ def varied(view: View) -> torch.Tensor:
     return torch.rand(2, generator=torch.Generator().manual_seed(view.number))
 
 
-def stream(method: str | VideoMethod, blocks: int = 5, model: VideoBlocks | None = None, **options) -> BlockStream:
+def stream(method: str | VideoMethod, blocks: int = 5, model: CausalVideoBlockModel | None = None, **options) -> BlockStream:
     given = {"decoder": vae(), "score": varied, **options}
     return decode_video(model or models(), condition(), given.pop("seed", 7), method, blocks=blocks, **given)
 

@@ -11,10 +11,10 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.console import quiet_libraries, say, table
-from vargen.cli.options import Device, Dtype, check_range, pick_device, pick_dtype
+from vargen.cli.options import Device, Dtype, check_range, pick_dtype, select_device
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, write_each
-from vargen.device import check_compile, fix_threads
-from vargen.values import shown
+from vargen.device import check_compile, set_threads
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.evaluation.speed import BaselineReport, StepReport
@@ -130,13 +130,13 @@ def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
         limit = f" and at most {most}" if most < 10**9 else ""
         allowed = f"whole numbers of at least 1{limit} with commas between, such as 1,8"
-        raise ValueError(f"{name} must be {allowed}, got {shown(text)}")
+        raise ValueError(f"{name} must be {allowed}, got {short_repr(text)}")
     return list(dict.fromkeys(int(part) for part in parts))
 
 
 def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
     """The torch device, the dtype (by default that of the first model that is no random one), and the machine."""
-    fix_threads(threads)
+    set_threads(threads)
     quiet_libraries()
 
     from vargen.evaluation.machine import describe_machine
@@ -144,7 +144,7 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
 
     saved = next((name for name in models if name not in random_networks()), None)
     folder = None if saved is None else describe(saved).folder
-    chosen = pick_device(device)
+    chosen = select_device(device)
     machine = describe_machine()
     busy = machine["load"]
     if busy is not None and busy > 0.5 * machine["cores"]:

@@ -11,7 +11,7 @@ from vargen.cli.bench import JSON, prepare, whole_numbers
 from vargen.cli.console import table
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Write, check_apart, json_writes, result_file, write_each
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 def kernels(
@@ -38,7 +38,7 @@ def kernels(
 
     for name in names:
         if name not in NETWORK_SHAPES:
-            raise ValueError(f"shape must be one of {', '.join(NETWORK_SHAPES)}, got {shown(name)}")
+            raise ValueError(f"shape must be one of {', '.join(NETWORK_SHAPES)}, got {short_repr(name)}")
     chosen, kind, machine = prepare(device, dtype, threads, [])
 
     import torch

@@ -28,8 +28,8 @@ from vargen.cli.options import (
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
 from vargen.cli.subjects import read_prompts, say_names
 from vargen.cli.video_tables import VideoSetting, compared, video_writes
-from vargen.device import fix_threads
-from vargen.files import expanded
+from vargen.device import set_threads
+from vargen.files import expand_user
 
 if TYPE_CHECKING:
     from vargen.decoding import Method
@@ -75,7 +75,7 @@ def compare(
     """
     place = targets(output, ["comparison"])[0]
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
-    inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
+    inputs = {"prompt_file": [expand_user(prompt_file, "prompt_file")], "a file of model": model_files(model)}
     check_apart({"output": [place], "json": [json_file], "plot": [plot_file]}, inputs)
     prompts = read_prompts(prompt_file)
     if makes_video(model):
@@ -83,7 +83,7 @@ def compare(
             window=window, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, batch=batch != 1
         )
         check_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
-        fix_threads(threads)
+        set_threads(threads)
         setting = VideoSetting(model, None if methods is None else [methods], num_blocks, tau, scorer, seed)
         found = compared(setting, prompts, device, dtype)
         write_each(video_writes(found, place, as_json, json_file, plot_file))

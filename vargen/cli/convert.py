@@ -10,7 +10,7 @@ import typer
 
 from vargen.cli.console import quiet_libraries
 from vargen.cli.options import check_range
-from vargen.files import expanded
+from vargen.files import expand_user
 
 app = typer.Typer(help="Convert official checkpoints.", no_args_is_help=True)
 
@@ -70,12 +70,12 @@ def llamagen(
     from vargen.convert.llamagen import convert_llamagen
 
     folder = convert_llamagen(
-        expanded(transformer, "transformer"),
-        expanded(vq, "vq"),
-        expanded(output, "output"),
-        text_encoder=text_encoder and expanded(text_encoder, "text_encoder"),
-        tokenizer=tokenizer and expanded(tokenizer, "tokenizer"),
-        id2label=id2label and expanded(id2label, "id2label"),
+        expand_user(transformer, "transformer"),
+        expand_user(vq, "vq"),
+        expand_user(output, "output"),
+        text_encoder=text_encoder and expand_user(text_encoder, "text_encoder"),
+        tokenizer=tokenizer and expand_user(tokenizer, "tokenizer"),
+        id2label=id2label and expand_user(id2label, "id2label"),
         dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value),
         overwrite=overwrite,
         n_head=n_head,
@@ -102,5 +102,5 @@ def causal_video(
     from vargen.convert.causal_video import convert_causal_video
 
     stored = None if dtype is StoredDtype.file else getattr(torch, dtype.value)
-    files = [expanded(file, "transformer") for file in transformer]
-    print(convert_causal_video(files, expanded(output, "output"), heads=n_head, dtype=stored, overwrite=overwrite))
+    files = [expand_user(file, "transformer") for file in transformer]
+    print(convert_causal_video(files, expand_user(output, "output"), heads=n_head, dtype=stored, overwrite=overwrite))

@@ -24,7 +24,7 @@ from vargen.cli.outputs import (
     write_each,
 )
 from vargen.cli.subjects import MOST_PICTURES, read_prompts
-from vargen.files import expanded
+from vargen.files import expand_user
 
 
 def distribution(
@@ -53,9 +53,9 @@ def distribution(
     """
     check_range(pictures, "pictures", 2, MOST_PICTURES)
     check_range(permutations, "permutations", 1)
-    json_file, kept = result_file(as_json, ".json", "json"), expanded(cache, "cache")
+    json_file, kept = result_file(as_json, ".json", "json"), expand_user(cache, "cache")
     check_writable(kept, "cache")
-    inputs = {"prompt_file": [expanded(prompt_file, "prompt_file")], "a file of model": model_files(model)}
+    inputs = {"prompt_file": [expand_user(prompt_file, "prompt_file")], "a file of model": model_files(model)}
     check_apart({"json": [json_file]}, {**inputs, "a file of cache": model_files(str(kept))})
     prompts = read_prompts(prompt_file)
     asked = chosen(methods, window, model)

@@ -19,12 +19,12 @@ from vargen.cli.evaluation_options import (
     read_shard,
 )
 from vargen.cli.generate_video import check_picture_options
-from vargen.cli.options import Device, Dtype, check_range, makes_video, parse_integer, pick_device
+from vargen.cli.options import Device, Dtype, check_range, makes_video, parse_integer, select_device
 from vargen.cli.outputs import Write, json_writes, result_file, write_each
 from vargen.cli.run_outputs import check_run_outputs
 from vargen.cli.subjects import read_prompts
 from vargen.cli.video_tables import VideoSetting, evaluate_videos
-from vargen.files import expanded
+from vargen.files import expand_user
 
 if TYPE_CHECKING:
     from vargen.evaluation.drawing import Drawing, Engine
@@ -105,7 +105,7 @@ def draw(
     """
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
-    place = pick_device(device)
+    place = select_device(device)
     drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
     drawn = _draw(drawing, part, pick_engine(engine, actors, place, threads))
     say(f"{drawn} pictures drawn; score them with: vargen score {output}")
@@ -142,8 +142,8 @@ def score(
     """Score pictures, whoever made them; of a run, write its report."""
     from vargen.evaluation.run_folder import RUN_FILE, RunFolder
 
-    place = pick_device(device)
-    path = expanded(folder, "folder")
+    place = select_device(device)
+    path = expand_user(folder, "folder")
     check_range(reference_features, "reference_features", 0)
     outputs = {
         "json": result_file(as_json, ".json", "json"),
@@ -199,13 +199,13 @@ def evaluate(
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
     json_file = result_file(as_json, ".json", "json")
-    check_run_outputs({"json": json_file}, {"prompts": prompts, "reference": reference}, model, expanded(output, "output"))
+    check_run_outputs({"json": json_file}, {"prompts": prompts, "reference": reference}, model, expand_user(output, "output"))
     if makes_video(model):
         check_picture_options(classes=classes, resize=resize, reference=reference, shard=part[1] > 1, **sampling)
         setting = VideoSetting(model, methods, seed=seed, judges=scorers, extractor=extractor)
         evaluate_videos(setting, output, prompts, num, device, dtype, threads, as_json, json_file)
         return
-    place = pick_device(device)
+    place = select_device(device)
     drawing = make_drawing(output, model, methods, num, prompts, classes, batch, seed, sampling, dtype, str(place), threads)
     drawing.check()
     instruments = make_instruments(scorers, extractor, resize, False, str(place), threads, model)

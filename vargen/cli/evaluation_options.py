@@ -15,8 +15,8 @@ from vargen.cli.console import quiet_libraries
 from vargen.cli.options import Dtype, check_range
 from vargen.cli.outputs import check_writable
 from vargen.cli.subjects import MOST_PICTURES, read_prompts
-from vargen.files import expanded
-from vargen.values import shown
+from vargen.files import expand_user
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     from vargen.evaluation.drawing import Drawing, Engine
@@ -41,7 +41,7 @@ def read_shard(text: str) -> tuple[int, int]:
     """Raises ValueError unless `text` is I/N with I from 1 to N."""
     own, slash, of = text.partition("/")
     if not slash or not own.isdecimal() or not of.isdecimal() or not 1 <= int(own) <= int(of) <= 100_000:
-        raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {shown(text)}")
+        raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {short_repr(text)}")
     return int(own), int(of)
 
 
@@ -63,7 +63,7 @@ def make_drawing(
     quiet_libraries()
     check_range(num, "num", 1, MOST_PICTURES)
     check_range(threads, "threads", 1)
-    folder = expanded(output, "output")
+    folder = expand_user(output, "output")
     check_writable(folder, "output")
 
     import vargen.assets
@@ -131,7 +131,7 @@ def find_reference(path: Path | None, instruments: Instruments, kept: Path | Non
     if path is None:
         found = default_reference(instruments.extractor)
         return None if found is None else open_reference(found, instruments)
-    return open_reference(expanded(path, "reference"), instruments, kept)
+    return open_reference(expand_user(path, "reference"), instruments, kept)
 
 
 def pick_engine(name: EngineName, actors: int | None, device: Any, threads: int | None) -> Engine:

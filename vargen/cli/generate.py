@@ -25,8 +25,8 @@ from vargen.cli.options import (
     given_options,
     makes_video,
     parse_integer,
-    pick_device,
     pick_dtype,
+    select_device,
 )
 from vargen.cli.outputs import (
     Write,
@@ -39,11 +39,11 @@ from vargen.cli.outputs import (
 )
 from vargen.cli.sources import Source
 from vargen.cli.subjects import MOST_PICTURES, class_numbers, say_names, subjects_of
-from vargen.device import check_compile, fix_threads
-from vargen.files import expanded
+from vargen.device import check_compile, set_threads
+from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.pipelines.description import Description
+    from vargen.pipelines.description import ModelInfo
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -126,7 +126,7 @@ def generate(
     check_range(batch_size, "batch_size", 1)
     check_range(best_of, "best_of", 1)
     import_libraries()
-    fix_threads(threads)
+    set_threads(threads)
     video = VideoOptions(num_blocks, tau, scorer, motion, image)
     if makes_video(model):
         check_picture_options(
@@ -136,22 +136,22 @@ def generate(
         quiet_libraries()
 
         def pick(folder: Path) -> tuple[Any, Any]:
-            place = pick_device(device)
+            place = select_device(device)
             return place, pick_dtype(dtype, place, folder)
 
-        listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
+        listed = None if prompt_file is None else expand_user(prompt_file, "prompt_file")
         generate_videos(
             subjects, num_images, first, model, accelerator, output, video, pick, listed, as_json, quiet
         )  # fmt: skip
         return
     check_video_options(video)
-    chosen_device = pick_device(device)
+    chosen_device = select_device(device)
     check_compile(compile, chosen_device)
     repeated = [subject for subject in subjects for _ in range(num_images)]
     kind = "class " if class_label else ""
     places = targets(output, [f"{slug(kind + subject)}-{first + k}" for k, subject in enumerate(repeated)])
     sheet_place = None if sheet is None else targets(sheet, ["sheet"], "sheet")[0]
-    listed = None if prompt_file is None else expanded(prompt_file, "prompt_file")
+    listed = None if prompt_file is None else expand_user(prompt_file, "prompt_file")
     source = Source.of(image, mask, strength)
     read = {"prompt_file": [listed], **source.files(), "a file of model": model_files(model)}
     check_apart({"output": places, "sheet": [sheet_place]}, read)
@@ -242,7 +242,7 @@ def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_imag
 
 def _check_against(
     name: str, accelerator: str | None, given: dict[str, Any], by_class: bool, negative_prompt: str | None
-) -> tuple[Description, str]:
+) -> tuple[ModelInfo, str]:
     """What the model's files say, no weight being read, and the name of the method to draw with.
 
     Raises:

@@ -24,7 +24,7 @@ from vargen.cli.outputs import (
 )
 from vargen.cli.sources import read_source
 from vargen.cli.subjects import say_names
-from vargen.files import expanded
+from vargen.files import expand_user
 
 FORMATS = (".mp4", ".gif", ".webp")
 _ANIMATION = ".webp"  # what a folder is filled with: needs no further package, and loops
@@ -96,7 +96,7 @@ def generate_videos(
     places = targets(output, [f"{slug(text)}-{seed}" for text, seed in jobs], formats=FORMATS, usual=_ANIMATION)
     for place in places:
         check_video_path(place.path, "output")
-    image = options.image and read_source(expanded(options.image, "image"), "image")
+    image = options.image and read_source(expand_user(options.image, "image"), "image")
     read: dict[str, list[Path | None]] = {"prompt_file": [prompt_file], "image": [options.image]}
     read["a file of model"] = [*model_files(model)]
     check_apart({"output": places}, read)

@@ -100,7 +100,7 @@ def gather() -> dict[str, Any]:
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
     from vargen.decoding.next_token import captured
-    from vargen.device import fast_dtype
+    from vargen.device import preferred_dtype
     from vargen.evaluation.machine import describe_machine
     from vargen.kernels.dispatch import explain
 
@@ -117,7 +117,7 @@ def gather() -> dict[str, Any]:
         "machine": machine,
         "threads": thread_choice(),
         "default_device": device,
-        "default_dtype": str(fast_dtype(device)).removeprefix("torch."),
+        "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
         "kernels": ": ".join(explain(device)),
         "graphs": captured.explain(torch.device(device)),
         "models": models,
@@ -130,11 +130,13 @@ def thread_choice() -> str:
     import torch
 
     from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
-    from vargen.device import chosen_threads, cores
+    from vargen.device import available_cores, user_thread_count
 
-    if (chosen := chosen_threads()) is not None:
+    if (chosen := user_thread_count()) is not None:
         return f"{chosen[0]} CPU threads, set by {chosen[1]}"
-    lines = [f"as many of {cores()} CPU threads as pay: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"]
+    lines = [
+        f"as many of {available_cores()} CPU threads as pay: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"
+    ]
     for network, width, seconds in list_thread_choices(torch.device("cpu")):
         best = 1
         while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):

@@ -33,7 +33,7 @@ def _sampling(name: str) -> Any:
     option = OPTIONS[name]
     most = f" to {option.most:g}" if option.most < float("inf") else ""
     least = f"{'Over' if option.above else 'From'} {option.least:g}{most}"
-    return typer.Option(metavar="N" if option.whole else "X", help=f"{least}; {option.help}. Default: the model's.")
+    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{least}; {option.help}. Default: the model's.")
 
 
 Guidance = Annotated[float | None, _sampling("guidance_scale")]
@@ -49,7 +49,7 @@ def given_options(**values: float | int | None) -> dict[str, float | int]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def pick_device(name: Device) -> torch.device:
+def select_device(name: Device) -> torch.device:
     """The device to run on; `auto` takes a GPU where there is one.
 
     Raises:
@@ -57,7 +57,7 @@ def pick_device(name: Device) -> torch.device:
     """
     from vargen.kernels.dispatch import explain
 
-    chosen = device.pick_device(name.value)
+    chosen = device.select_device(name.value)
     explain(chosen)  # before weights are loaded
     return chosen
 
@@ -70,7 +70,7 @@ def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> 
 
     if name is not Dtype.auto:
         return getattr(torch, name.value)
-    return device.fast_dtype(place) if folder is None else default_dtype(folder, place)
+    return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 
 
 def parse_integer(text: Any) -> int:

@@ -17,7 +17,7 @@ import typer
 
 from vargen.cli.console import describe, print_json, say
 from vargen.compat import check_matplotlib
-from vargen.files import expanded, whole_file
+from vargen.files import atomic_file, expand_user
 
 # Lower-case suffix -> Pillow's format and how to save it.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,10 +61,10 @@ def targets(
         ValueError: for a suffix of no known format, or a place that cannot be written.
     """
     if output is None or _is_folder(output, name):
-        folder = expanded(output or ".", name)
+        folder = expand_user(output or ".", name)
         check_writable(folder, name)
         return [Target(folder / f"{stem}{usual}", named=False) for stem in stems]
-    path = expanded(output, name)
+    path = expand_user(output, name)
     known = ", ".join(suffix[1:] for suffix in formats)
     if path.suffix.lower() not in formats:
         raise ValueError(f"{name} must be a folder (end it with {os.sep}) or a file ending in one of {known}, got {output!r}")
@@ -85,7 +85,7 @@ def _is_folder(output: str, name: str) -> bool:
         raise ValueError(f"{name} must name a file or a folder, got {output!r}")
     separators = tuple(s for s in (os.sep, os.altsep) if s)
     try:
-        exists = expanded(output, name).is_dir()
+        exists = expand_user(output, name).is_dir()
     except OSError as error:  # a name too long, links in a circle
         raise ValueError(f"{name} {output!r} cannot be written: {error.strerror}") from error
     return exists or output.endswith(separators) or not Path(output).suffix
@@ -100,7 +100,7 @@ def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
     """
     if path is None or (path == "-" and name == "json"):
         return None
-    file = expanded(path, name)
+    file = expand_user(path, name)
     if file.suffix.lower() != suffix or file.is_dir():
         raise ValueError(f"{name} must be a file ending in {suffix}, got {str(path)!r}")
     check_writable(file.parent, name)
@@ -191,7 +191,7 @@ def ignores_case(folder: Path) -> bool:
 
 def model_files(model: str) -> list[Path]:
     """Files of a model in a local folder that an output might be named like."""
-    folder = expanded(model, "model")
+    folder = expand_user(model, "model")
     return [*folder.glob("*.json"), *folder.glob("*/*.json")] if folder.is_dir() else []
 
 
@@ -206,7 +206,7 @@ def json_writes(as_json: str | None, file: Path | None, document: Any) -> list[W
 
 
 def _write_json(file: Path, document: Any) -> None:
-    with whole_file(file) as temporary:
+    with atomic_file(file) as temporary:
         temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -261,6 +261,6 @@ def save_image(image: Any, target: Target, parameters: dict[str, Any]) -> Path:
         chunk = PngInfo()
         chunk.add_text("vargen", json.dumps(parameters))
         options = {**options, "pnginfo": chunk}
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         image.save(temporary, format=kind, **options)
     return path

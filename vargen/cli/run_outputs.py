@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vargen.cli.outputs import check_apart, ignores_case, model_files, said
 from vargen.evaluation.run_folder import RunFolder
-from vargen.files import expanded
+from vargen.files import expand_user
 
 
 def check_run_outputs(
@@ -21,7 +21,7 @@ def check_run_outputs(
         outputs, inputs: by option; the runs that inputs are parts of are kept from outputs, too.
         model: whose files are read; an empty name for none. run: folder of a run that is there or to be made.
     """
-    read = {name: expanded(path, name) for name, path in inputs.items() if path is not None}
+    read = {name: expand_user(path, name) for name, path in inputs.items() if path is not None}
     for folder in (run, *map(_run_of, read.values())):
         if folder is not None:
             _check_outside(outputs, folder)

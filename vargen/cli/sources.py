@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.files import expanded
+from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.pipelines.description import Description
+    from vargen.pipelines.description import ModelInfo
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,13 @@ class Source:
     @classmethod
     def of(cls, image: Path | None, mask: Path | None, strength: float | None) -> Source:
         """Of a command's options, paths expanded."""
-        return cls(image and expanded(image, "image"), mask and expanded(mask, "mask"), strength)
+        return cls(image and expand_user(image, "image"), mask and expand_user(mask, "mask"), strength)
 
     def files(self) -> dict[str, Sequence[Path | None]]:
         """By option, for messages."""
         return {"image": [self.image], "mask": [self.mask]}
 
-    def opened(self, model: Description) -> dict[str, Any]:
+    def opened(self, model: ModelInfo) -> dict[str, Any]:
         """Arguments of a pipeline's call; none where nothing was named.
 
         Raises:

@@ -10,7 +10,7 @@ from vargen.cli.console import say
 from vargen.reading import STDIN, read_text
 
 if TYPE_CHECKING:
-    from vargen.pipelines.description import Description
+    from vargen.pipelines.description import ModelInfo
 
 
 MOST_PICTURES = 1_000_000  # of one command: more than any published evaluation has, and held in memory
@@ -19,7 +19,7 @@ _MOST_BYTES = 2**26  # of a file of prompts
 
 def say_names(pipe: Any, prompts: list[str]) -> None:
     """A line on stderr about the characters in prompts that the model reads as names, if there are any."""
-    read = {typed: name for prompt in prompts for typed, name in pipe.read_prompt(prompt).names.items()}
+    read = {typed: name for prompt in prompts for typed, name in pipe.normalize_prompt(prompt).names.items()}
     if read:
         say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
 
@@ -64,7 +64,7 @@ def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
     return found
 
 
-def class_numbers(labels: list[str], model: Description) -> list[int]:
+def class_numbers(labels: list[str], model: ModelInfo) -> list[int]:
     from vargen.pipelines import checks
 
     # A number of thousands of digits is one that Python does not read; no class has one of more than nine.

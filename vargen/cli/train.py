@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, check_range, pick_device
-from vargen.device import fix_threads
-from vargen.files import expanded
+from vargen.cli.options import Device, check_range, select_device
+from vargen.device import set_threads
+from vargen.files import expand_user
 
 if TYPE_CHECKING:
     from vargen.training.dataset import CaptionedImages
@@ -37,17 +37,17 @@ def _config(recipe: str | None, name: str, kind: type[R], steps: int | None) -> 
     from vargen.training.config import load_config
 
     check_range(steps, "steps", 1)
-    return load_config(expanded(recipe, "recipe") if recipe else name, kind, steps)
+    return load_config(expand_user(recipe, "recipe") if recipe else name, kind, steps)
 
 
 def _load_data(folder: Path) -> CaptionedImages:
     from vargen.training.dataset import load_captioned_images
 
-    return load_captioned_images(expanded(folder, "data"))
+    return load_captioned_images(expand_user(folder, "data"))
 
 
 def _output(output: Path | None, name: str) -> Path:
-    return expanded(output, "output") if output else Path("runs") / name
+    return expand_user(output, "output") if output else Path("runs") / name
 
 
 def _head_command(kind: str, summary: str) -> Callable[..., None]:
@@ -84,11 +84,11 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
         run = _output(output, kind)
         check_range(num_images, "num_images", 2)
         config = _config(recipe, kind, HeadConfig, steps).with_images(num_images)
-        prompts = prompt_file and expanded(prompt_file, "prompt_file")
-        embeddings = features and expanded(features, "features")
-        shared = generated_images and expanded(generated_images, "generated_images")
-        fix_threads(threads)
-        pipe = load_target(model, pick_device(device))
+        prompts = prompt_file and expand_user(prompt_file, "prompt_file")
+        embeddings = features and expand_user(features, "features")
+        shared = generated_images and expand_user(generated_images, "generated_images")
+        set_threads(threads)
+        pipe = load_target(model, select_device(device))
         captions = None if data is None else lambda: _load_data(data)
         source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
@@ -118,8 +118,8 @@ def low_res(
 
     config = _config(recipe, "low-res", NextTokenConfig, steps)
     run, folder = _output(output, "low-res"), _model_folder(model)
-    images, place = _load_data(data), pick_device(device)
-    fix_threads(threads)
+    images, place = _load_data(data), select_device(device)
+    set_threads(threads)
     metrics = train_low_res(config, images, folder / "vqvae", folder, run, place)
     print_json({"model": str(run / "transformer"), **metrics})
 
@@ -140,16 +140,16 @@ def upsampler(
 
     config = _config(recipe, "upsampler", UpsamplerConfig, steps)
     run, folder = _output(output, "upsampler"), _model_folder(model)
-    images, place = _load_data(data), pick_device(device)
-    fix_threads(threads)
+    images, place = _load_data(data), select_device(device)
+    set_threads(threads)
     print_json({"model": str(run / "upsampler"), **train_upsampler(config, images, folder / "vqvae", run, place)})
 
 
 def _model_folder(model: str) -> Path:
     """The folder of a LlamaGen that reads text, which has its image tokenizer and text encoder."""
-    from vargen.pipelines.loading import checked_folder
+    from vargen.pipelines.loading import check_model_folder
 
-    folder = Path(checked_folder(model, "LlamaGenPipeline", {}))
+    folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a drafter of a low resolution shares")

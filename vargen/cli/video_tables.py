@@ -10,7 +10,7 @@ from vargen.cli.console import say, table
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Target, Write, check_writable, json_writes, save_image, write_each
 from vargen.cli.subjects import MOST_PICTURES, read_prompts
-from vargen.files import expanded, whole_file
+from vargen.files import atomic_file, expand_user
 
 if TYPE_CHECKING:
     from vargen.evaluation.video import VideoComparison
@@ -138,20 +138,20 @@ def evaluate_videos(
 ) -> None:
     """Compare, and write metrics.json, report.md and strips.png into the folder `output`."""
     import vargen.assets
-    from vargen.device import fix_threads
+    from vargen.device import set_threads
     from vargen.evaluation.video_report import markdown
 
-    folder = expanded(output, "output")
+    folder = expand_user(output, "output")
     check_writable(folder, "output")
     check_range(num, "num", 1, MOST_PICTURES)
-    fix_threads(threads)
+    set_threads(threads)
     prompts = read_prompts(prompt_file or Path(vargen.assets.__file__).parent / "prompts.txt", "prompts")
     asked = [prompts[number % len(prompts)] for number in range(num or len(prompts))]
     found = compared(setting, asked, device, dtype)
     folder.mkdir(parents=True, exist_ok=True)
 
     def report() -> None:
-        with whole_file(folder / "report.md") as temporary:
+        with atomic_file(folder / "report.md") as temporary:
             temporary.write_text(markdown(found, head_line(found)), "utf-8")
 
     writes = video_writes(found, Target(folder / "strips.png", named=True), as_json, json_file, None)

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from vargen.convert.checkpoints import State, build, check_inputs, count_entries, read_checkpoint, tensor_shape
-from vargen.files import whole_folder
-from vargen.model_files import write_index
+from vargen.files import atomic_folder
+from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
 
 _KIND = "causal video transformer"
@@ -143,7 +143,7 @@ def convert_causal_video(
         raise ValueError("transformer must be one file or more, got none")
     if any(side < 16 or side % 16 for side in size):
         raise ValueError(f"size must be multiples of 16 pixels, got {size[0]}x{size[1]}")
-    with whole_folder(output, list(transformer), overwrite) as folder:
+    with atomic_folder(output, list(transformer), overwrite) as folder:
         state: State = {}
         for file in transformer:
             check_inputs(transformer=file)
@@ -158,5 +158,5 @@ def convert_causal_video(
         network = build(CausalVideoTransformer, config, state, first, dtype)
         network.save_pretrained(folder / "transformer")
         missing = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
-        write_index(folder, "CausalVideoPipeline", {"transformer": network, **missing})
+        write_model_index(folder, "CausalVideoPipeline", {"transformer": network, **missing})
     return output

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.models.weights import compare_shapes, read_header, unpickle
+from vargen.models.weights import check_shapes, load_pickle_safely, read_header
 
 State = dict[str, Tensor]
 
@@ -37,7 +37,7 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
         content: Any = load_file(file)
     elif file.suffix in _PICKLES and file.is_file():
         # Training checkpoints keep their command line in a Namespace, which only holds attributes.
-        content = unpickle(file, [argparse.Namespace], mmap=True)
+        content = load_pickle_safely(file, [argparse.Namespace], mmap=True)
     else:
         raise ValueError(f"{file} is not a checkpoint file, which is {', '.join(_PICKLES)} or .safetensors")
     if isinstance(content, Mapping) and isinstance(content.get("trainer"), Mapping):
@@ -98,7 +98,7 @@ def build(
     except ValueError as error:
         raise ValueError(f"{file} does not describe a network that this library has: {error}") from error
     expected = {key: tuple(value.shape) for key, value in network.state_dict().items()}
-    compare_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
+    check_shapes({key: tuple(value.shape) for key, value in state.items()}, expected, str(file))
     placed: State = {}
     storages: set[int] = set()
     for name, value in state.items():

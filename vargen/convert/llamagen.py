@@ -23,8 +23,8 @@ from vargen.convert.checkpoints import (
     read_labels,
     tensor_shape,
 )
-from vargen.files import whole_folder
-from vargen.model_files import write_index
+from vargen.files import atomic_folder
+from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
 
@@ -83,7 +83,7 @@ def convert_llamagen(
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
     inputs = [Path(p) for p in (transformer, vq, text_encoder, tokenizer, id2label) if p is not None]
-    with whole_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output, inputs, overwrite) as folder:
         check_inputs(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
         check_inputs(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
@@ -109,7 +109,7 @@ def convert_llamagen(
             if part is not None:
                 part.save_pretrained(folder / name)
         defaults = fitting_defaults(DEFAULTS[config["condition"]], config["vocab_size"])
-        write_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
+        write_model_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
 

@@ -21,10 +21,10 @@ from vargen.convert.checkpoints import (
     read_labels,
     tensor_shape,
 )
-from vargen.files import whole_folder
-from vargen.model_files import write_index
+from vargen.files import atomic_folder
+from vargen.model_files import write_model_index
 from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.var import SCALES, VARTransformer, is_rebuilt
+from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
 
 # What the official demo samples with. Its "cfg" of 4 is how much is added: guidance of 1 adds nothing here.
 DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}
@@ -64,7 +64,7 @@ def convert_var(
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
     inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
-    with whole_folder(output, inputs, overwrite) as folder:
+    with atomic_folder(output, inputs, overwrite) as folder:
         check_inputs(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
         _check_kinds(network, transformer, codes, vae)
@@ -84,7 +84,7 @@ def convert_var(
             if part is not None:
                 part.save_pretrained(folder / name)
         defaults = fitting_defaults(DEFAULTS, config["vocab_size"])
-        write_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
+        write_model_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
 
@@ -132,7 +132,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     }
     if shape("lvl_embed.weight", 2)[0] != len(scales):
         raise ValueError(f"{file} contradicts itself: {shape('lvl_embed.weight', 2)[0]} levels, but scales {scales}")
-    for name in [name for name in state if is_rebuilt(name)]:
+    for name in [name for name in state if is_derived_buffer(name)]:
         del state[name]
     return config
 

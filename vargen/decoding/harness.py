@@ -20,8 +20,8 @@ from torch import Tensor
 
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
-from vargen.modes import ordinary_tensors
-from vargen.values import shown
+from vargen.modes import normal_tensors
+from vargen.values import short_repr
 
 
 class NonFiniteLogitsError(RuntimeError):
@@ -70,14 +70,14 @@ def validate_call(seeds: Any, sampling: Any, callback: Any) -> None:
         ValueError: for no seeds.
     """
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
-        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else shown(seeds)
+        given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else short_repr(seeds)
         raise TypeError(f"seeds must be an int64 tensor [B], one per image, got {given}")
     if not len(seeds):
         raise ValueError("seeds must hold one number per image, got none")
     if not isinstance(sampling, Sampling):
-        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {shown(sampling)}")
+        raise TypeError(f"sampling must be a Sampling, or None for the plain softmax, got {short_repr(sampling)}")
     if callback is not None and not callable(callback):
-        raise TypeError(f"callback must be a function of a Progress, or None, got {shown(callback)}")
+        raise TypeError(f"callback must be a function of a Progress, or None, got {short_repr(callback)}")
 
 
 class Run:
@@ -126,7 +126,7 @@ class Run:
         self.passes += 1
         drawn = self._watch.see(logits, position, length, self.total, self.passes)
         if self.callback:
-            with ordinary_tensors():
+            with normal_tensors():
                 progress = Progress(self.passes, tokens, length.clone(), self.total, count.clone())
                 self.stopped = self.callback(progress) is False and not drawn
         self.finished = drawn or self.stopped or self.passes >= self.total

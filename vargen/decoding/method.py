@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, ClassVar, Literal
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 DEFAULT_METHOD = "auto"  # what pipelines, page, and command line use
 
@@ -35,7 +35,7 @@ class Method(ABC):
 
     def __post_init__(self) -> None:
         if not isinstance(self.name, str):  # statistics and reports are keyed by it
-            raise TypeError(f"name must be a string, got {shown(self.name)}")
+            raise TypeError(f"name must be a string, got {short_repr(self.name)}")
 
     @property
     @abstractmethod
@@ -77,7 +77,9 @@ def describe_part(part: Any) -> Any:
         return {"name": _qualified_name(type(part)), **init_fields(part)}
     if callable(part) and getattr(part, "__module__", None) and "<" not in getattr(part, "__qualname__", "<"):
         return _qualified_name(part)  # lambdas and local functions, with "<" in their names, may be anything
-    raise ValueError(f"cannot say what {shown(part)} is: give it as a dataclass of plain values, or as a function of a module")
+    raise ValueError(
+        f"cannot say what {short_repr(part)} is: give it as a dataclass of plain values, or as a function of a module"
+    )
 
 
 def same_spec(one: Any, other: Any) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from vargen.kernels.categorical import categorical
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
-from vargen.modes import ordinary_tensors
+from vargen.modes import normal_tensors
 
 
 class Purpose(IntEnum):
@@ -175,7 +175,7 @@ def _exponential(keys: Tensor, vocab: int) -> Tensor:
 
 
 @lru_cache(maxsize=8)
-@ordinary_tensors()
+@normal_tensors()
 def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
     """int32 `[V]`, far apart; never changed in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)

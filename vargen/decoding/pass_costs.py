@@ -21,9 +21,9 @@ import torch
 from vargen.decoding.next_token.draft import Tree
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.video.protocols import BlockModel
-from vargen.device import chosen_threads, cores, cpu_model, threads
-from vargen.files import cache_folder, whole_file
-from vargen.modes import quick_passes
+from vargen.device import available_cores, cpu_model, threads, user_thread_count
+from vargen.files import atomic_file, cache_folder
+from vargen.modes import inference_mode_for
 
 logger = logging.getLogger("vargen")
 
@@ -53,7 +53,7 @@ def measure_pass_costs(
     known = _known(model, images)
     missing = [width for width in widths if anew or width not in known]
     if missing:
-        with quick_passes(torch.device(model.device)):
+        with inference_mode_for(torch.device(model.device)):
             allowed = float("inf") if anew else _ENOUGH
             state = _make_half_filled_state(model, condition, images, max(missing), allowed)
             begun = time.perf_counter()
@@ -87,7 +87,7 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
         state = _make_half_filled_state(model, condition, images, width, _ENOUGH)
         return lambda: _time(model, state, images, width)
 
-    with quick_passes(torch.device(model.device)):
+    with inference_mode_for(torch.device(model.device)):
         count = select_threads(model, images, width, passes)
     with nullcontext() if count is None else threads(count):
         yield torch.get_num_threads()
@@ -117,10 +117,10 @@ def select_threads(
     Returns:
         None where a person chose a number, off the CPU, and for models without a cost key.
     """
-    if model.device.type != "cpu" or model.cost_key is None or chosen_threads() is not None:
+    if model.device.type != "cpu" or model.cost_key is None or user_thread_count() is not None:
         return None
     best, least, count, timed_pass = 1, float("inf"), 1, None
-    while count <= cores():
+    while count <= available_cores():
         with threads(count):
             known = _known(model, images)
             if width not in known:
@@ -210,7 +210,7 @@ def _name(model: TokenModel | BlockModel, images: int) -> str | None:
 
 def machine(device: torch.device) -> str:
     """What runs the passes, and by which torch."""
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {cores()} cores"
+    what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {available_cores()} cores"
     return f"{what}, torch {torch.__version__}"
 
 
@@ -243,7 +243,7 @@ def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float
         return
     entry = {"measured": time.time(), "seconds": {str(width): value for width, value in sorted(seconds.items())}}
     try:
-        with whole_file(_file()) as temporary:
+        with atomic_file(_file()) as temporary:
             temporary.write_text(json.dumps({**_read(), name: entry}, indent=1), "utf-8")
     except OSError as error:  # a home that cannot be written
         logger.debug("measured costs are not kept: %s", error)

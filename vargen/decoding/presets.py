@@ -18,7 +18,7 @@ from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.presets import VIDEO_METHODS
 from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
 from vargen.specs import read_spec
-from vargen.values import resolve_name, shown, suggest_names
+from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting may name, by the name of the field that holds them.
 _NAMED: dict[str, Mapping[str, Any]] = {
@@ -61,13 +61,13 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     if isinstance(accelerator, str):
         name, options = read_spec(accelerator)
         if name not in PRESETS:
-            raise ValueError(f"unknown accelerator {shown(name)}; {suggest_names(name, names)}")
+            raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
         accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
         wanted = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}.get(
             paradigm, "a VideoMethod"
         )
-        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {shown(accelerator)}")
+        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {short_repr(accelerator)}")
     if accelerator.paradigm != paradigm:
         raise ValueError(
             f"accelerator {accelerator.name!r} is for {accelerator.paradigm} models, and this is a {paradigm} one: it runs "
@@ -78,7 +78,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     try:
         return replace(_set(accelerator, options), name=str(given))
     except (ValueError, TypeError) as error:
-        raise ValueError(f"accelerator {shown(given)}: {error}") from error
+        raise ValueError(f"accelerator {short_repr(given)}: {error}") from error
 
 
 def _set(method: Any, options: Mapping[str, str]) -> Any:
@@ -100,7 +100,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
         if owner is None:
             names = sorted({*whole, *(key for each in allowed.values() for key in each)})
             known = f"{suggest_names(key, names)}; it has {', '.join(names)}" if names else "it has none"
-            raise ValueError(f"method {method.name} has no setting {shown(key)}; {known}")
+            raise ValueError(f"method {method.name} has no setting {short_repr(key)}; {known}")
         field = allowed[owner][key]
         changes[owner][field] = _value(text, getattr(parts[owner], field))
     for part, values in changes.items():  # all of a part at once: some are right only together

@@ -14,7 +14,7 @@ from torch import Tensor
 from vargen.kernels.dispatch import supports_rows
 from vargen.kernels.kth_largest import kth_largest_value, largest
 from vargen.options import OPTIONS
-from vargen.values import shown
+from vargen.values import short_repr
 
 MIN_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
 
@@ -48,7 +48,9 @@ class Sampling:
     def check_vocabulary(self, vocab: int) -> None:
         """Raise ValueError if `top_k` is larger than the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
-            raise ValueError(f"top_k must be at most the vocabulary of {vocab} tokens, got {shown(self.top_k)}; None keeps all")
+            raise ValueError(
+                f"top_k must be at most the vocabulary of {vocab} tokens, got {short_repr(self.top_k)}; None keeps all"
+            )
 
 
 def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Tensor) -> Tensor:

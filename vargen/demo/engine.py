@@ -19,11 +19,11 @@ from vargen.demo.drawing import Drawn, Run
 from vargen.demo.png import PictureFolder
 from vargen.demo.settings import MOST_LANES, Settings
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.captions import unreadable_hint
+from vargen.pipelines.captions import describe_unreadable_words
 from vargen.pipelines.description import Method
-from vargen.scoring.protocol import Scorer, checked_scores
+from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import PACKAGED
-from vargen.values import shown
+from vargen.values import short_repr
 
 logger = logging.getLogger("vargen")
 
@@ -114,7 +114,7 @@ class Engine:
         if method is None or method.reason is not None:
             why = f": {method.reason}" if method else ""
             names = ", ".join(each.name for each in self.available)
-            raise ValueError(f"The method {shown(settings.method)} is not available here{why}. Choose one of: {names}.")
+            raise ValueError(f"The method {short_repr(settings.method)} is not available here{why}. Choose one of: {names}.")
         if settings.num_candidates > 1 and self.scorer is None:
             raise ValueError("There is no scorer here to choose among candidates: draw one of each picture.")
         if settings.top_k > self.vocab:
@@ -128,8 +128,8 @@ class Engine:
         """Sentences about what the model cannot read of a prompt: words of another script, and an end that is too long."""
         if self.by_class or self.pipe.tokenizer is None:
             return None
-        prompt = self.pipe.read_prompt(prompt).text
-        hint = unreadable_hint(self.pipe.tokenizer, prompt)
+        prompt = self.pipe.normalize_prompt(prompt).text
+        hint = describe_unreadable_words(self.pipe.tokenizer, prompt)
         told = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
         rows = self.pipe.caption_rows
         ids = tokenized(self.pipe.tokenizer, prompt, truncation=False, verbose=False)["input_ids"]
@@ -227,8 +227,8 @@ class Engine:
         if self.scorer is None:
             return [{}] * len(images)
         try:
-            words = settings.prompt if self.by_class else self.pipe.read_prompt(settings.prompt).text
-            scores = checked_scores(self.scorer, images, [words] * len(images)).tolist()
+            words = settings.prompt if self.by_class else self.pipe.normalize_prompt(settings.prompt).text
+            scores = score_images(self.scorer, images, [words] * len(images)).tolist()
         except Exception:
             logger.exception("the scorer %s failed", self.scorer_name)
             return [{}] * len(images)

@@ -14,7 +14,7 @@ from vargen.demo import figures
 from vargen.demo.engine import Engine
 from vargen.demo.png import read_parameters
 from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import LARGEST_SEED, LONGEST_PROMPT, NEW_SEEDS, Settings, settings_of
+from vargen.demo.settings import LONGEST_PROMPT, MAX_SEED, NEW_SEEDS, Settings, settings_of
 from vargen.options import OPTIONS, Option
 
 ANY_STYLE = "any"
@@ -154,7 +154,7 @@ def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HT
             gr.Warning(figures.text(other))
         news = figures.note(f"Parameters reloaded. {other or 'Generate draws the same picture.'}")
         values = [
-            found.prompt, ANY_STYLE, min(found.seed, LARGEST_SEED), found.guidance_scale, found.temperature, found.top_k,
+            found.prompt, ANY_STYLE, min(found.seed, MAX_SEED), found.guidance_scale, found.temperature, found.top_k,
             found.top_p, found.negative_prompt,
         ]  # fmt: skip
         return [*values, True, drawn_by, news]

@@ -14,12 +14,12 @@ MOST_PICTURES = 4
 MOST_CANDIDATES = 8  # of a picture
 MOST_LANES = 4  # methods of a race
 MOST_STEPS = 6  # pictures of a strip
-LARGEST_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
+MAX_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
 NEW_SEEDS = 2**32
 # Field -> (least, most, whole number, what people call it). Of sampling, what the page's controls reach.
 RANGES: dict[str, tuple[float, float, bool, str]] = {
-    "seed": (0, LARGEST_SEED, True, "The seed"),
-    **{name: (*option.slider[:2], option.whole, option.label) for name, option in OPTIONS.items()},
+    "seed": (0, MAX_SEED, True, "The seed"),
+    **{name: (*option.slider[:2], option.is_integer, option.label) for name, option in OPTIONS.items()},
     "num_images": (1, MOST_PICTURES, True, "The number of pictures"),
     "num_candidates": (1, MOST_CANDIDATES, True, "The number of candidates"),
 }

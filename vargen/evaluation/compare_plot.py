@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 from vargen.compat import check_matplotlib
 from vargen.evaluation.compare import Comparison
 from vargen.evaluation.sheet import contact_sheet
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.pipelines.base import VisualPipeline
 
 
@@ -73,5 +73,5 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
         lengths.legend()
     for axis in (speed, tokens):
         axis.tick_params(axis="x", rotation=30)
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

@@ -15,8 +15,8 @@ from torch import Tensor
 from vargen.decoding import Method, resolve_method
 from vargen.decoding.method import same_spec
 from vargen.evaluation.two_sample import two_sample_tests
-from vargen.files import whole_file
-from vargen.models.weights import read_arrays, weights_digest
+from vargen.files import atomic_file
+from vargen.models.weights import load_npz, weights_digest
 from vargen.pipelines.base import VisualPipeline
 
 
@@ -32,7 +32,7 @@ def claim(folder: Path, made_of: dict[str, Any]) -> None:
     if not label.is_file():
         if any(folder.glob("*.npz")):
             raise ValueError(f"cache {str(folder)!r} holds tokens that do not say how they were made; give another one")
-        with whole_file(label) as temporary:
+        with atomic_file(label) as temporary:
             temporary.write_text(json.dumps(made_of, indent=1))
         return
     held = json.loads(label.read_text())
@@ -88,7 +88,7 @@ def draw_many(
     for start in range(0, pictures, batch):
         file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
         if file.is_file():
-            saved = read_arrays(file, "tokens", "tokens_per_pass", "relaxation")
+            saved = load_npz(file, "tokens", "tokens_per_pass", "relaxation")
             parts.append(torch.from_numpy(saved["tokens"].astype(np.int64)))
             passes.append(float(saved["tokens_per_pass"]))
             relaxation.append(float(saved["relaxation"]))
@@ -102,7 +102,7 @@ def draw_many(
             tokens = parts[-1].numpy().astype(np.int32)
             try:
                 if keep:
-                    with whole_file(file) as temporary, temporary.open("wb") as stream:
+                    with atomic_file(file) as temporary, temporary.open("wb") as stream:
                         np.savez(stream, tokens=tokens, tokens_per_pass=passes[-1], relaxation=relaxation[-1])
             except OSError as error:
                 if not_kept is None:

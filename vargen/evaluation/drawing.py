@@ -19,14 +19,14 @@ import torch
 from PIL.PngImagePlugin import PngInfo
 
 from vargen.decoding import DecodeStats, Speculative, resolve_method
-from vargen.device import fix_threads
+from vargen.device import set_threads
 from vargen.evaluation.items import Items, Subject
 from vargen.evaluation.journal import Journal, Record
 from vargen.evaluation.run_folder import RunFolder, cannot_write, folder_digest
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.pipelines.checks import check_batch, check_sampling
 from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Drawer:
 
     def __init__(self, drawing: Drawing):
         self.drawing, self.folder, self.items = drawing, RunFolder(Path(drawing.output)), drawing.items
-        fix_threads(drawing.threads)
+        set_threads(drawing.threads)
         dtype = None if drawing.dtype is None else getattr(torch, drawing.dtype)
         self.pipe = open_pipeline(drawing.model, torch_dtype=dtype).to(drawing.device)
         self.pipe.set_progress_bar_config(disable=True)
@@ -166,7 +166,7 @@ class Drawer:
         if isinstance(subject, int):
             names = self.pipe.class_names.get(subject, "")
             return {"class": subject, "text": names.split(",")[0].strip() or f"class {subject}"}
-        return {"prompt": subject, "text": self.pipe.read_prompt(subject).text}
+        return {"prompt": subject, "text": self.pipe.normalize_prompt(subject).text}
 
     def _write(self, image: Any, method: str, item: int, about: dict[str, Any]) -> str:
         name = self.folder.image(method, item)
@@ -176,7 +176,7 @@ class Drawer:
         file = io.BytesIO()
         image.save(file, format="PNG", pnginfo=chunk)
         try:
-            with whole_file(self.folder.path / name) as temporary:
+            with atomic_file(self.folder.path / name) as temporary:
                 temporary.write_bytes(file.getvalue())
         except OSError as error:
             raise cannot_write(name, error) from error
@@ -226,7 +226,7 @@ def draw(
         OSError: for a full disk; what was drawn before stays, and the next call goes on.
     """
     if not 1 <= shard <= shards:
-        raise ValueError(f"shard must be from 1/{shards} to {shards}/{shards}, got {shown(shard)}/{shards}")
+        raise ValueError(f"shard must be from 1/{shards} to {shards}/{shards}, got {short_repr(shard)}/{shards}")
     settings = drawing.check()
     folder = RunFolder(Path(drawing.output))
     folder.claim(settings)

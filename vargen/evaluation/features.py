@@ -21,7 +21,7 @@ from vargen.models.weights import weights_digest
 from vargen.picture_files import on_white
 from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
 from vargen.specs import of_ones_own, read_spec
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 class Features(NamedTuple):
@@ -129,24 +129,26 @@ def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     name, options = read_spec(spec)
     allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
-        raise ValueError(f"extractor {name} has no option {shown(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
+        raise ValueError(f"extractor {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
     if name in EXTRACTORS:
         return EXTRACTORS[name](**options, device=device)
     if name not in packaged_scorers() and not Path(name).expanduser().is_dir():
         known = [*EXTRACTORS, *packaged_scorers()]
-        raise ValueError(f"unknown extractor {shown(name)}; known: {', '.join(known)}, a scorer's folder, or module:function")
+        raise ValueError(
+            f"unknown extractor {short_repr(name)}; known: {', '.join(known)}, a scorer's folder, or module:function"
+        )
     return _tower(name, device=device)
 
 
 def _imported(spec: str, device: torch.device | str) -> Extractor:
     function = of_ones_own(spec, "extractor")
     if not callable(function):
-        raise ValueError(f"extractor {shown(spec)} must be a function or a class, got {shown(function)}")
+        raise ValueError(f"extractor {short_repr(spec)} must be a function or a class, got {short_repr(function)}")
     made = function()
     if isinstance(made, Extractor):
         return made
     if not isinstance(made, nn.Module):
-        raise TypeError(f"extractor {spec} must return an nn.Module or an Extractor, got {shown(made)}")
+        raise TypeError(f"extractor {spec} must return an nn.Module or an Extractor, got {short_repr(made)}")
     return module_extractor(made, spec, device)
 
 

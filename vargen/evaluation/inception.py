@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.files import expanded
-from vargen.models.weights import compare_shapes, read_header, unpickle
+from vargen.files import expand_user
+from vargen.models.weights import check_shapes, load_pickle_safely, read_header
 
 SIDE, DIMENSIONS, CLASSES = 299, 2048, 1008
 HOW = (
@@ -175,7 +175,7 @@ class FIDInception(nn.Module):
             FileNotFoundError: without a file, saying how to get it.
             ValueError: if it is damaged, or another network's.
         """
-        file = None if path is None else expanded(path, "weights")
+        file = None if path is None else expand_user(path, "weights")
         if file is None or not file.is_file():
             named = "weights are not given" if file is None else f"weights {str(path)!r} do not exist"
             raise FileNotFoundError(f"{named}, and FID's Inception needs them: {HOW}")
@@ -183,14 +183,14 @@ class FIDInception(nn.Module):
             read_header(file)
             state = load_file(file)
         else:
-            state = unpickle(file, if_damaged=HOW)
+            state = load_pickle_safely(file, if_damaged=HOW)
         if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
             raise ValueError(f"{file} must hold a state dict, names and tensors; {HOW}")
         with torch.device("meta"):
             network = cls()
         counters = {name for name in network.state_dict() if name.endswith("num_batches_tracked")}  # older files lack them
         expected = {name: tuple(value.shape) for name, value in network.state_dict().items() if name not in counters}
-        compare_shapes({name: tuple(value.shape) for name, value in state.items()}, expected, str(file), ignore=counters)
+        check_shapes({name: tuple(value.shape) for name, value in state.items()}, expected, str(file), ignore=counters)
         network = network.to_empty(device="cpu")
         network.load_state_dict({name: value for name, value in state.items() if name not in counters}, strict=False)
         for name in counters:

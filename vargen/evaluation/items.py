@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vargen.pipelines.checks import LARGEST_SEED, check_class_labels, check_prompts
-from vargen.values import shown, whole
+from vargen.pipelines.checks import MAX_SEED, check_class_labels, check_prompts
+from vargen.values import parse_int, short_repr
 
 Subject = str | int  # a prompt, or a class
 
@@ -28,13 +28,13 @@ class Items:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if whole(self.count, 1) is None:
-            raise ValueError(f"num must be a whole number of at least 1, got {shown(self.count)}")
+        if parse_int(self.count, 1) is None:
+            raise ValueError(f"num must be a whole number of at least 1, got {short_repr(self.count)}")
         if not self.subjects:
             raise ValueError("an evaluation needs at least one prompt or class")
-        if whole(self.seed, 0, LARGEST_SEED - self.count + 1) is None:
-            most = LARGEST_SEED - self.count + 1
-            raise ValueError(f"seed must be from 0 to {most} for {self.count} pictures, got {shown(self.seed)}")
+        if parse_int(self.seed, 0, MAX_SEED - self.count + 1) is None:
+            most = MAX_SEED - self.count + 1
+            raise ValueError(f"seed must be from 0 to {most} for {self.count} pictures, got {short_repr(self.seed)}")
 
     def subject(self, item: int) -> Subject:
         return self.subjects[item % len(self.subjects)]

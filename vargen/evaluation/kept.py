@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from vargen.evaluation.run_folder import cannot_write, file_slug
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.reading import open_regular
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ class Kept:
         columns: dict[str, Any] = {_MADE_OF: np.array(self._made_of(chunk, name)), **arrays}
         columns[_DIGEST] = np.array(arrays_digest(columns))
         try:
-            with whole_file(file) as temporary, open(temporary, "wb") as opened:
+            with atomic_file(file) as temporary, open(temporary, "wb") as opened:
                 np.savez(opened, **columns)
         except OSError as error:
             raise cannot_write(str(file), error) from error

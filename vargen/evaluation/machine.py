@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vargen.device import cpu_model, cpu_multiplies_bfloat16
+from vargen.device import cpu_has_bfloat16, cpu_model
 
 
 def usable_cores() -> int:
@@ -41,7 +41,7 @@ def describe_machine() -> dict[str, Any]:
         "cores": usable_cores(),
         "threads": torch.get_num_threads(),
         "load": load_average(),
-        "bfloat16_in_hardware": cpu_multiplies_bfloat16(),
+        "bfloat16_in_hardware": cpu_has_bfloat16(),
         "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),

@@ -14,12 +14,12 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.device import fix_threads
+from vargen.device import set_threads
 from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
 from vargen.evaluation.kept import DRIFT, Kept, Rows
 from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
-from vargen.scoring import Scorer, checked_scores, open_scorer
+from vargen.scoring import Scorer, open_scorer, score_images
 from vargen.scoring.reference import psnr, ssim
 
 logger = logging.getLogger("vargen")
@@ -85,7 +85,7 @@ class Measurer:
     """Measures chunks; opens its instruments once. One lives in each process that measures."""
 
     def __init__(self, instruments: Instruments):
-        fix_threads(instruments.threads)
+        set_threads(instruments.threads)
         self.settings, self.opened = instruments, instruments.opened()
 
     def __call__(self, chunk: Chunk) -> tuple[Chunk, dict[str, dict[str, np.ndarray]], list[str]]:
@@ -132,7 +132,7 @@ class Measurer:
                 f"scorer {name} reads prompts, and none is known of {first}; give --prompts FILE, a line a picture"
             )
         scorer: Any = self.opened[name]
-        return {"scores": checked_scores(scorer, [Image.fromarray(image) for image in images], texts).numpy()}
+        return {"scores": score_images(scorer, [Image.fromarray(image) for image in images], texts).numpy()}
 
     def _drift(self, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
         """Of those with a baseline that can be read; NaN for the others."""

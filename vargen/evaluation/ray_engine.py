@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from vargen.compat import installed_version
-from vargen.device import cores
+from vargen.device import available_cores
 
 _QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # sends nothing to anyone, and logs into its files
 _PATIENCE = 60  # seconds in which a child that is told to end may end its actors
@@ -49,7 +49,7 @@ def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable
                 "actors": actors,
                 "gpus": 1 if device == "cuda" else 0,
                 "threads": threads or 1,
-                "cores": cores(),
+                "cores": available_cores(),
                 "address": _joined(),
             }
             yield from _run(job)

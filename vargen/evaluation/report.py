@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vargen.evaluation.quality import Quality
-from vargen.files import whole_file
+from vargen.files import atomic_file
 
 Cell = Callable[[Quality], str]
 
@@ -161,7 +161,7 @@ def document(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any
 
 
 def write_text(path: Path, text: str) -> None:
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 

@@ -11,7 +11,7 @@ from vargen.compat import check_matplotlib
 from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
 from vargen.evaluation.quality import Quality
 from vargen.evaluation.sheet import contact_sheet
-from vargen.files import whole_file
+from vargen.files import atomic_file
 
 _SHEET, _COLUMNS = 64, 8  # pictures of a sheet, and of a row of the grid
 _CELL = 128
@@ -54,7 +54,7 @@ def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> b
         label = f"{row.name} ({row.kind})" if row.kind else row.name
         axes[-1].plot([], [], linestyle="", color=colours[row.name], marker=_MARKERS[row.kind], label=label)
     figure.legend(*axes[-1].get_legend_handles_labels(), loc="outside right upper", fontsize=8, frameon=False)
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
     return True
 
@@ -140,6 +140,6 @@ def _grid(groups: Mapping[str, Sequence[Picture]]) -> Image.Image | None:
 
 
 def _save(image: Image.Image, folder: Path, name: str) -> str:
-    with whole_file(folder / name) as temporary:
+    with atomic_file(folder / name) as temporary:
         image.save(temporary, format="PNG")
     return name

@@ -21,9 +21,9 @@ from typing import Any
 from vargen.decoding.method import same_spec
 from vargen.disk import FULL
 from vargen.evaluation.journal import Record, read_journal
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.reading import open_regular
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 RUN_FILE = "run.json"
 _PER_FOLDER = 1000  # files; more make a folder slow
@@ -96,7 +96,7 @@ class RunFolder:
         merged["num"] = max(asked["num"], held.get("num", 0))
         if merged != held:
             try:
-                with whole_file(self.path / RUN_FILE) as temporary:
+                with atomic_file(self.path / RUN_FILE) as temporary:
                     temporary.write_text(json.dumps(merged, indent=1) + "\n", encoding="utf-8")
             except OSError as error:
                 raise cannot_write(RUN_FILE, error) from error
@@ -131,8 +131,8 @@ class RunFolder:
 
 def _whole(record: Record) -> bool:
     """Whether a manifest's line says what it should of a picture, in numbers that can be."""
-    numbers = [real(record.get(name)) for name in _MEASURES]
-    counts = [whole(record.get(name), least, int(_MOST)) for name, least in (("item", 0), ("batch", 1), ("threads", 1))]
+    numbers = [parse_float(record.get(name)) for name in _MEASURES]
+    counts = [parse_int(record.get(name), least, int(_MOST)) for name, least in (("item", 0), ("batch", 1), ("threads", 1))]
     return (
         isinstance(record.get("method"), str)
         and isinstance(record.get("sha256"), str)
@@ -169,4 +169,4 @@ def file_slug(name: str) -> str:
 
 
 def _short(value: Any) -> str:
-    return shown(value)
+    return short_repr(value)

@@ -11,7 +11,7 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 
-from vargen.files import whole_file
+from vargen.files import atomic_file
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
@@ -53,8 +53,8 @@ def blind_sheet(
         pictures += [Image.fromarray(each) for each in (images * 255).round().byte().permute(0, 2, 3, 1).numpy()]
     sheet = contact_sheet(pictures, [str(n + 1) for n in range(len(pictures))])
     key = target.with_suffix(".key.json")
-    with whole_file(key) as temporary:
+    with atomic_file(key) as temporary:
         temporary.write_text(json.dumps({n + 1: prompts[place] for n, place in enumerate(order)}, indent=1) + "\n", "utf-8")
-    with whole_file(target) as temporary:
+    with atomic_file(target) as temporary:
         sheet.save(temporary, format="PNG")
     return key

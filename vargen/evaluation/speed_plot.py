@@ -7,7 +7,7 @@ from pathlib import Path
 
 from vargen.compat import check_matplotlib
 from vargen.evaluation.speed import StepReport
-from vargen.files import whole_file
+from vargen.files import atomic_file
 
 
 def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
@@ -37,5 +37,5 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
         axis.set_title(f"{report.model}, {report.dtype}")
         axis.grid(alpha=0.3)
         axis.legend()
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

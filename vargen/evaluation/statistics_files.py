@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vargen.evaluation.inception import DIMENSIONS
 from vargen.evaluation.kept import arrays_digest
-from vargen.files import expanded, whole_file
+from vargen.files import atomic_file, expand_user
 
 _SAMPLES = "arr_0.npy"
 _INCEPTION = "inception"
@@ -103,7 +103,7 @@ class Statistics:
         if self.features is not None:
             arrays["vargen_features"] = self.features.numpy().astype(short)
         arrays[_DIGEST] = np.array(arrays_digest(arrays))
-        with whole_file(path) as temporary, open(temporary, "wb") as file:
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez_compressed(file, **arrays)
 
     @classmethod
@@ -115,7 +115,7 @@ class Statistics:
             ValueError: if it is damaged, was changed after it was written, lacks `mu` or `sigma`, or their shapes do not go
                 together.
         """
-        file = expanded(path, "reference")
+        file = expand_user(path, "reference")
         held = _arrays(file, "mu", "sigma", *_OWN, _DIGEST)
         digest = held.pop(_DIGEST, None)  # of files of vargen alone
         if digest is not None and str(digest) != arrays_digest(held):
@@ -165,7 +165,7 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
         ValueError: for pictures of another size or number than said; then no file is written.
     """
     shape = (count, *size, 3)
-    with whole_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
+    with atomic_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
         with archive.open(_SAMPLES, "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
             written = 0
@@ -186,7 +186,7 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     Raises:
         FileNotFoundError: if it is missing. ValueError: if it is damaged or holds no `arr_0` of uint8 pictures.
     """
-    file = expanded(path, "samples")
+    file = expand_user(path, "samples")
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
     if file.suffix == ".npy":

@@ -20,7 +20,7 @@ from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_a
 from vargen.evaluation.distances import frechet_distance
 from vargen.evaluation.features import Extractor
 from vargen.evaluation.statistics_files import Statistics
-from vargen.scoring.protocol import Scorer, checked_scores
+from vargen.scoring.protocol import Scorer, score_images
 
 Show = Callable[[int, int], None]
 
@@ -176,7 +176,7 @@ class _Seen:
         frames = torch.cat(parts)
         self.runs.append(stream.stats)
         self.blocks = len(parts)
-        scores = checked_scores(scorer, frames, [text] * len(frames))
+        scores = score_images(scorer, frames, [text] * len(frames))
         self.scores.append(scores if scorer.higher_is_better else -scores)
         self.flicker.append(flicker(frames))
         self.motion.append(float(frames.diff(dim=0).abs().mean()) if len(frames) > 1 else 0.0)

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw, ImageFont
 
 from vargen.compat import check_matplotlib
 from vargen.evaluation.video import VideoComparison
-from vargen.files import whole_file
+from vargen.files import atomic_file
 
 HEAD = [
     "method", "kind", "s/video", "ratio", "accepted", "by target", "score", "retained", "worst", "drift", "flicker", "jump",
@@ -101,5 +101,5 @@ def plot_comparison(comparison: VideoComparison, path: Path) -> None:
         axis.annotate(row.name, (row.seconds, row.score), textcoords="offset points", xytext=(5, 4), fontsize=8)
     axis.set(xlabel="seconds of a video", ylabel=f"score of frames ({comparison.scorer})")
     axis.grid(alpha=0.3)
-    with whole_file(path) as temporary:
+    with atomic_file(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)

@@ -32,7 +32,7 @@ class KVCache:
         length: `[R]` int64, image tokens held per row. The next token fed goes to position `length`.
         fused: whether kernels attend and move slots: settled here, so that no pass asks.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
-        norm_scales: by layer, what its two norms take on a CPU; see `RMSNorm.scaled_weight`. Empty until the prefill.
+        norm_scales: by layer, what its two norms take on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until the prefill.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class KVCache:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
-    def span(self, T: int, earlier: int = 0) -> Span:
+    def span(self, T: int, earlier: int = 0) -> CacheView:
         """What a pass reads and writes that feeds T tokens behind each row's pointer, or behind the `earlier` ones that passes
         before it fed there, which were not kept and which it may see.
 
@@ -84,11 +84,11 @@ class KVCache:
         wait for a length.
         """
         if not is_eager_cpu(self.length):
-            return Span(self, self._flat_slots(T, earlier), self.slots)
+            return CacheView(self, self._flat_slots(T, earlier), self.slots)
         lengths = self.length.tolist()
         reach = min(self.prefix + max(lengths) + earlier + T, self.slots)
         alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # gradients take no such views
-        return Span(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
+        return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
         behind = self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
@@ -170,7 +170,7 @@ class KVCache:
         self.length += count_R
 
 
-class Span:
+class CacheView:
     """The part of a cache that one pass reads and writes.
 
     Args:

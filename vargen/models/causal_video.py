@@ -22,13 +22,13 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
-from vargen.models.video_blocks import Block, Head, Plan, attention_plan, rope_table, sinusoid
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
 from vargen.models.video_cache import TextCache, VideoCache, visible_frames
 from vargen.models.video_geometry import VideoGeometry
 
 
-class CausalVideoTransformer(CompactModel, ConfigMixin):
+class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
     """The network. Blocks are made with a cache; without one, a whole video passes at once, as in training.
 
     Args:
@@ -38,7 +38,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         text_mask: whether padding rows are hidden; official models see them.
         freq_dim: width of the timestep's sinusoid.
         motion_levels: how many levels of motion can be asked for, 0 for none; official models have none.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for a geometry that cannot be, or a width that does not divide into heads of an even width of at least 6.
@@ -111,7 +111,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         if self.config.text_mask and mask_BP is not None:
             bias = torch.zeros(mask_BP.shape, device=rows.device).masked_fill(~mask_BP.to(rows.device), float("-inf"))
             bias = bias[:, None, None]
-        pairs = [block.cross_attn.keys_values(rows) for block in self.blocks]
+        pairs = [block.cross_attn.project_kv(rows) for block in self.blocks]
         return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
 
     def _with_motion(self, rows: Tensor, mask: Tensor | None, motion: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -195,8 +195,8 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
             x = torch.cat([context, x], 1)
             given = torch.zeros_like(steps) if context_timestep is None else _per_frame(context_timestep, latents_BFCYX)
             steps = torch.cat([given, steps], 1)
-        plan = None if seen is None else attention_plan(seen, rows * columns)
-        table = rope_table(self.head_dim, start, frames, rows, columns, x.device)
+        plan = None if seen is None else plan_attention(seen, rows * columns)
+        table = build_rotary_3d(self.head_dim, start, frames, rows, columns, x.device)
         if context is not None:
             table = (torch.cat([table[0]] * 2), torch.cat([table[1]] * 2))
         out = self._tokens(self._embedded(x), steps, text, table, plan, cache)
@@ -221,7 +221,7 @@ class CausalVideoTransformer(CompactModel, ConfigMixin):
         cache: VideoCache | None,
     ) -> Tensor:
         """What the head makes of the tokens `[B, T, C * p * p]`."""
-        wave = sinusoid(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
+        wave = timestep_embedding(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
         for layer, block in enumerate(self.blocks):
@@ -256,7 +256,7 @@ def _seen(frames: int, block: int, cache: VideoCache | None, context: bool, wind
     return None if bool(before.all()) else before
 
 
-def geometry_of(config: object) -> VideoGeometry:
+def geometry_from_config(config: object) -> VideoGeometry:
     """The geometry that a network's configuration says."""
     return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
 

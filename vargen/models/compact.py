@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from vargen.compat import drop_empty_notices, ensure_torchvision
-from vargen.files import whole_files
+from vargen.files import atomic_merge
 
 ensure_torchvision()
 drop_empty_notices()
@@ -84,7 +84,7 @@ def check_format(weight_format: Any) -> None:
         raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
 
 
-class CompactModel(ModelMixin):
+class QuantizedStorageMixin(ModelMixin):
     """A `ModelMixin` that its config's `weight_format` tells how to store its weights.
 
     None: as diffusers does, in the dtype that they have. ``"int8"``: matrices and filters as int8 with a float32
@@ -177,7 +177,7 @@ class CompactModel(ModelMixin):
         if not is_main_process:
             return
         packed = self._pack()
-        with whole_files(Path(save_directory)) as staged:
+        with atomic_merge(Path(save_directory)) as staged:
             (staged / _weights_name(variant)).write_bytes(save(packed, metadata={"format": "pt"}))
             (staged / "config.json").write_bytes(self.to_json_string().encode())
 

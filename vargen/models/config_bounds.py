@@ -11,15 +11,15 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from vargen.models.weights import MOST_LAYERS
-from vargen.values import real, shown, whole
+from vargen.models.weights import MAX_LAYERS
+from vargen.values import parse_float, parse_int, short_repr
 
 _MOST = 2**20  # of a width, a vocabulary and what else is not named here
 _LONGEST = 64  # numbers of a list: levels of a tokenizer, scales of a picture
 _WHOLE: dict[str, tuple[int, int]] = {
-    **dict.fromkeys(("n_layer", "depth", "num_hidden_layers", "num_layers"), (1, MOST_LAYERS)),
-    **dict.fromkeys(("blocks", "conv_blocks", "transformer_blocks", "num_res_blocks"), (0, MOST_LAYERS)),
-    **dict.fromkeys(("heads", "shared_phi"), (1, MOST_LAYERS)),
+    **dict.fromkeys(("n_layer", "depth", "num_hidden_layers", "num_layers"), (1, MAX_LAYERS)),
+    **dict.fromkeys(("blocks", "conv_blocks", "transformer_blocks", "num_res_blocks"), (0, MAX_LAYERS)),
+    **dict.fromkeys(("heads", "shared_phi"), (1, MAX_LAYERS)),
     **dict.fromkeys(("grid_size", "low_grid"), (1, 256)),
     **dict.fromkeys(("ch_mult", "encoder_ch_mult", "decoder_ch_mult", "patch", "patch_size"), (1, 64)),
     **dict.fromkeys(("stride", "spatial_stride", "temporal_stride", "fps", "block_frames", "scales"), (1, 1024)),
@@ -49,7 +49,7 @@ def check_config(kind: type, config: Mapping[str, Any]) -> None:
         value, kinds = config[name], get_args(hint) if NoneType in get_args(hint) else (hint,)
         allowed = None if value is None and NoneType in kinds else _refused(name, value, kinds[0])
         if allowed is not None:
-            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in kinds else ''}, got {shown(value)}")
+            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in kinds else ''}, got {short_repr(value)}")
 
 
 @cache
@@ -65,14 +65,14 @@ def _refused(name: str, value: Any, hint: Any) -> str | None:
         return None if isinstance(value, str) else "text"
     if hint is float:
         lowest, highest = _REAL[name]
-        number = real(value)
+        number = parse_float(value)
         return None if number is not None and lowest <= number <= highest else f"a number from {lowest:g} to {highest:g}"
     least, most = _WHOLE.get(name, (1, _MOST))
     if hint is int:
-        return None if whole(value, least, most) is not None else f"a whole number from {least} to {most}"
+        return None if parse_int(value, least, most) is not None else f"a whole number from {least} to {most}"
     if get_origin(hint) is None or int not in get_args(hint):
         return None  # one of a few words, which the class itself checks
     fits = isinstance(value, list | tuple) and 1 <= len(value) <= _LONGEST
-    if fits and all(whole(each, least, most) is not None for each in value):
+    if fits and all(parse_int(each, least, most) is not None for each in value):
         return None
     return f"a list of 1 to {_LONGEST} whole numbers from {least} to {most}"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.compact import CompactModel
+from vargen.models.compact import QuantizedStorageMixin
 from vargen.models.config_bounds import check_config
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.medusa import MedusaDrafter
@@ -21,7 +21,7 @@ from vargen.models.upsampler import TokenUpsampler
 from vargen.models.var import VARTransformer
 from vargen.models.video_vae import CausalVideoVAE
 from vargen.models.vq import VQModel
-from vargen.models.weights import check_layers, check_weights, stored_weights
+from vargen.models.weights import check_layer_counts, check_weights, read_weight_header
 
 # What stands before a layer's number in the weight files, by what the configuration calls how many there are.
 _LAYERS: dict[type, dict[str, tuple[str, ...]]] = {
@@ -77,15 +77,15 @@ def check_described(kind: Any, config: Mapping[str, Any], folder: Path, variant:
     file = folder / "config.json"
     if config.get("quantization_config"):
         raise ValueError(f"{file} has a quantization_config, which would hand the weights to another library to read")
-    found = stored_weights(folder, "diffusion_pytorch_model", variant)
-    check_layers(found, config, _LAYERS.get(kind, {}), file)
+    found = read_weight_header(folder, "diffusion_pytorch_model", variant)
+    check_layer_counts(found, config, _LAYERS.get(kind, {}), file)
     try:
         check_config(kind, config)
         with torch.device("meta"):
             network = kind.from_config(config)
     except Exception as error:
         raise ValueError(f"{file} does not describe a {kind.__name__}: {error}") from error
-    if isinstance(network, CompactModel) and network.config.weight_format is not None:
+    if isinstance(network, QuantizedStorageMixin) and network.config.weight_format is not None:
         check_weights(found, network.stored_shapes(), str(folder), network.stored_dtypes())
     else:
         check_weights(found, _shapes(network), str(folder))

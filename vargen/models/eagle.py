@@ -21,8 +21,8 @@ from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
 from vargen.models.cache import KVCache
 from vargen.models.llamagen import MAX_GRID
-from vargen.models.llamagen_blocks import Linear, TransformerBlock, rotary_table, rotation
-from vargen.modes import ordinary_tensors
+from vargen.models.llamagen_blocks import Linear, TransformerBlock, build_rotary_2d, rotation
+from vargen.modes import normal_tensors
 
 ensure_torchvision()
 
@@ -72,7 +72,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         # What the inputs are divided by, measured when training begins: a norm would lose how large a feature is.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
-        self.register_buffer("rotary", rotary_table(grid_size, dim // n_head, rope_base), persistent=False)
+        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -96,7 +96,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         if is_eager_cpu(self.fc.weight):
             transpose_linear_weights(self)
         config = self.config
-        with ordinary_tensors():
+        with normal_tensors():
             return KVCache(
                 1,
                 rows,

@@ -29,18 +29,18 @@ from vargen.models.llamagen_blocks import (
     Linear,
     RMSNorm,
     TransformerBlock,
-    rotary_table,
+    build_rotary_2d,
     rotation,
 )
-from vargen.modes import ordinary_tensors
-from vargen.values import shown
+from vargen.modes import normal_tensors
+from vargen.values import short_repr
 
 ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 # The official sizes: width, layers, heads.
 SIZES: dict[str, dict[str, int]] = {
@@ -71,7 +71,7 @@ def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
     return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
 
 
-class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
+class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixin):
     """The next-token image transformer of LlamaGen.
 
     Args:
@@ -83,7 +83,7 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
         dropout: of embeddings and residuals, in training only.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for an unknown condition, a grid outside 1 to 256, or a width that the heads or the two rotary axes do not
@@ -136,7 +136,7 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
         self.norm = RMSNorm(dim, norm_eps)
         self.output = Linear(dim, vocab_size)
         self.embedding_dropout = nn.Dropout(dropout)
-        self.register_buffer("rotary", rotary_table(grid_size, dim // n_head, rope_base), persistent=False)
+        self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
                 nn.init.zeros_(parameter) if name == "output.weight" else nn.init.normal_(parameter, std=0.02)
@@ -176,7 +176,7 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
             device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
         """
         config = self.config
-        with ordinary_tensors():  # which passes of any mode may write to
+        with normal_tensors():  # which passes of any mode may write to
             return KVCache(
                 len(self.layers),
                 rows,
@@ -198,7 +198,9 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
         wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
         if wrong or not kept:
-            raise ValueError(f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {shown(tuple(layers))}")
+            raise ValueError(
+                f"layers must be some of 0 to {len(self.layers) - 1}, but not all, got {short_repr(tuple(layers))}"
+            )
         view = copy(self)
         view._modules = {**self._modules, "layers": nn.ModuleList(kept)}
         return view
@@ -283,7 +285,7 @@ class LlamaGenTransformer(TransposableWeights, CompactModel, ConfigMixin):
         if is_eager_cpu(cache.k):
             transpose_linear_weights(self)
             cache.norm_scales = [
-                (layer.attention_norm.scaled_weight(), layer.ffn_norm.scaled_weight()) for layer in self.layers
+                (layer.attention_norm.weight_times_sqrt_dim(), layer.ffn_norm.weight_times_sqrt_dim()) for layer in self.layers
             ]
         x = self._embed(condition)
         B, P, _ = x.shape

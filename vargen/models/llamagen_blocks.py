@@ -17,12 +17,12 @@ from torch import Tensor, nn
 
 from vargen.kernels.dispatch import is_eager_cpu_float32
 from vargen.kernels.few_queries import Seen, attention
-from vargen.modes import ordinary_tensors
+from vargen.modes import normal_tensors
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 
 
-def rotary_table(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
+def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
     """`[grid*grid, head_dim/2, 2]` float32 (cos, sin): half the pairs turn with the row, half with the column."""
     half = head_dim // 2
     frequency = base ** (-torch.arange(0, half, 2).float() / half)
@@ -62,7 +62,7 @@ class Linear(nn.Linear):
 
 
 @lru_cache
-@ordinary_tensors()
+@normal_tensors()
 def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
     """Float32 `[]`, so that no pass has to convert them: x / sqrt(|x|^2 / D + eps) is x root / sqrt(|x|^2 + offset^2)."""
     return torch.tensor(width**0.5, device="cpu"), torch.tensor((width * eps) ** 0.5, device="cpu")
@@ -76,19 +76,19 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def scaled_weight(self) -> Tensor | None:
+    def weight_times_sqrt_dim(self) -> Tensor | None:
         """The weight times sqrt(D), for the passes of one cache, which is made anew when weights may have changed; None where
         the general form is taken."""
         if not is_eager_cpu_float32(self.weight):
             return None
         return self.weight * _norm_constants(len(self.weight), self.eps)[0]
 
-    def forward(self, x: Tensor, scaled_weight: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, weight_times_sqrt_dim: Tensor | None = None) -> Tensor:
         if is_eager_cpu_float32(x):  # where torch composes F.rms_norm of more operations
             root, offset = _norm_constants(x.shape[-1], self.eps)
             length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
-            if scaled_weight is not None:
-                return torch.div(x, length).mul_(scaled_weight)
+            if weight_times_sqrt_dim is not None:
+                return torch.div(x, length).mul_(weight_times_sqrt_dim)
             return (x * torch.div(root, length)).mul_(self.weight)
         high = x.float()
         return (high * high.square().mean(-1, keepdim=True).add_(self.eps).rsqrt_()).type_as(x) * self.weight
@@ -156,7 +156,7 @@ class TransformerBlock(nn.Module):
         return self.finish(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
 
     def finish(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
-        """The residual sums behind attention; `ffn_scale`: see `RMSNorm.scaled_weight`."""
+        """The residual sums behind attention; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
         h = x_BTD + self._kept(attended_BTD)
         return h + self._kept(self.feed_forward(self.ffn_norm(h, ffn_scale)))
 

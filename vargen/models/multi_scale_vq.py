@@ -26,7 +26,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 from vargen.models.hybrid_vq import HEAD_WIDTH, HybridDecoder, HybridEncoder
 from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
@@ -45,7 +45,7 @@ class MultiScaleVQOutput(BaseOutput):
     tokens: list[Tensor]
 
 
-class MultiScaleVQModel(CompactModel, ConfigMixin):
+class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     """VAR's image tokenizer, and a small variant of it.
 
     Args:
@@ -60,7 +60,7 @@ class MultiScaleVQModel(CompactModel, ConfigMixin):
         scale_gains: whether the codes of each scale have a factor of their own.
         patch_size, transformer_blocks: of the hybrid: side of the patches that its finest level sees, and blocks of the
             encoder's transformer (the decoder has one more), which takes the place of the last level's convolutions.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for an unknown architecture, scales that do not grow from a first of at least 1, codes per scale that do not
@@ -144,14 +144,14 @@ class MultiScaleVQModel(CompactModel, ConfigMixin):
             raise ValueError(f"pixels must be {self.image_size}x{self.image_size} for scales {self.scales}, got {Y}x{X}")
         return self.quant_conv(self.encoder(pixels_BCYX))
 
-    def quantise_latent(self, f_BCRG: Tensor) -> list[Tensor]:
+    def quantize_latent(self, f_BCRG: Tensor) -> list[Tensor]:
         """Tokens int64 `[B, s, s]` of each scale; see `MultiScaleQuantizer.quantise`."""
         return self.quantize.quantise(f_BCRG)
 
     @apply_forward_hook  # so that CPU offload moves the weights in
     def encode(self, pixels_BCYX: Tensor) -> list[Tensor]:
         """Tokens int64 `[B, s, s]` of each scale, of pixels `[B, 3, Y, X]` in [-1, 1]."""
-        return self.quantise_latent(self.latent(pixels_BCYX))
+        return self.quantize_latent(self.latent(pixels_BCYX))
 
     # -- tokens to pixels --------------------------------------------------------------------------------------------
 

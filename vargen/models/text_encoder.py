@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # behind what guards torchvision
 
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 
 
-class MiniLMTextEncoder(CompactModel, ConfigMixin):
+class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
     """BERT encoder that gives one feature vector per token (no pooling).
 
     Saves and loads like any diffusers model. With ``weight_format="int8"`` the weight file holds the matrices

@@ -20,7 +20,7 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 _ABOVE = (3, 5)  # rows above and columns that are seen of the high resolution
 
@@ -54,7 +54,7 @@ class _Place(nn.Module):
         return x + self.second(F.silu(self.first(self.norm(x))))
 
 
-class TokenUpsampler(CompactModel, ConfigMixin):
+class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
     """Tokens of one picture at a low resolution to logits of its tokens at a higher one.
 
     Args:
@@ -62,7 +62,7 @@ class TokenUpsampler(CompactModel, ConfigMixin):
         low_grid, grid_size: tokens a side at the low and the high resolution; the second is a multiple of the first.
         dim: width, a multiple of 8.
         blocks: residual blocks at the low resolution, and places' blocks at the high one.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
         codes: digest of the codebook that the tokens are of, which a model's must equal; None if it is not known.
 
     Raises:

@@ -2,7 +2,7 @@
 
 Source: Tian et al. 2024, "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction"
 (arXiv:2404.02905). Parameter names are the official ones, so an official state dict loads strictly once the buffers that
-`is_rebuilt` names are left out: they are made here from the scale table.
+`is_derived_buffer` names are left out: they are made here from the scale table.
 
 Conditioning on text is not in the paper: the pooled caption takes the class embedding's place, and the caption's rows stand
 before the picture as a prefix that every scale sees.
@@ -31,9 +31,9 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 from vargen.models.multi_scale_vq import SCALES_256, SCALES_512
-from vargen.models.var_blocks import Block, HeadNorm, Modulation, ScaleCache, modulated, two_layers
+from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
 
 # The official scale tables: side of every scale, by the side of the picture in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
@@ -43,7 +43,7 @@ SCALES: dict[int, tuple[int, ...]] = {
 }
 
 
-def is_rebuilt(name: str) -> bool:
+def is_derived_buffer(name: str) -> bool:
     """Whether an official tensor is a buffer that the scale table determines: no weight, and in no file of ours."""
     return name in ("lvl_1L", "attn_bias_for_masking") or name.endswith(".attn.zero_k_bias")
 
@@ -56,7 +56,7 @@ class VAROutput(BaseOutput):
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
 
 
-class VARTransformer(CompactModel, ConfigMixin):
+class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     """The next-scale transformer.
 
     Args:
@@ -69,7 +69,7 @@ class VARTransformer(CompactModel, ConfigMixin):
         mlp_ratio: width of the feed-forward, in widths.
         shared_aln: one modulation network for all blocks, as in the official 512 pixel model, instead of one in each.
         attn_l2_norm: unit queries and keys, as in all released weights.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for an unknown condition, a width that the heads do not divide, or scales that do not grow.
@@ -125,13 +125,13 @@ class VARTransformer(CompactModel, ConfigMixin):
             self.shared_ada_lin = nn.Sequential(nn.SiLU(), nn.Linear(width, 6 * width))
         hidden = round(width * mlp_ratio)
         self.blocks = nn.ModuleList(Block(width, heads, hidden, attn_l2_norm, shared_aln) for _ in range(depth))
-        self.head_nm = HeadNorm(width)
+        self.head_nm = HeadModulation(width)
         self.head = nn.Linear(width, vocab_size)
         levels = torch.cat([torch.full((side * side,), i) for i, side in enumerate(sides)])[None]
         self.register_buffer("lvl_1L", levels, persistent=False)
-        self._initialise()
+        self._init_weights()
 
-    def _initialise(self) -> None:
+    def _init_weights(self) -> None:
         """Blocks begin as the identity, the head as a uniform distribution, modulation as an ordinary layer norm's."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
@@ -245,7 +245,7 @@ class VARTransformer(CompactModel, ConfigMixin):
         if cache is not None:
             cache.scale = last + 1
         wanted = first if features_of is None else max(first, last + 1 - features_of)
-        return modulated(x[:, prefix + self.start_of(wanted) - begin :], *modulation.head.unbind(0))
+        return modulate(x[:, prefix + self.start_of(wanted) - begin :], *modulation.head.unbind(0))
 
     def _last_scale(self, end: int) -> int:
         if end not in self.ends:

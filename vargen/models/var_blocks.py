@@ -184,17 +184,17 @@ class Block(nn.Module):
             place: layer and first slot in the `cache`.
         """
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
-        attended = self.attn(modulated(x, scale1, shift1), visible, cache, place)
+        attended = self.attn(modulate(x, scale1, shift1), visible, cache, place)
         x = torch.addcmul(x, gain1, attended.type_as(x))
-        return torch.addcmul(x, gain2, self.ffn(modulated(x, scale2, shift2)).type_as(x))
+        return torch.addcmul(x, gain2, self.ffn(modulate(x, scale2, shift2)).type_as(x))
 
 
-def modulated(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
     """Layer norm without weights of its own, times `scale` (one is already added), plus `shift`."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
 
 
-class HeadNorm(nn.Module):
+class HeadModulation(nn.Module):
     """Holds the final norm's modulation."""
 
     def __init__(self, dim: int):

@@ -13,20 +13,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.models.video_cache import LayerCache, LayerText
+from vargen.models.video_cache import LayerCache, LayerTextCache
 
 _ROPE_BASE = 10000.0
 _EPS = 1e-6
 
 
-def rope_split(head_dim: int) -> tuple[int, int, int]:
+def split_rotary_dims(head_dim: int) -> tuple[int, int, int]:
     """How many numbers of a head turn with time, height and width: 44, 42 and 42 of 128."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
 
 @lru_cache(maxsize=8)
-def rope_table(head_dim: int, start: int, frames: int, rows: int, columns: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def build_rotary_3d(
+    head_dim: int, start: int, frames: int, rows: int, columns: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines float32 `[T, 1, K / 2]` of frames `start` and on; positions are absolute, and have no end."""
     with torch.inference_mode(False):  # else a table that was made while drawing could not be trained with
         turns = []
@@ -36,7 +38,7 @@ def rope_table(head_dim: int, start: int, frames: int, rows: int, columns: int, 
             torch.arange(columns, dtype=torch.float64),
             indexing="ij",
         )
-        for place, width in zip(grid, rope_split(head_dim), strict=True):
+        for place, width in zip(grid, split_rotary_dims(head_dim), strict=True):
             rates = _ROPE_BASE ** -(torch.arange(0, width, 2, dtype=torch.float64) / max(width, 1))
             turns.append(place.flatten()[:, None] * rates)
         angles = torch.cat(turns, 1)[:, None]
@@ -44,13 +46,13 @@ def rope_table(head_dim: int, start: int, frames: int, rows: int, columns: int, 
 
 
 def rotate(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Neighbouring pairs of numbers, turned by the angles of `rope_table`."""
+    """Neighbouring pairs of numbers, turned by the angles of `build_rotary_3d`."""
     cos, sin = table
     a, b = x_BTHK.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x_BTHK)
 
 
-class WidthNorm(nn.Module):
+class WanRMSNorm(nn.Module):
     """Root mean square norm over all heads together."""
 
     def __init__(self, dim: int):
@@ -81,7 +83,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads = heads
         self.q, self.k, self.v, self.o = (nn.Linear(dim, dim) for _ in range(4))
-        self.norm_q, self.norm_k = WidthNorm(dim), WidthNorm(dim)
+        self.norm_q, self.norm_k = WanRMSNorm(dim), WanRMSNorm(dim)
 
     def split(self, x_BTD: Tensor) -> Tensor:
         return x_BTD.unflatten(-1, (self.heads, -1))
@@ -90,7 +92,7 @@ class Attention(nn.Module):
 Plan = list[tuple[slice, list[slice]]]
 
 
-def attention_plan(seen: Tensor, tokens: int) -> Plan:
+def plan_attention(seen: Tensor, tokens: int) -> Plan:
     """What to attend to, as slices: for each run of frames that see the same, its tokens and those that it sees.
 
     A mask over all pairs of tokens costs two to four times the arithmetic, and keeps fused attention out.
@@ -115,7 +117,7 @@ def attention_plan(seen: Tensor, tokens: int) -> Plan:
     return plan
 
 
-def attend_by_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | None) -> Tensor:
+def attend_with_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | None) -> Tensor:
     """Attention `[B, T, H * K]`, by default of all to all."""
     if plan is None:
         return attend(q_BHTK, k_BHSK, v_BHSK, None)
@@ -132,16 +134,16 @@ class SelfAttention(Attention):
         q, k, v = rotate(q, table).transpose(1, 2), rotate(k, table).transpose(1, 2), v.transpose(1, 2)
         if cache is not None:
             k, v = cache.write(k, v)
-        return self.o(attend_by_plan(q, k, v, plan))
+        return self.o(attend_with_plan(q, k, v, plan))
 
 
 class CrossAttention(Attention):
-    def keys_values(self, text_BPD: Tensor) -> tuple[Tensor, Tensor]:
+    def project_kv(self, text_BPD: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values `[B, H, P, K]` of a prompt."""
         k, v = self.split(self.norm_k(self.k(text_BPD))), self.split(self.v(text_BPD))
         return k.transpose(1, 2), v.transpose(1, 2)
 
-    def forward(self, x_BTD: Tensor, text: LayerText) -> Tensor:
+    def forward(self, x_BTD: Tensor, text: LayerTextCache) -> Tensor:
         k, v, bias = text
         q = self.split(self.norm_q(self.q(x_BTD))).transpose(1, 2)
         return self.o(attend(q, k.type_as(q), v.type_as(q), bias))
@@ -164,24 +166,24 @@ class Block(nn.Module):
         self,
         x_BTD: Tensor,
         steps_BF6D: Tensor,
-        text: LayerText,
+        text: LayerTextCache,
         table: tuple[Tensor, Tensor],
         plan: Plan | None,
         cache: LayerCache | None,
     ) -> Tensor:
         """
         Args:
-            steps_BF6D: what the frames' timesteps make of modulation. plan: see `attention_plan`.
+            steps_BF6D: what the frames' timesteps make of modulation. plan: see `plan_attention`.
         """
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
-        attended = self.self_attn(modulated(self.norm1(x_BTD), shift1, scale1), table, plan, cache)
+        attended = self.self_attn(modulate(self.norm1(x_BTD), shift1, scale1), table, plan, cache)
         x = gated(x_BTD, attended, gate1, frames)
         x = x + self.cross_attn(self.norm3(x), text).type_as(x)
-        return gated(x, self.ffn(modulated(self.norm2(x), shift2, scale2)), gate2, frames)
+        return gated(x, self.ffn(modulate(self.norm2(x), shift2, scale2)), gate2, frames)
 
 
-def modulated(x_BTD: Tensor, shift_BF1D: Tensor, scale_BF1D: Tensor) -> Tensor:
+def modulate(x_BTD: Tensor, shift_BF1D: Tensor, scale_BF1D: Tensor) -> Tensor:
     """x (1 + scale) + shift, each frame with its own."""
     by_frame = x_BTD.unflatten(1, (scale_BF1D.shape[1], -1))
     return torch.addcmul(shift_BF1D, by_frame.type_as(shift_BF1D), 1 + scale_BF1D).flatten(1, 2)
@@ -204,10 +206,10 @@ class Head(nn.Module):
 
     def forward(self, x_BTD: Tensor, step_BFD: Tensor) -> Tensor:
         shift, scale = (self.modulation + step_BFD[:, :, None]).type_as(x_BTD).unsqueeze(3).unbind(2)
-        return self.head(modulated(self.norm(x_BTD), shift, scale))
+        return self.head(modulate(self.norm(x_BTD), shift, scale))
 
 
-def sinusoid(positions: Tensor, width: int) -> Tensor:
+def timestep_embedding(positions: Tensor, width: int) -> Tensor:
     """Cosines, then sines, of positions `[...]` at `width` / 2 frequencies, computed in float64: float32 `[..., width]`."""
     half = width // 2
     rates = _ROPE_BASE ** -(torch.arange(half, dtype=torch.float64, device=positions.device) / half)

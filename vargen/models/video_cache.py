@@ -210,7 +210,7 @@ class LayerCache:
         return self.cache.write(self.layer, k_BHTK, v_BHTK)
 
 
-LayerText = tuple[Tensor, Tensor, Tensor | None]  # keys, values and bias of one layer
+LayerTextCache = tuple[Tensor, Tensor, Tensor | None]  # keys, values and bias of one layer
 
 
 @dataclass(frozen=True)
@@ -230,7 +230,7 @@ class TextCache:
         """Memory that keys and values take."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
 
-    def part(self, layer: int) -> LayerText:
+    def part(self, layer: int) -> LayerTextCache:
         """What one layer reads."""
         return self.keys[layer], self.values[layer], self.bias
 

@@ -19,18 +19,18 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 from vargen.models.hybrid_vq import ConvBlock, Double, PixelNorm, unfold
 from vargen.models.video_stream import DecodeState
 
 
-class PreviewDecoder(CompactModel, ConfigMixin):
+class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
     """One picture for each latent frame, of any size; see `StreamDecoder`.
 
     Args:
         latent_channels: C. widths: at the latents' resolution, and at twice that.
         stride: pixels of a preview per latent position along a side, an even number.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for a stride that is odd or below 2.

@@ -32,7 +32,7 @@ class DecodeState:
 
 
 @runtime_checkable
-class StreamDecoder(Protocol):
+class StreamingDecoder(Protocol):
     """Latents to pixels, block by block."""
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:

@@ -26,7 +26,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 from vargen.models.hybrid_vq import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
 from vargen.models.video_stream import DecodeState
 
@@ -109,7 +109,7 @@ class CausalDecoder(nn.Module):
         return pixels.unflatten(0, (B, -1)), tuple(kept)
 
 
-class CausalVideoVAE(CompactModel, ConfigMixin):
+class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
     """The autoencoder. What users see of latents is standardised: mean 0 and variance 1 per channel over the training data.
 
     Args:
@@ -119,7 +119,7 @@ class CausalVideoVAE(CompactModel, ConfigMixin):
         patch: side of the squares of pixels that the finest level sees as one position.
         conv_blocks: residual blocks at each level but the coarsest. transformer_blocks: at the coarsest.
         fps: frames per second of the videos that it is made for.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for a size that the strides do not divide, or a last width that does not divide into heads.
@@ -179,12 +179,12 @@ class CausalVideoVAE(CompactModel, ConfigMixin):
         mean, log_variance = found.chunk(2, dim=2)
         return mean, log_variance.clamp(*_LOG_VARIANCE)
 
-    def standardised(self, latents_BFCYX: Tensor) -> Tensor:
+    def normalize_latents(self, latents_BFCYX: Tensor) -> Tensor:
         """Raw latents to those that users see."""
         return (latents_BFCYX - self._channels(self.latent_mean)) / self._channels(self.latent_std)
 
     def raw(self, latents_BFCYX: Tensor) -> Tensor:
-        """The inverse of `standardised`."""
+        """The inverse of `normalize_latents`."""
         return latents_BFCYX * self._channels(self.latent_std) + self._channels(self.latent_mean)
 
     def _channels(self, values: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class CausalVideoVAE(CompactModel, ConfigMixin):
         Raises:
             ValueError: as `moments`.
         """
-        return self.standardised(self.moments(pixels_BFCYX)[0])
+        return self.normalize_latents(self.moments(pixels_BFCYX)[0])
 
     # -- latents to pixels -------------------------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.compact import CompactModel, ModelMixin, check_format  # noqa: F401
+from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
 
 _NAMING = Naming(down="conv_blocks", up="conv_blocks", blocks="res", middle=("0", "1", "2"))
@@ -91,7 +91,7 @@ class VectorQuantizer(nn.Module):
         return F.normalize(self.embedding(indices_BRG).float(), dim=-1).movedim(-1, 1)
 
 
-class VQModel(CompactModel, ConfigMixin):
+class VQModel(QuantizedStorageMixin, ConfigMixin):
     """LlamaGen's image tokenizer.
 
     Args:
@@ -102,7 +102,7 @@ class VQModel(CompactModel, ConfigMixin):
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
         z_channels: width of the features around the quantiser.
-        weight_format: how `save_pretrained` stores the weights; see `CompactModel`.
+        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: if a width is not divisible by 32, or encoder and decoder have different numbers of levels.

@@ -24,7 +24,7 @@ from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, un
 from vargen.models.video_stream import DecodeState
 
 
-class WanStreamDecoder:
+class WanStreamingDecoder:
     """Standardised latents to pixels, block by block, and pixels to latents; see `StreamDecoder`.
 
     The first latent frame of a video is one pixel frame, each later one `temporal_stride` of them. Tiling is not used.

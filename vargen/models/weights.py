@@ -18,10 +18,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 
-from vargen.values import shown
+from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
-MOST_LAYERS = 1000  # networks of more are not even described: that takes minutes
+MAX_LAYERS = 1000  # networks of more are not even described: that takes minutes
 FLOATS = ("F64", "F32", "F16", "BF16")  # what a network computes in, by safetensors' names
 
 
@@ -36,7 +36,7 @@ class Stored:
 Header = dict[str, Stored]
 
 
-def stored_weights(folder: Path, stem: str, variant: str | None = None) -> Header:
+def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> Header:
     """The tensors of `folder/stem.safetensors`, or of its shards, by their names.
 
     Args:
@@ -60,7 +60,7 @@ def stored_weights(folder: Path, stem: str, variant: str | None = None) -> Heade
 
 def check_weights(found: Header, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
     """Raise ValueError unless the tensors are exactly the `expected` ones, of dtypes that can be used; see `check_dtypes`."""
-    compare_shapes({name: stored.shape for name, stored in found.items()}, expected, where)
+    check_shapes({name: stored.shape for name, stored in found.items()}, expected, where)
     check_dtypes(found, where, dtypes)
 
 
@@ -77,7 +77,9 @@ def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = N
             raise ValueError(f"the weights in {where} cannot be used: {name} is {stored.dtype}, expected {expected}")
 
 
-def check_layers(found: Header, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path) -> None:
+def check_layer_counts(
+    found: Header, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
+) -> None:
     """Raise ValueError unless the file has as many layers as its config says: known before a network of that size is built.
 
     Args:
@@ -91,9 +93,9 @@ def check_layers(found: Header, config: Mapping[str, Any], counted: Mapping[str,
         said = len(value) if isinstance(value, list | tuple) else value
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), prefixes[0])
         held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
-        absurd = isinstance(said, int) and said > MOST_LAYERS
+        absurd = isinstance(said, int) and said > MAX_LAYERS
         if said != held and (held or absurd):  # a file with none is another network's, of which the shapes tell more
-            what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {shown(value)}"
+            what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {short_repr(value)}"
             raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
 
 
@@ -123,7 +125,7 @@ def read_header(file: Path) -> Header:
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 
 
-def compare_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
+def check_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
     """Raise ValueError naming what is missing, unexpected or of another shape."""
     problems = [f"missing: {_names(expected.keys() - found.keys())}"] if expected.keys() - found.keys() else []
     extra = found.keys() - expected.keys() - set(ignore)
@@ -145,7 +147,7 @@ def _names(keys: Iterable[str], most: int = 5) -> str:
     return f"{len(ordered)} ({', '.join(ordered[:most])}{', ...' if len(ordered) > most else ''})"
 
 
-def unpickle(
+def load_pickle_safely(
     file: Path,
     classes: Iterable[Any] = (),
     map_location: torch.device | str = "cpu",
@@ -182,7 +184,7 @@ def unpickle(
     raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); {if_damaged}")
 
 
-def read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
+def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:
     """The named arrays of a `.npz` file.
 
     Raises:

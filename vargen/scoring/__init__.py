@@ -5,8 +5,8 @@ from vargen.scoring.protocol import (
     FunctionScorer,
     NonFiniteScoreError,
     Scorer,
-    as_scorer,
-    checked_scores,
+    score_images,
+    to_scorer,
 )
 from vargen.scoring.registry import SCORERS, open_scorer
 
@@ -16,7 +16,7 @@ __all__ = [
     "FunctionScorer",
     "NonFiniteScoreError",
     "Scorer",
-    "as_scorer",
-    "checked_scores",
     "open_scorer",
+    "score_images",
+    "to_scorer",
 ]

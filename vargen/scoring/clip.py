@@ -18,8 +18,8 @@ from torch import Tensor
 
 from vargen.compat import ensure_torchvision, installed_version
 from vargen.models.weights import weights_digest
-from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
-from vargen.values import shown
+from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
+from vargen.values import short_repr
 
 _HOW = (
     "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or a tag that open_clip knows for this model, "
@@ -62,7 +62,7 @@ class CLIPScorer(BatchedScorer):
 
     def embed_images(self, images: Images) -> Tensor:
         """Embeddings float32 `[N, E]`, not normalized."""
-        batch = torch.stack([self.preprocess(image) for image in pil_images(images)]).to(self.device)
+        batch = torch.stack([self.preprocess(image) for image in to_pil(images)]).to(self.device)
         return self.clip.encode_image(batch).float()
 
 
@@ -76,7 +76,7 @@ def open_clip_model(model: str, weights: str | Path | None, device: torch.device
     hub = model.startswith(("hf-hub:", "local-dir:"))
     if not hub and model not in open_clip.list_models():
         near = difflib.get_close_matches(model, open_clip.list_models(), n=3) or ["ViT-B-32", "ViT-L-14", "ViT-H-14"]
-        raise ValueError(f"unknown CLIP model {shown(model)}; did you mean {' or '.join(near)}?")
+        raise ValueError(f"unknown CLIP model {short_repr(model)}; did you mean {' or '.join(near)}?")
     given = None if hub or weights is None else str(weights)
     if not hub and given not in open_clip.list_pretrained_tags_by_model(model):
         given = str(local_weights(given, "weights", f"CLIP model {model}", _HOW))
@@ -87,7 +87,7 @@ def open_clip_model(model: str, weights: str | Path | None, device: torch.device
         raise
     except Exception as error:  # of the hub, of torch, of safetensors: each has its own
         reason = str(error).split("\n")[0][:200] or type(error).__name__
-        what = f"weights {shown(given)} of CLIP model {model}" if given else f"CLIP model {model}"
+        what = f"weights {short_repr(given)} of CLIP model {model}" if given else f"CLIP model {model}"
         raise FileNotFoundError(f"{what} could not be opened ({reason}); {_HOW}") from error
     tag = "" if given is None else Path(given).name if os.path.exists(given) else given
     return network.eval().requires_grad_(False), preprocess, tokenize, tag

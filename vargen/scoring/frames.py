@@ -14,8 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from vargen.scoring.protocol import Scorer, as_scorer, checked_scores
-from vargen.values import real, shown
+from vargen.scoring.protocol import Scorer, score_images, to_scorer
+from vargen.values import parse_float, short_repr
 
 
 class Frames(Protocol):
@@ -50,24 +50,24 @@ class FrameScorer:
     """
 
     def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):
-        self.scorer = as_scorer(scorer)
-        weight = real(step_weight)
+        self.scorer = to_scorer(scorer)
+        weight = parse_float(step_weight)
         if weight is None or weight < 0:
-            raise ValueError(f"step_weight must be a number of at least 0, got {shown(step_weight)}")
+            raise ValueError(f"step_weight must be a number of at least 0, got {short_repr(step_weight)}")
         self.step_weight = weight
         if frames is not None and (not isinstance(frames, int) or isinstance(frames, bool) or frames < 1):
-            raise ValueError(f"frames must be a whole number of at least 1, or None for all, got {shown(frames)}")
+            raise ValueError(f"frames must be a whole number of at least 1, or None for all, got {short_repr(frames)}")
         self.frames = frames
         self.name = self.scorer.name
 
     def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
-        """The scores float32 `[T]`, or of `frames`, of blocks of one prompt, higher is better; raises as `checked_scores`."""
+        """The scores float32 `[T]`, or of `frames`, of blocks of one prompt, higher is better; raises as `score_images`."""
 
         def scores(view: Frames) -> Tensor:
             count = len(view.frames)
             looked = count if self.frames is None else min(self.frames, count)
             chosen = view.frames[[(k + 1) * count // looked - 1 for k in range(looked)]]
-            found = checked_scores(self.scorer, chosen, [prompt] * looked)
+            found = score_images(self.scorer, chosen, [prompt] * looked)
             found = found if self.scorer.higher_is_better else -found
             cost = torch.zeros(len(found))
             cost[0] = self.step_weight * jump(view.frames, view.previous) if self.step_weight else 0.0

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, installed_version, lend_moved_functions, tokenized
-from vargen.models.weights import compare_shapes, unpickle, weights_digest
-from vargen.scoring.protocol import BatchedScorer, Images, local_weights, pil_images
+from vargen.models.weights import check_shapes, load_pickle_safely, weights_digest
+from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
 
 ensure_torchvision()
 
@@ -107,7 +107,7 @@ def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageReward
     with torch.device("meta"):
         network = ImageRewardNetwork(vision_config, text_config)
     expected = {name: tuple(value.shape) for name, value in network.state_dict().items()}
-    compare_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
+    check_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
     network = network.to_empty(device="cpu")
     network.load_state_dict({name: value.float() for name, value in own.items()})
     for module in network.modules():  # a buffer that no file holds, and that has no values after `to_empty`
@@ -172,12 +172,12 @@ class ImageRewardScorer(BatchedScorer):
             folder = packaged_model_path("emoji") / "tokenizer" if tokenizer is None else Path(tokenizer)
             local_weights(folder, "tokenizer", "ImageReward", "give a folder with bert-base-uncased's vocab.txt")
             self.tokenizer = AutoTokenizer.from_pretrained(folder)
-            self.network = network_of(unpickle(file, if_damaged=_HOW), str(file)).to(device)
+            self.network = network_of(load_pickle_safely(file, if_damaged=_HOW), str(file)).to(device)
         self.identity = f"image-reward-{package}-{weights_digest(self.official or self.network)}"
         super().__init__("image-reward (package)" if package else "image-reward", True, device, batch_size)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        pictures = pil_images(images)
+        pictures = to_pil(images)
         if self.official is not None:
             return torch.tensor([self.official.score(text, image) for text, image in zip(prompts, pictures, strict=True)])
         pixels = torch.stack([preprocessed(image) for image in pictures]).to(self.device)

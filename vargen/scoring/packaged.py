@@ -22,13 +22,13 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import ensure_torchvision
-from vargen.files import expanded
+from vargen.files import expand_user
 from vargen.models.described import check_described, read_object
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.weights import weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, pixels
-from vargen.values import shown
+from vargen.values import short_repr
 
 ensure_torchvision()
 
@@ -39,7 +39,7 @@ _KEPT_CAPTIONS = 256
 _ENCODER = "emoji"  # whose text encoder, where a folder does not say
 
 
-class PackagedScorer(BatchedScorer):
+class ImageTextScorer(BatchedScorer):
     """How well a picture fits its prompt: the log odds of the pair, less those of fixed captions.
 
     The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Pictures differ in how well they fit anything, so where
@@ -148,12 +148,12 @@ def scorer_folder(source: str | Path) -> Path:
     if str(source) in names:
         path = Path(vargen.assets.__file__).parent / str(source)
     else:
-        path = expanded(source, "scorer")
+        path = expand_user(source, "scorer")
         if not os.path.isdir(path):
             near = difflib.get_close_matches(str(source), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(names) or "none is packaged"
-            raise ValueError(f"unknown scorer {shown(str(source))}: {hint}give a packaged one ({known}) or a folder")
+            raise ValueError(f"unknown scorer {short_repr(str(source))}: {hint}give a packaged one ({known}) or a folder")
     for folder in (path, path / "scorer"):
         if (folder / "config.json").is_file():
             return folder
@@ -181,7 +181,7 @@ def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
                 return own
         named = _ENCODER
     packaged = str(named) in vargen.assets.packaged_models()
-    found = vargen.assets.packaged_model_path(str(named)) if packaged else expanded(named, "text_encoder")
+    found = vargen.assets.packaged_model_path(str(named)) if packaged else expand_user(named, "text_encoder")
     if not ((found / "text_encoder").is_dir() and (found / "tokenizer").is_dir()):
         raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")
     return found

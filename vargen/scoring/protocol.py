@@ -1,6 +1,6 @@
 """What a scorer is: pictures and their prompts in, one number for each picture out.
 
-Everything that scores goes through `checked_scores`, so that a NaN, a missing number or a prompt too few is an error wherever
+Everything that scores goes through `score_images`, so that a NaN, a missing number or a prompt too few is an error wherever
 it comes from, and never a row of a table.
 """
 
@@ -16,9 +16,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from vargen.files import expanded
+from vargen.files import expand_user
 from vargen.picture_files import on_white
-from vargen.values import shown
+from vargen.values import short_repr
 
 Images: TypeAlias = "Sequence[Image.Image] | Tensor"
 
@@ -53,7 +53,7 @@ class BatchedScorer:
 
     def __init__(self, name: str, higher_is_better: bool = True, device: torch.device | str = "cpu", batch_size: int = 32):
         if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-            raise ValueError(f"batch_size must be a whole number of at least 1, got {shown(batch_size)}")
+            raise ValueError(f"batch_size must be a whole number of at least 1, got {short_repr(batch_size)}")
         self.name, self.higher_is_better = name, higher_is_better
         self.device, self.batch_size = torch.device(device), batch_size
 
@@ -89,14 +89,14 @@ class FunctionScorer:
         self.name = self.name or getattr(self.function, "__name__", type(self.function).__name__)
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        return checked_scores(self.function, images, prompts, self.name)
+        return score_images(self.function, images, prompts, self.name)
 
 
 class NonFiniteScoreError(ValueError):
     """A scorer gave NaN or infinity."""
 
 
-def as_scorer(value: Any, name: str = "") -> Scorer:
+def to_scorer(value: Any, name: str = "") -> Scorer:
     """`value` if it is a scorer; a scorer of it if it is a function `f(images, prompts)`.
 
     Raises:
@@ -107,10 +107,10 @@ def as_scorer(value: Any, name: str = "") -> Scorer:
     if callable(value) and not isinstance(value, type):
         return FunctionScorer(value, name)
     hint = ": call the class first" if isinstance(value, type) else ""
-    raise TypeError(f"scorer must be a scorer or a function of images and prompts, got {shown(value)}{hint}")
+    raise TypeError(f"scorer must be a scorer or a function of images and prompts, got {short_repr(value)}{hint}")
 
 
-def checked_scores(scorer: Scorer | Callable[..., Any], images: Images, prompts: Sequence[str], name: str = "") -> Tensor:
+def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: Sequence[str], name: str = "") -> Tensor:
     """What `scorer` gives, as finite float32 `[N]` on the CPU.
 
     Raises:
@@ -130,19 +130,19 @@ def check_pairs(images: Any, prompts: Any) -> None:
                 f"images must be a float tensor [N, 3, Y, X] in [0, 1], got {str(images.dtype)[6:]} {list(images.shape)}"
             )
     elif not isinstance(images, list | tuple) or not all(isinstance(image, Image.Image) for image in images):
-        raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {shown(images)}")
+        raise TypeError(f"images must be a list of PIL images or a float tensor [N, 3, Y, X], got {short_repr(images)}")
     if isinstance(prompts, str) or not isinstance(prompts, list | tuple) or not all(isinstance(p, str) for p in prompts):
-        raise TypeError(f"prompts must be a list of strings, one for each picture, got {shown(prompts)}")
+        raise TypeError(f"prompts must be a list of strings, one for each picture, got {short_repr(prompts)}")
     if not len(images) or len(images) != len(prompts):
         raise ValueError(f"give one prompt per picture and at least one, got {len(images)} pictures, {len(prompts)} prompts")
 
 
 def check_scores(values: Any, count: int, name: str) -> Tensor:
-    """`values` as finite float32 `[count]` on the CPU; raises as `checked_scores` does."""
+    """`values` as finite float32 `[count]` on the CPU; raises as `score_images` does."""
     try:
         scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"scorer {name} must give numbers, one for each picture, got {shown(values)}") from error
+        raise ValueError(f"scorer {name} must give numbers, one for each picture, got {short_repr(values)}") from error
     if scores.numel() != count or scores.dim() > 2:
         raise ValueError(f"scorer {name} must give {count} numbers, one for each picture, got a shape of {list(scores.shape)}")
     scores = scores.reshape(count)
@@ -154,7 +154,7 @@ def check_scores(values: Any, count: int, name: str) -> Tensor:
     return scores
 
 
-def pil_images(images: Images) -> list[Image.Image]:
+def to_pil(images: Images) -> list[Image.Image]:
     """RGB PIL images of either form of pictures."""
     if not isinstance(images, Tensor):
         return [on_white(image) for image in images]
@@ -192,7 +192,7 @@ def local_weights(path: Any, argument: str, what: str, how: str) -> Path:
     """
     if path is None:
         raise FileNotFoundError(f"{argument} is not given, and {what} needs it: {how}")
-    found = expanded(path, argument)
+    found = expand_user(path, argument)
     if not found.exists():
         raise FileNotFoundError(f"{argument} {str(path)!r} does not exist, and {what} needs it: {how}")
     return found

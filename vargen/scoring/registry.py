@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from vargen.scoring.protocol import Scorer, as_scorer
+from vargen.scoring.protocol import Scorer, to_scorer
 from vargen.specs import of_ones_own, read_spec
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 def _clip(**options: Any) -> Scorer:
@@ -26,9 +26,9 @@ def _image_reward(**options: Any) -> Scorer:
 
 
 def _packaged(**options: Any) -> Scorer:
-    from vargen.scoring.packaged import PackagedScorer
+    from vargen.scoring.packaged import ImageTextScorer
 
-    return PackagedScorer(**options)
+    return ImageTextScorer(**options)
 
 
 PACKAGED = "emoji-scorer"  # what scores where nobody chose
@@ -68,13 +68,13 @@ def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int |
 def _known(options: dict[str, str], allowed: Sequence[str], name: str) -> dict[str, str]:
     unknown = [key for key in options if key not in allowed]
     if unknown:
-        raise ValueError(f"scorer {name} has no option {shown(unknown[0])}; it takes {', '.join(allowed)}")
+        raise ValueError(f"scorer {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed)}")
     return options
 
 
 def _truth(value: str) -> bool:
     if value.lower() not in ("true", "false"):
-        raise ValueError(f"package must be true or false, got {shown(value)}")
+        raise ValueError(f"package must be true or false, got {short_repr(value)}")
     return value.lower() == "true"
 
 
@@ -83,11 +83,15 @@ def _imported(spec: str) -> Scorer:
     value = of_ones_own(spec, "scorer")
     if inspect.isclass(value):
         if not callable(getattr(value, "score", None)):
-            raise ValueError(f"scorer {shown(spec)} must be a class with a method score(images, prompts), got {shown(value)}")
+            raise ValueError(
+                f"scorer {short_repr(spec)} must be a class with a method score(images, prompts), got {short_repr(value)}"
+            )
         value = value()
     elif not isinstance(value, Scorer) and not _takes_two(value):
-        raise ValueError(f"scorer {shown(spec)} must be a scorer or a function of images and prompts, got {shown(value)}")
-    return as_scorer(value, spec.partition(":")[2])
+        raise ValueError(
+            f"scorer {short_repr(spec)} must be a scorer or a function of images and prompts, got {short_repr(value)}"
+        )
+    return to_scorer(value, spec.partition(":")[2])
 
 
 def _takes_two(function: Any) -> bool:

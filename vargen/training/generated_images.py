@@ -19,9 +19,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.decoding import Sampling, decode
-from vargen.files import whole_file
+from vargen.files import atomic_file
 from vargen.models.condition import Condition
-from vargen.models.weights import read_arrays, weights_digest
+from vargen.models.weights import load_npz, weights_digest
 from vargen.pipelines import checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.dataset import CaptionedImages
@@ -83,7 +83,7 @@ class CaptionFile:
     """Caption features `embeds` `[n, P, C]` and their `mask` `[n, P]` of a `.npz` file, for models without a text encoder."""
 
     def __init__(self, pipe: LlamaGenPipeline, path: Path):
-        held = read_arrays(path, "embeds", "mask")
+        held = load_npz(path, "embeds", "mask")
         self.pipe, self.name = pipe, f"features of {path.name}"
         self.embeds, self.mask = torch.from_numpy(held["embeds"]), torch.from_numpy(held["mask"]).bool()
         if len(self.embeds) < 2:
@@ -186,7 +186,7 @@ class GeneratedImages:
         path = self._file(numbers[0])
         if not path.is_file():
             return False
-        kept = read_arrays(path, "made_of", "tokens")
+        kept = load_npz(path, "made_of", "tokens")
         if str(kept["made_of"]) != self.made_of:
             raise ValueError(
                 f"{path} holds pictures of {kept['made_of']}, and these are to be of {self.made_of}; give another folder for "
@@ -205,5 +205,5 @@ class GeneratedImages:
         seeds = torch.arange(len(numbers)) + base + first + self.recipe.seed * (1 << 44)
         drawn = decode(self.pipe.token_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
         self.tokens[numbers] = drawn.cpu().numpy()
-        with whole_file(self._file(numbers[0])) as temporary, open(temporary, "wb") as file:
+        with atomic_file(self._file(numbers[0])) as temporary, open(temporary, "wb") as file:
             np.savez(file, tokens=self.tokens[numbers], made_of=np.array(self.made_of))

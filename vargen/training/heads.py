@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 
 from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
 from vargen.decoding.sampling import to_probs
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.eagle import EagleDrafter
 from vargen.models.medusa import MedusaDrafter
 from vargen.models.weights import weights_digest
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.llamagen_drafters import LlamaGenEagle, LlamaGenMedusa
+from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
 from vargen.pipelines.registry import describe, open_pipeline
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.heads_config import HeadConfig
@@ -121,7 +121,7 @@ class _Trainer:
         self.kind, self.recipe, self.pipe, self.folder = kind, recipe, pipe, folder
         self.target = pipe.transformer.eval().requires_grad_(False)
         self.device = self.target.device
-        self.fast = fast_dtype(self.device) == torch.bfloat16
+        self.fast = preferred_dtype(self.device) == torch.bfloat16
         self.drafter = new_drafter(kind, self.target.config, recipe.model).to(self.device)
         self.drawn = GeneratedImages(drawn_folder, pipe, subjects, recipe)
         identity = {"kind": kind, "model": recipe.model, "seed": recipe.seed, "target": weights_digest(self.target)}
@@ -263,9 +263,9 @@ class _Trainer:
         held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
         drafter: Any
         if isinstance(self.drafter, EagleDrafter):
-            drafter = Eagle(min(4, longest), model=LlamaGenEagle(self.drafter, model))
+            drafter = Eagle(min(4, longest), model=EagleModel(self.drafter, model))
         else:
-            heads = LlamaGenMedusa(self.drafter, model)
+            heads = MedusaHeads(self.drafter, model)
             drafter = Medusa(min(heads.heads, longest), model=heads)
         method = Accelerator(self.kind, drafter, exact)
         seeds = torch.arange(len(held)) + (1 << 50)
@@ -277,7 +277,7 @@ class _Trainer:
         if not all(math.isfinite(value) for value in figures.values()):
             raise ValueError(f"the run in {self.folder} diverged ({figures}): lower the learning rate")
         self.run.log(self.recipe.schedule.steps, **{f"final_{name}": value for name, value in figures.items()})
-        with whole_files(self.folder / "drafter") as staged:
+        with atomic_merge(self.folder / "drafter") as staged:
             self.drafter.eval().save_pretrained(staged)
         overlaps = [name for name in figures if name.startswith("overlap")]
         self.run.plot(("loss", "divergence"), tuple(overlaps))

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
@@ -164,7 +164,7 @@ class _Trainer:
         self.evaluate = Evaluation(data, recipe.focus, self.store, self.bank)
         self.held_out = data.indices("validation")
         self.steppers = optimizers(self.model, self.prior, recipe)
-        self.dtype = fast_dtype(device)
+        self.dtype = preferred_dtype(device)
         self.features = _Features(self.model)
         if recipe.compile:
             for layer in self.model.layers:
@@ -259,7 +259,7 @@ class _Trainer:
         self.run.log(steps, **figures, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
         saved = LlamaGenTransformer.from_config(self.model.config)  # drawing has laid out the other one's weights anew
         saved.load_state_dict(weights)
-        with whole_files(self.folder / "transformer") as staged:
+        with atomic_merge(self.folder / "transformer") as staged:
             saved.save_pretrained(staged)
         groups = tuple(self.evaluate.groups)
         measures = ("loss", "gap", *(("top5",) if self.image_metrics else ()))

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.dataset import CaptionedImages
@@ -59,7 +59,7 @@ class Evaluation:
         nats, entropies = [], []
         for start in range(0, len(texts), _ROWS):
             part = slice(start, start + _ROWS)
-            with torch.autocast(device.type, torch.bfloat16, enabled=fast_dtype(device) == torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16, enabled=preferred_dtype(device) == torch.bfloat16):
                 logits = model(tokens[part], left_padded(self.bank(texts[part]))).logits
             nats.append(F.cross_entropy(logits.mT, tokens[part], reduction="none"))
             log_probs = logits.log_softmax(-1)

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 
 # Quintic Newton-Schulz coefficients of Jordan et al.: singular values land in about [0.7, 1.2] after five rounds.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -21,7 +21,7 @@ _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
     """Nearly orthogonal factors of matrices `[n, a, b]`: singular values near 1, singular vectors kept."""
     a, b, c = _COEFFICIENTS
-    x = matrices.to(fast_dtype(matrices.device))
+    x = matrices.to(preferred_dtype(matrices.device))
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from vargen.compat import check_matplotlib
-from vargen.files import whole_file
-from vargen.models.weights import unpickle
+from vargen.files import atomic_file
+from vargen.models.weights import load_pickle_safely
 
 
 class TrainingRun:
@@ -61,7 +61,7 @@ class TrainingRun:
         if not path.is_file():
             return None
         other = "remove it to begin anew, or give another --output"
-        state = unpickle(path, map_location=map_location, if_damaged=other, if_foreign=other)
+        state = load_pickle_safely(path, map_location=map_location, if_damaged=other, if_foreign=other)
         kinds = {"step": int, "seconds": float, "fingerprint": dict}
         if (
             not isinstance(state, dict)
@@ -95,7 +95,7 @@ class TrainingRun:
     def checkpoint(self, step: int, **state: Any) -> None:
         """Save `state` as of the completed `step`, whole or not at all."""
         record = {"step": step, "seconds": self.seconds, "fingerprint": self.fingerprint, **state}
-        with whole_file(self.folder / "state.pt") as temporary:
+        with atomic_file(self.folder / "state.pt") as temporary:
             torch.save(record, temporary)
 
     def log(self, step: int, **values: float | Tensor) -> None:
@@ -117,7 +117,7 @@ class TrainingRun:
                     kept.append(line)
             except (ValueError, TypeError, KeyError):  # the kill hit in the middle of a line, maybe of a number
                 continue
-        with whole_file(path) as temporary:
+        with atomic_file(path) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept))
 
     def records(self) -> list[dict[str, float]]:
@@ -146,7 +146,7 @@ class TrainingRun:
             axis.legend()
         figure.tight_layout()
         target = self.folder / "curves.png"
-        with whole_file(target) as temporary:
+        with atomic_file(target) as temporary:
             figure.savefig(temporary, format="png", dpi=100)
         pyplot.close(figure)
         return target

@@ -12,7 +12,7 @@ from torch import Tensor
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.vq import VQModel
-from vargen.pipelines.captions import align_left_padded
+from vargen.pipelines.captions import left_pad
 from vargen.training.blanks import BlankAware, codes_digest, tokens_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import NextTokenConfig
@@ -65,7 +65,7 @@ class TokenStore(VariantStore):
 def left_padded(condition: Condition) -> Condition:
     """Features of a `CaptionBank` as a `LlamaGenTransformer` takes them: valid rows last."""
     assert condition.caption_embeds is not None and condition.caption_mask is not None
-    embeds, valid = align_left_padded(condition.caption_embeds, condition.caption_mask)
+    embeds, valid = left_pad(condition.caption_embeds, condition.caption_mask)
     return Condition(caption_embeds=embeds, caption_mask=valid)
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vargen.device import fast_dtype
-from vargen.files import whole_files
+from vargen.device import preferred_dtype
+from vargen.files import atomic_merge
 from vargen.models.upsampler import TokenUpsampler
 from vargen.models.vq import VQModel
 from vargen.training.blanks import tokens_digest
@@ -91,7 +91,7 @@ def train_upsampler(
     if not all(math.isfinite(value) for value in figures.values()):
         raise ValueError(f"the run in {folder} diverged ({figures}): lower the learning rate")
     run.log(steps, **figures, **{f"final_{name}": value for name, value in figures.items()})
-    with whole_files(folder / "upsampler") as staged:
+    with atomic_merge(folder / "upsampler") as staged:
         trainer.model.eval().save_pretrained(staged)
     run.plot(("loss", "row_loss", "picture_loss"), ("row_accuracy", "picture_accuracy"))
     logger.info("up-sampler %s: %s", folder, figures)
@@ -117,7 +117,7 @@ class _Trainer:
         self.held_out = data.indices("validation")[:: max(1, len(data.indices("validation")) // 256)].tolist()
         rate, decay = recipe.schedule.learning_rate, recipe.weight_decay
         self.stepper = torch.optim.AdamW(self.model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-        self.dtype = fast_dtype(device)
+        self.dtype = preferred_dtype(device)
 
     def resumed(self) -> int:
         """Take up what the folder holds; returns the step to go on with."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.device import fast_dtype
+from vargen.device import preferred_dtype
 from vargen.training.dataset import CaptionedImages, to_pixels
 from vargen.training.focus import Focus
 from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
@@ -124,7 +124,7 @@ class VariantStore:
         """`[B, *shape]` of pictures at variants."""
         pairs = list(zip(indices, variants, strict=True))
         wanted = [pair for pair in dict.fromkeys(pairs) if not self.kept[pair][-1].any()]
-        enabled = self.fast and fast_dtype(self.device) == torch.bfloat16
+        enabled = self.fast and preferred_dtype(self.device) == torch.bfloat16
         amp = torch.autocast(self.device.type, torch.bfloat16, enabled=enabled)
         for start in range(0, len(wanted), _PART):
             part = wanted[start : start + _PART]

@@ -15,7 +15,7 @@ from vargen.decoding.next_token.loop import prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.models.eagle import EagleDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokens
+from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = (-1, 0, 0, 1, 1)
@@ -32,9 +32,9 @@ METHODS = {
 def drawn(method: str | Accelerator, images: int, **overrides: object) -> torch.Tensor:
     codes = torch.randn(64, 8, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     sizes = {name: value for name, value in overrides.items() if name == "grid_size"} | {"n_layer": 1}
-    draft = LlamaGenTokens(tiny_transformer("class", **sizes).to(DEVICE), guidance_scale=1.0)
+    draft = LlamaGenTokenModel(tiny_transformer("class", **sizes).to(DEVICE), guidance_scale=1.0)
     transformer = tiny_transformer("class", **overrides).to(DEVICE)
-    model = LlamaGenTokens(transformer, guidance_scale=2.0, codebook=codes, draft_model=draft)
+    model = LlamaGenTokenModel(transformer, guidance_scale=2.0, codebook=codes, draft_model=draft)
     condition = Condition(class_labels=torch.arange(images, device=DEVICE))
     sampling = Sampling(temperature=0.9, top_k=20, top_p=0.95)
     return decode(model, condition, torch.arange(5, 5 + images), method, sampling).tokens.cpu()
@@ -111,9 +111,9 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     monkeypatch.setattr(OnMeta, "captured", 0)
     meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fitted(16)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)
-    draft = LlamaGenTokens(tiny_transformer("class", n_layer=1).to(meta))
+    draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))
     codes = torch.empty(64, 8, device=meta)
-    model = LlamaGenTokens(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, eagle=eagle)
+    model = LlamaGenTokenModel(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, eagle=eagle)
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)

@@ -20,7 +20,7 @@ from recipes.emoji.dataset import EmojiDataset, is_held_out_cell, split_of
 from recipes.emoji.scorer_captions import CaptionTable, colours_of, full_captions, swap_color_words, without_style
 from recipes.package import package_scorer
 from vargen.models.image_text import ImageTextModel
-from vargen.scoring.packaged import PackagedScorer
+from vargen.scoring.packaged import ImageTextScorer
 from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
@@ -85,11 +85,11 @@ def test_a_packaged_run_scores_alike_and_says_nothing_of_this_machine(tmp_path: 
     for file in (tmp_path / "out").iterdir():
         assert file.stat().st_mode & 0o044 == 0o044, f"{file.name} is for its owner alone"
         assert file.suffix == ".safetensors" or str(tmp_path) not in file.read_text(), file.name
-    packaged = PackagedScorer(tmp_path / "out", ENCODER)
+    packaged = ImageTextScorer(tmp_path / "out", ENCODER)
     assert packaged.model.state_dict().keys() == ImageTextModel.from_pretrained(tmp_path / "run" / "scorer").state_dict().keys()
     pictures = torch.from_numpy(data().images[:2]).permute(0, 3, 1, 2).float() / 255
     score = packaged.score(pictures, ["red circle", "red circle"])
-    exact = PackagedScorer(tmp_path / "run", ENCODER)
+    exact = ImageTextScorer(tmp_path / "run", ENCODER)
     exact.fixed = packaged.fixed
     assert torch.allclose(score, exact.score(pictures, ["red circle", "red circle"]), atol=0.05), "float16 weights"
 

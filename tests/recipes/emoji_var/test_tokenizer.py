@@ -150,7 +150,7 @@ def test_training_and_the_model_quantise_alike():
     book = ScaleCodebook(model, 0.9)
     book.fit_scales(f, seeded())
     out = quantise(model, f)
-    assert all(torch.equal(a, b) for a, b in zip(out.tokens, model.quantise_latent(f), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(out.tokens, model.quantize_latent(f), strict=True))
     assert torch.allclose(out.sums[-1], model.sum_latent(out.tokens))
     assert all((tokens < codes).all() for tokens, codes in zip(out.tokens, (4, 8, 32), strict=True))
 

@@ -221,7 +221,7 @@ def test_divergence_is_zero_for_equal_laws_alone():
 def test_without_noise_inputs_and_targets_are_the_tokenizers():
     vq, latents = tiny_vq(), torch.randn(3, 6, 4, 4)
     inputs, targets = Corrector(vq, 0.0)(latents, torch.Generator())
-    tokens = vq.quantise_latent(latents)
+    tokens = vq.quantize_latent(latents)
     assert torch.equal(targets, torch.cat([of_scale.flatten(1) for of_scale in tokens], 1))
     torch.testing.assert_close(inputs, vq.teacher_inputs(tokens))
 
@@ -237,7 +237,7 @@ def test_targets_mend_what_the_history_got_wrong():
             return drawn[-1]
 
     inputs, targets = Watched(vq, 1.0)(latents, torch.Generator().manual_seed(0))
-    right = vq.quantise_latent(latents)
+    right = vq.quantize_latent(latents)
     assert len(drawn) == 2 and (drawn[1] != right[1]).any()  # nothing follows the last scale
     assert all(int(a.max()) < codes for a, codes in zip(drawn, vq.scale_codes, strict=False))
     torch.testing.assert_close(inputs, vq.teacher_inputs([*drawn, right[-1]]))

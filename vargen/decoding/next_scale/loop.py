@@ -19,18 +19,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
 from vargen.decoding.next_scale.state import Images, Keep
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 @torch.no_grad()
-@outside_autocast
+@without_autocast
 def decode_scales(
     model: ScaleModel,
     condition: Any,
@@ -70,7 +70,7 @@ def decode_scales(
     method: ScaleSchedule = resolve_method(schedule, ScaleSchedule.paradigm)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, ScaleModel):
-        raise TypeError(f"model must be a ScaleModel, got {shown(model)}")
+        raise TypeError(f"model must be a ScaleModel, got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
     _check_given(given, model, len(seeds))
     sampling.check_vocabulary(model.vocab)

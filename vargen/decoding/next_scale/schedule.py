@@ -9,7 +9,7 @@ from vargen.decoding.method import Method, describe_part
 from vargen.decoding.next_scale.acceptance import ScaleRule, joint
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.sampling import Sampling
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 MODELS = ("target", "draft", "none")
 
@@ -41,23 +41,27 @@ class Stage:
 
     def __post_init__(self) -> None:
         if self.model not in MODELS:
-            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {shown(self.model)}")
-        if self.until is not None and (whole(self.until, -(2**31)) is None or self.until == 0):
-            raise ValueError(f"until must be a whole number other than 0, or None for all that remain, got {shown(self.until)}")
-        if whole(self.drafted, 0) is None:
-            raise ValueError(f"drafted must be a whole number of at least 0, got {shown(self.drafted)}")
+            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {short_repr(self.model)}")
+        if self.until is not None and (parse_int(self.until, -(2**31)) is None or self.until == 0):
+            raise ValueError(
+                f"until must be a whole number other than 0, or None for all that remain, got {short_repr(self.until)}"
+            )
+        if parse_int(self.drafted, 0) is None:
+            raise ValueError(f"drafted must be a whole number of at least 0, got {short_repr(self.drafted)}")
         if self.drafted and self.model != "target":
-            raise ValueError(f"drafted scales are judged by the target, so model must be 'target', got {shown(self.model)}")
+            raise ValueError(
+                f"drafted scales are judged by the target, so model must be 'target', got {short_repr(self.model)}"
+            )
         if not isinstance(self.rule, ScaleRule):
             raise TypeError(
-                f"rule must be a ScaleRule, such as joint, token_wise or shared_noise_scales, got {shown(self.rule)}"
+                f"rule must be a ScaleRule, such as joint, token_wise or shared_noise_scales, got {short_repr(self.rule)}"
             )
         for name in ("guidance", "temperature"):
-            value = real(getattr(self, name))
+            value = parse_float(getattr(self, name))
             if value is None or value < 0:
-                raise ValueError(f"{name} must be a finite factor of at least 0, got {shown(getattr(self, name))}")
-        if self.top_k is not None and whole(self.top_k, 1) is None:
-            raise ValueError(f"top_k must be a whole number of at least 1, or None, got {shown(self.top_k)}")
+                raise ValueError(f"{name} must be a finite factor of at least 0, got {short_repr(getattr(self, name))}")
+        if self.top_k is not None and parse_int(self.top_k, 1) is None:
+            raise ValueError(f"top_k must be a whole number of at least 1, or None, got {short_repr(self.top_k)}")
 
     @property
     def exact(self) -> bool:
@@ -89,7 +93,7 @@ class ScaleSchedule(Method):
         super().__post_init__()
         stages = tuple(self.stages) if isinstance(self.stages, list | tuple) else self.stages
         if not isinstance(stages, tuple) or not all(isinstance(stage, Stage) for stage in stages):
-            raise TypeError(f"stages must be a sequence of Stage, got {shown(self.stages)}")
+            raise TypeError(f"stages must be a sequence of Stage, got {short_repr(self.stages)}")
         if not stages:
             raise ValueError("stages must hold at least one Stage, got none")
         object.__setattr__(self, "stages", stages)

@@ -16,7 +16,7 @@ from vargen.decoding.next_token.protocols import (
     SizedDrafter,
     TokenModel,
 )
-from vargen.values import shown
+from vargen.values import short_repr
 
 _NEEDS = {
     "fresh": "it needs drafts that are drawn anew in every pass, each with coins of its own",
@@ -46,7 +46,7 @@ class Accelerator(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.topology not in (None, "chain", "tree"):
-            raise ValueError(f"topology must be 'chain', 'tree' or None, got {shown(self.topology)}")
+            raise ValueError(f"topology must be 'chain', 'tree' or None, got {short_repr(self.topology)}")
         if isinstance(self.acceptance, type) or not isinstance(self.acceptance, AcceptanceRule):
             raise TypeError(
                 "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function that acceptance_rule marks "
@@ -58,7 +58,7 @@ class Accelerator(Method):
             return
         if isinstance(self.drafter, type) or not isinstance(self.drafter, Drafter):
             made = ", a class: call it" if isinstance(self.drafter, type) else ""
-            given = shown(self.drafter) + made
+            given = short_repr(self.drafter) + made
             raise TypeError(f"drafter must be a drafter, such as Jacobi() or Speculative(), or None, got {given}")
         if self.topology is None:
             object.__setattr__(self, "topology", self.drafter.topology)

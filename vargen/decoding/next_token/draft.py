@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import Noise
 from vargen.kernels.ancestors import packed
-from vargen.modes import ordinary_tensors
+from vargen.modes import normal_tensors
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,25 +73,25 @@ class Tree:
         return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, T - 1 if widest is None else widest, chain=False)
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def words(self) -> Tensor:
         """The ancestors as bits of int64 words, `[T, W]` or `[B, T, W]`: bit j % 64 of word j // 64 is `ancestors[..., j]`."""
         return packed(self.ancestors)
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def elders(self) -> Tensor:
         """bool `[T, T]` or `[B, T, T]`, `[..., i, j]` True where slot j is a sibling that lies before slot i."""
         return (self.parents[..., :, None] == self.parents[..., None, :]).tril(-1)
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def rank(self) -> Tensor:
         """int64, as `parents`: how many siblings lie before each slot."""
         return self.elders.sum(-1)
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def children(self) -> Tensor:
         """int64 `[T, widest]` or `[B, T, widest]`: the slots that follow each slot, in order; 0 where there are no more."""
         T = self.parents.shape[-1]
@@ -101,7 +101,7 @@ class Tree:
         return table.scatter_(-1, place, slots).unflatten(-1, (T, self.widest))
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def parents_of_rank(self) -> tuple[Tensor, ...]:
         """For each rank, int64 slots that have a child of it: of one tree for the batch only these, read from the device once;
         else all."""
@@ -110,7 +110,7 @@ class Tree:
         return (torch.arange(self.children.shape[1], device=self.children.device),) * self.widest
 
     @cached_property
-    @ordinary_tensors()
+    @normal_tensors()
     def postorder(self) -> Tensor:
         """int64, as `parents`: the place of each slot where children come before their parents, and elder siblings with all
         that follows them before younger ones."""
@@ -120,7 +120,7 @@ class Tree:
 
 
 @lru_cache(maxsize=64)
-@ordinary_tensors()
+@normal_tensors()
 def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
     if not parents or parents[0] != -1 or any(not 0 <= p < i for i, p in enumerate(parents[1:], 1)):
         raise ValueError(f"parents must start with -1 and then name earlier slots, got {parents}")

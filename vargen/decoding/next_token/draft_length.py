@@ -18,7 +18,7 @@ from torch import Tensor
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, measure_pass_costs
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import real, shown, suggest_names, whole
+from vargen.values import parse_float, parse_int, short_repr, suggest_names
 
 MAX_WINDOW = 4096  # more than any grid has
 
@@ -86,14 +86,16 @@ class Adaptive:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        max_fed = whole(self.max_fed, 2, MAX_WINDOW)
-        min_fed = None if max_fed is None else whole(self.min_fed, 2, max_fed)
+        max_fed = parse_int(self.max_fed, 2, MAX_WINDOW)
+        min_fed = None if max_fed is None else parse_int(self.min_fed, 2, max_fed)
         if max_fed is None or min_fed is None:
-            given = f"{shown(self.min_fed)} and {shown(self.max_fed)}"
+            given = f"{short_repr(self.min_fed)} and {short_repr(self.max_fed)}"
             raise ValueError(f"a window needs whole numbers 2 <= min_fed <= max_fed <= {MAX_WINDOW}, got {given}")
-        ahead, memory = real(self.ahead), real(self.memory)
+        ahead, memory = parse_float(self.ahead), parse_float(self.memory)
         if ahead is None or memory is None or not (ahead > 0 and 0 <= memory < 1):
-            raise ValueError(f"ahead must be above 0 and memory in [0, 1), got {shown(self.ahead)} and {shown(self.memory)}")
+            raise ValueError(
+                f"ahead must be above 0 and memory in [0, 1), got {short_repr(self.ahead)} and {short_repr(self.memory)}"
+            )
         for name, value in (("min_fed", min_fed), ("max_fed", max_fed), ("ahead", ahead), ("memory", memory)):
             object.__setattr__(self, name, value)
 
@@ -142,13 +144,13 @@ class Auto:
     shrinks: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        max_fed, memory = whole(self.max_fed, 2, MAX_WINDOW), real(self.memory)
-        probes, promising = whole(self.probes, 0), real(self.promising)
+        max_fed, memory = parse_int(self.max_fed, 2, MAX_WINDOW), parse_float(self.memory)
+        probes, promising = parse_int(self.probes, 0), parse_float(self.promising)
         if None in (max_fed, probes) or memory is None or promising is None or not (0 <= memory < 1 and promising > 0):
             given = (self.max_fed, self.memory, self.probes, self.promising)
             raise ValueError(
                 f"an automatic window needs max_fed from 2 to {MAX_WINDOW}, memory in [0, 1), probes of at least 0 and "
-                f"promising above 0, got {', '.join(map(shown, given))}"
+                f"promising above 0, got {', '.join(map(short_repr, given))}"
             )
         for name, value in (("max_fed", max_fed), ("memory", memory), ("probes", probes), ("promising", promising)):
             object.__setattr__(self, name, value)
@@ -189,17 +191,17 @@ def parse_window(value: int | str | Window) -> Window:
     if isinstance(value, str):
         if value not in WINDOWS:
             raise ValueError(
-                f"unknown window {shown(value)}; {suggest_names(value, WINDOWS)}, or give a whole number of at least 2"
+                f"unknown window {short_repr(value)}; {suggest_names(value, WINDOWS)}, or give a whole number of at least 2"
             )
         return WINDOWS[value]
     if isinstance(value, Integral) and not isinstance(value, bool):
-        width = whole(value, 2)
+        width = parse_int(value, 2)
         if width is None:
-            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {shown(value)}")
+            raise ValueError(f"window must be at least 2 (one committed token and one draft), got {short_repr(value)}")
         return Fixed(width)
     if not isinstance(value, int | Integral | type) and isinstance(value, Window):
         return value
-    raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {shown(value)}")
+    raise TypeError(f"window must be a whole number, 'adaptive', 'auto' or a Window, got {short_repr(value)}")
 
 
 class AcceptanceEstimate(Protocol):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_token import captured
 from vargen.decoding.next_token.accelerator import Accelerator
@@ -30,12 +30,12 @@ from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 from vargen.kernels.dispatch import asked_for
-from vargen.modes import ordinary_tensors, quick_passes
-from vargen.values import shown
+from vargen.modes import inference_mode_for, normal_tensors
+from vargen.values import short_repr
 
 
 @torch.no_grad()
-@outside_autocast
+@without_autocast
 def decode(
     model: TokenModel,
     condition: Any,
@@ -70,11 +70,11 @@ def decode(
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {shown(model)}")
+        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if method.drafter is None else method.drafter.max_fed
-    with use_best_threads(model, condition, len(seeds), max_fed) as threads, quick_passes(torch.device(model.device)):
+    with use_best_threads(model, condition, len(seeds), max_fed) as threads, inference_mode_for(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), method, sampling)
         stats = image.stats(method.name, threads)
@@ -190,7 +190,7 @@ class _Images:
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
         B, device = len(seeds), seeds.device
         self.seeds, self.total, self.model = seeds, total, model
-        with ordinary_tensors():  # callbacks write to them
+        with normal_tensors():  # callbacks write to them
             self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
         self.own = TokenNoise(seeds, total + max_fed)
         self.length = torch.ones(B, dtype=torch.int64, device=device)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import gaussian
 from vargen.decoding.video.protocols import BlockModel
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 TIMESTEPS = 1000  # a timestep is a noise level times this
 STEPS = (1000, 750, 500, 250)  # of the distilled models, before warping
@@ -206,8 +206,8 @@ class Commit(Protocol):
 
 
 def _check(value: Any, name: str) -> None:
-    if whole(value, 1) is None:
-        raise ValueError(f"{name} must be a whole number of at least 1, got {shown(value)}")
+    if parse_int(value, 1) is None:
+        raise ValueError(f"{name} must be a whole number of at least 1, got {short_repr(value)}")
 
 
 @dataclass(frozen=True)

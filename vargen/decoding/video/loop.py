@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vargen.compat import outside_autocast
+from vargen.compat import without_autocast
 from vargen.decoding.harness import Clock
 from vargen.decoding.pass_costs import block_threads
 from vargen.decoding.presets import resolve_method
@@ -25,8 +25,8 @@ from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import BlockDecoder, BlockPixels, Score, Scored, View, scored
 from vargen.decoding.video.stats import BlockRecord, VideoStats
 from vargen.device import threads
-from vargen.modes import ordinary_tensors
-from vargen.values import shown, whole
+from vargen.modes import normal_tensors
+from vargen.values import parse_int, short_repr
 
 
 class NonFiniteLatentsError(RuntimeError):
@@ -147,7 +147,7 @@ class BlockStream(Iterator[Block]):
         try:
             if self._cancelled:
                 raise _Stopped
-            with torch.no_grad(), ordinary_tensors():
+            with torch.no_grad(), normal_tensors():
                 return self._next()
         except _Stopped:
             self.stats.stopped = True
@@ -157,7 +157,7 @@ class BlockStream(Iterator[Block]):
             self.close()
             raise
 
-    @outside_autocast
+    @without_autocast
     def _next(self) -> Block:
         if self.target is None:
             self._threads = block_threads(self.model, self._condition)
@@ -306,7 +306,7 @@ class BlockStream(Iterator[Block]):
         return self._clock.part(name)
 
     def _on_pass(self) -> None:
-        with ordinary_tensors():
+        with normal_tensors():
             made = Progress(self._number, self.blocks, sum(self._passes().values()))
             if self.callback is not None and self.callback(made) is False:
                 self._cancelled = True
@@ -350,15 +350,15 @@ def decode_video(
         NonFiniteLatentsError: while iterating, where the target's latents are not finite, or a draft's in the method `draft`.
     """
     if isinstance(model, type) or not isinstance(model, BlockModel):
-        raise TypeError(f"model must be a BlockModel, got {shown(model)}")
+        raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
     routing = resolve_method(method, VideoMethod.paradigm)
-    if whole(blocks, 1, MAX_BLOCKS) is None:
-        raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {shown(blocks)}")
-    if whole(seed, -(2**63), 2**63 - 1) is None:
-        raise ValueError(f"seed must be a whole number of 64 bits, got {shown(seed)}")
+    if parse_int(blocks, 1, MAX_BLOCKS) is None:
+        raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(blocks)}")
+    if parse_int(seed, -(2**63), 2**63 - 1) is None:
+        raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(seed)}")
     for name, function in (("callback", callback), ("score", score)):
         if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function or None, got {shown(function)}")
+            raise TypeError(f"{name} must be a function or None, got {short_repr(function)}")
     for latents in given:
         if not isinstance(latents, Tensor) or latents.ndim != 5 or latents.shape[2:] != torch.Size(model.block_shape[1:]):
             raise ValueError(f"given must be latents [1, F, *{list(model.block_shape[1:])}], got {_shape(latents)}")
@@ -367,4 +367,4 @@ def decode_video(
 
 
 def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else shown(value)
+    return str(list(value.shape)) if isinstance(value, Tensor) else short_repr(value)

@@ -10,7 +10,7 @@ from vargen.decoding.video.denoising import Commit, Lazy
 from vargen.decoding.video.policies import Policy, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import Aggregator, lowest
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 _ALWAYS: Policy = SingleModel()
 _LAZY: Commit = Lazy()
@@ -52,20 +52,20 @@ class VideoMethod(Method):
         for name, kind, example in (("policy", Policy, "Threshold()"), ("commit", Commit, "Lazy()")):
             value = getattr(self, name)
             if isinstance(value, type) or not isinstance(value, kind):
-                raise TypeError(f"{name} must be one such as {example}, got {shown(value)}")
+                raise TypeError(f"{name} must be one such as {example}, got {short_repr(value)}")
         if isinstance(self.aggregate, type) or not callable(self.aggregate):
-            raise TypeError(f"aggregate must be a function of scores, such as lowest or mean, got {shown(self.aggregate)}")
-        if not isinstance(self.forced, tuple | list) or any(whole(block, 0) is None for block in self.forced):
-            raise ValueError(f"forced must be numbers of blocks, from 0, got {shown(self.forced)}")
+            raise TypeError(f"aggregate must be a function of scores, such as lowest or mean, got {short_repr(self.aggregate)}")
+        if not isinstance(self.forced, tuple | list) or any(parse_int(block, 0) is None for block in self.forced):
+            raise ValueError(f"forced must be numbers of blocks, from 0, got {short_repr(self.forced)}")
         object.__setattr__(self, "forced", tuple(self.forced))
         for name, least in (("longest_run", 1), ("off_after", 1), ("off_blocks", 1), ("refine", 0)):
             value = getattr(self, name)
-            if whole(value, least) is None and not (value is None and name in ("longest_run", "off_after")):
-                raise ValueError(f"{name} must be a whole number of at least {least}, got {shown(value)}")
+            if parse_int(value, least) is None and not (value is None and name in ("longest_run", "off_after")):
+                raise ValueError(f"{name} must be a whole number of at least {least}, got {short_repr(value)}")
         if self.refine_margin is not None:
             validate_threshold(self.refine_margin, "refine_margin")
         if not isinstance(self.fused, bool):
-            raise TypeError(f"fused must be True or False, got {shown(self.fused)}")
+            raise TypeError(f"fused must be True or False, got {short_repr(self.fused)}")
 
     @property
     def drafts(self) -> bool:

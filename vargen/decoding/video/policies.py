@@ -12,7 +12,7 @@ import torch
 
 from vargen.decoding.noise import Purpose, coins
 from vargen.decoding.video.stats import MAKERS, BlockRecord
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 class Router:
@@ -61,16 +61,16 @@ def validate_threshold(value: Any, name: str = "tau") -> float:
         ValueError: for NaN. TypeError: for what is no number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a number, got {shown(value)}")
+        raise TypeError(f"{name} must be a number, got {short_repr(value)}")
     if math.isnan(value):
         raise ValueError(f"{name} must be a number or infinite, got nan")
     return float(value)
 
 
 def validate_share(value: Any, name: str) -> None:
-    share = real(value)
+    share = parse_float(value)
     if share is None or not 0 <= share <= 1:
-        raise ValueError(f"{name} must be from 0 to 1, got {shown(value)}")
+        raise ValueError(f"{name} must be from 0 to 1, got {short_repr(value)}")
 
 
 TAU = -0.7  # of the paper, on ImageReward's scale, whose scores of its training data have mean 0 and deviation 1
@@ -139,8 +139,8 @@ class QuantileThreshold:
 
     def __post_init__(self) -> None:
         validate_share(self.reject, "reject")
-        if whole(self.memory, 2) is None:
-            raise ValueError(f"memory must be a whole number of at least 2, got {shown(self.memory)}")
+        if parse_int(self.memory, 2) is None:
+            raise ValueError(f"memory must be a whole number of at least 2, got {short_repr(self.memory)}")
 
     def start(self, seed: int) -> Router:
         return _Quantile(self.reject, self.memory)
@@ -183,13 +183,13 @@ class AdaptiveThreshold:
 
     def __post_init__(self) -> None:
         if (self.acceptance is None) == (self.seconds is None):
-            raise ValueError(f"give acceptance or seconds, got {shown(self.acceptance)} and {shown(self.seconds)}")
+            raise ValueError(f"give acceptance or seconds, got {short_repr(self.acceptance)} and {short_repr(self.seconds)}")
         if self.acceptance is not None:
             validate_share(self.acceptance, "acceptance")
         for name in ("gain", *(("seconds",) if self.seconds is not None else ())):
-            value = real(getattr(self, name))
+            value = parse_float(getattr(self, name))
             if value is None or value <= 0:
-                raise ValueError(f"{name} must be a number above 0, got {shown(getattr(self, name))}")
+                raise ValueError(f"{name} must be a number above 0, got {short_repr(getattr(self, name))}")
         if not validate_threshold(self.low, "low") <= validate_threshold(self.tau) <= validate_threshold(self.high, "high"):
             raise ValueError(f"tau must be from low to high, got {self.low}, {self.tau} and {self.high}")
 
@@ -229,7 +229,7 @@ class SingleModel:
 
     def __post_init__(self) -> None:
         if not isinstance(self.draft, bool):
-            raise TypeError(f"draft must be True or False, got {shown(self.draft)}")
+            raise TypeError(f"draft must be True or False, got {short_repr(self.draft)}")
 
     def start(self, seed: int) -> Router:
         return _Places(lambda block: self.draft)
@@ -258,8 +258,8 @@ class Stride:
     scored = reference = False
 
     def __post_init__(self) -> None:
-        if whole(self.every, 1) is None:
-            raise ValueError(f"every must be a whole number of at least 1, got {shown(self.every)}")
+        if parse_int(self.every, 1) is None:
+            raise ValueError(f"every must be a whole number of at least 1, got {short_repr(self.every)}")
 
     def start(self, seed: int) -> Router:
         return _Places(lambda block: block % self.every != 0)
@@ -302,7 +302,7 @@ class Replay:
         object.__setattr__(self, "makers", tuple(self.makers))
         unknown = [maker for maker in self.makers if maker not in MAKERS]
         if unknown:
-            raise ValueError(f"makers must be of {', '.join(MAKERS)}, got {shown(unknown[0])}")
+            raise ValueError(f"makers must be of {', '.join(MAKERS)}, got {short_repr(unknown[0])}")
 
     def start(self, seed: int) -> Router:
         return _Replay(self.makers)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from vargen.values import real, shown
+from vargen.values import parse_float, short_repr
 
 
 class BlockDecoder(Protocol):
@@ -76,9 +76,9 @@ class LowerQuantile:
     share: float = 0.25
 
     def __post_init__(self) -> None:
-        value = real(self.share)
+        value = parse_float(self.share)
         if value is None or not 0 <= value <= 1:
-            raise ValueError(f"share must be from 0 to 1, got {shown(self.share)}")
+            raise ValueError(f"share must be from 0 to 1, got {short_repr(self.share)}")
 
     def __call__(self, scores_T: Tensor) -> float:
         return float(scores_T.quantile(self.share))
@@ -119,7 +119,7 @@ def scored(score: Score, aggregate: Aggregator, view: View) -> Scored:
     try:
         scores = torch.as_tensor(score(view)).detach().float().reshape(-1).cpu()
         if not scores.numel() or not scores.isfinite().all():
-            return Scored(None, [], f"the scorer gave {shown(scores.tolist())}, not finite numbers")
+            return Scored(None, [], f"the scorer gave {short_repr(scores.tolist())}, not finite numbers")
         value = float(aggregate(scores))
     except Exception as error:  # someone else's code: the block is the target's then, and the row says so
         return Scored(None, [], f"the scorer raised {type(error).__name__}: {error}")

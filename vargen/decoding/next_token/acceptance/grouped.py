@@ -14,7 +14,7 @@ from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import probability
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,15 @@ class GroupedRule(RelaxedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, delta, distance = whole(self.size, 1), real(self.delta), real(self.distance)
+        size, delta, distance = parse_int(self.size, 1), parse_float(self.delta), parse_float(self.distance)
         if size is None:
-            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {shown(self.size)}")
+            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {short_repr(self.size)}")
         if delta is None or not 0 < delta <= 1:
-            raise ValueError(f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {shown(self.delta)}")
+            raise ValueError(
+                f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {short_repr(self.delta)}"
+            )
         if self.distance is not None and (distance is None or not distance > 0):
-            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {shown(self.distance)}")
+            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {short_repr(self.distance)}")
         for name, value in (("size", size), ("delta", delta), ("distance", distance)):
             object.__setattr__(self, name, value)
 

@@ -20,9 +20,9 @@ from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import probability
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.files import cache_folder, whole_file
-from vargen.modes import ordinary_tensors
-from vargen.values import real, shown, whole
+from vargen.files import atomic_file, cache_folder
+from vargen.modes import normal_tensors
+from vargen.values import parse_float, parse_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,15 @@ class NeighborhoodRule(RelaxedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, ratio, delta = whole(self.size, 1), real(self.ratio), real(self.delta)
+        size, ratio, delta = parse_int(self.size, 1), parse_float(self.ratio), parse_float(self.delta)
         if size is None:
-            raise ValueError(f"size, most neighbours of a token, must be a whole number of at least 1, got {shown(self.size)}")
+            raise ValueError(
+                f"size, most neighbours of a token, must be a whole number of at least 1, got {short_repr(self.size)}"
+            )
         if self.ratio is not None and (ratio is None or ratio <= 1):
-            raise ValueError(f"ratio must be above 1, or None to bound by delta alone, got {shown(self.ratio)}")
+            raise ValueError(f"ratio must be above 1, or None to bound by delta alone, got {short_repr(self.ratio)}")
         if self.delta is not None and (delta is None or not 0 < delta <= 1):
-            raise ValueError(f"delta must be in (0, 1], or None to bound by ratio alone, got {shown(self.delta)}")
+            raise ValueError(f"delta must be in (0, 1], or None to bound by ratio alone, got {short_repr(self.delta)}")
         if ratio is None and delta is None:
             raise ValueError("a neighbourhood needs a bound of its mass: ratio, delta or both, got None for both")
         for name, value in (("size", size), ("ratio", ratio), ("delta", delta)):
@@ -161,7 +163,7 @@ class _Codes:
 
 
 @lru_cache(maxsize=4)
-@ordinary_tensors()
+@normal_tensors()
 def _kept(book: _Codes, count: int) -> Tensor:
     path = cache_folder() / "neighbours" / f"{book.name}.npz"
     found = _read(path, book, count)
@@ -206,7 +208,7 @@ def _read(path: Path, book: _Codes, count: int) -> Tensor | None:
 
 def _write(path: Path, book: _Codes, table: Tensor) -> None:
     try:
-        with whole_file(path) as temporary, open(temporary, "wb") as file:
+        with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, codebook=book.name, nearest=table.numpy())
     except OSError as error:  # a home that cannot be written
         logger.debug("the table of nearest codes is not kept: %s", error)

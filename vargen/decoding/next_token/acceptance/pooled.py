@@ -18,7 +18,7 @@ from vargen.decoding.next_token.acceptance.siblings import Siblings
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 @dataclass(frozen=True)
@@ -58,13 +58,15 @@ class PooledRule(RelaxedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, threshold, radius = whole(self.size, 0), real(self.threshold), whole(self.radius, 0)
+        size, threshold, radius = parse_int(self.size, 0), parse_float(self.threshold), parse_int(self.radius, 0)
         if size is None:
-            raise ValueError(f"size, the neighbours of a token, must be a whole number of at least 0, got {shown(self.size)}")
+            raise ValueError(
+                f"size, the neighbours of a token, must be a whole number of at least 0, got {short_repr(self.size)}"
+            )
         if threshold is None or threshold <= 0:
-            raise ValueError(f"threshold, the mass that lets a draft stand, must be above 0, got {shown(self.threshold)}")
+            raise ValueError(f"threshold, the mass that lets a draft stand, must be above 0, got {short_repr(self.threshold)}")
         if radius is None:
-            raise ValueError(f"radius must be a whole number of at least 0 (the draft alone), got {shown(self.radius)}")
+            raise ValueError(f"radius must be a whole number of at least 0 (the draft alone), got {short_repr(self.radius)}")
         for name, value in (("size", size), ("threshold", threshold), ("radius", radius)):
             object.__setattr__(self, name, value)
 

@@ -24,7 +24,7 @@ from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Sibl
 from vargen.decoding.next_token.draft import Draft, Tree, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import real, shown
+from vargen.values import parse_float, short_repr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +48,11 @@ class RelaxedRule:
     tightening: float = 0.0
 
     def __post_init__(self) -> None:
-        budget, tightening = real(self.budget), real(self.tightening)
+        budget, tightening = parse_float(self.budget), parse_float(self.tightening)
         if self.budget is not None and (budget is None or budget < 0):
-            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {shown(self.budget)}")
+            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {short_repr(self.budget)}")
         if tightening is None or tightening < 0:
-            raise ValueError(f"tightening must be at least 0 (all drafts alike), got {shown(self.tightening)}")
+            raise ValueError(f"tightening must be at least 0 (all drafts alike), got {short_repr(self.tightening)}")
         object.__setattr__(self, "budget", budget)
         object.__setattr__(self, "tightening", tightening)
 
@@ -158,9 +158,9 @@ class RatioRule(RelaxedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ratio = real(self.ratio)
+        ratio = parse_float(self.ratio)
         if ratio is None or ratio < 1:
-            raise ValueError(f"ratio must be at least 1, which is exact, got {shown(self.ratio)}")
+            raise ValueError(f"ratio must be at least 1, which is exact, got {short_repr(self.ratio)}")
         object.__setattr__(self, "ratio", ratio)
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
@@ -190,11 +190,11 @@ class TypicalRule(RelaxedRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        epsilon, alpha = real(self.epsilon), real(self.alpha)
+        epsilon, alpha = parse_float(self.epsilon), parse_float(self.alpha)
         if epsilon is None or not 0 < epsilon <= 1:
-            raise ValueError(f"epsilon must be in (0, 1], got {shown(self.epsilon)}")
+            raise ValueError(f"epsilon must be in (0, 1], got {short_repr(self.epsilon)}")
         if alpha is None or alpha <= 0:
-            raise ValueError(f"alpha must be above 0, got {shown(self.alpha)}")
+            raise ValueError(f"alpha must be above 0, got {short_repr(self.alpha)}")
         object.__setattr__(self, "epsilon", epsilon)
         object.__setattr__(self, "alpha", alpha)
 

@@ -13,7 +13,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, TreeShape
 from vargen.decoding.sampling import Sampling
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class TreeDrafter:
         """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
         if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
             raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {shown(self.tree.depth)}"
+                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {short_repr(self.tree.depth)}"
             )
 
     def fitted(self, tokens: int) -> Self:

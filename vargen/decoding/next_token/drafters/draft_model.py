@@ -19,7 +19,7 @@ from vargen.decoding.next_token.protocols import LayeredModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 _LONGEST = 8  # drafts of an automatic chain
 
@@ -66,14 +66,14 @@ class Speculative:
 
     def __post_init__(self) -> None:
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
-            raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), or None, got {shown(self.model)}")
+            raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), or None, got {short_repr(self.model)}")
         if not isinstance(self.shared_noise, bool):
-            raise TypeError(f"shared_noise must be True or False, got {shown(self.shared_noise)}")
+            raise TypeError(f"shared_noise must be True or False, got {short_repr(self.shared_noise)}")
         if isinstance(self.length, str) and self.length == "auto":
             return
-        length = whole(self.length, 1)
+        length = parse_int(self.length, 1)
         if length is None:
-            given = shown(self.length)
+            given = short_repr(self.length)
             raise ValueError(
                 f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {given}"
             )
@@ -124,7 +124,7 @@ class Speculative:
     def check_grid(self, tokens: int) -> None:
         """Raise ValueError unless a chain fits behind the first of so many tokens."""
         if not isinstance(self.length, str) and self.length >= tokens:
-            given = shown(self.length)
+            given = short_repr(self.length)
             raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
 
     def fitted(self, tokens: int) -> Speculative:
@@ -206,17 +206,19 @@ class LayerSkip(Speculative):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        share = real(self.skip)
+        share = parse_float(self.skip)
         if share is None:
             parts = self.skip.split("+") if isinstance(self.skip, str) else self.skip
             found = [_layer(part) for part in parts] if isinstance(parts, list | tuple) else []
             if not found or None in found or len(set(found)) < len(found):
-                given = shown(self.skip)
+                given = short_repr(self.skip)
                 raise ValueError(f"skip must be a share of the layers, or layers, each once, as in '3+5+6', got {given}")
             object.__setattr__(self, "skip", tuple(found))
             return
         if not 0 < share < 1:
-            raise ValueError(f"skip, the share of the layers left out, must be above 0 and below 1, got {shown(self.skip)}")
+            raise ValueError(
+                f"skip, the share of the layers left out, must be above 0 and below 1, got {short_repr(self.skip)}"
+            )
         object.__setattr__(self, "skip", share)
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -240,7 +242,7 @@ class LayerSkip(Speculative):
 
 
 def _layer(given: Any) -> int | None:
-    return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 9 else whole(given, 0)
+    return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 9 else parse_int(given, 0)
 
 
 def best_layers(

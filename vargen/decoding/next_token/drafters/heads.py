@@ -28,7 +28,7 @@ from vargen.decoding.next_token.trees.shapes import (
 )
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 
 @dataclass
@@ -104,11 +104,11 @@ class HeadDrafter(TreeDrafter):
     def __post_init__(self) -> None:
         shape = self.shape
         if not isinstance(shape, StaticTree | DynamicTree | AutoTree | str | list | tuple):
-            length = whole(shape, 1, MAX_TREE_WIDTH - 1)
+            length = parse_int(shape, 1, MAX_TREE_WIDTH - 1)
             if length is None:
                 error = ValueError if isinstance(shape, int | float) else TypeError
                 allowed = f"a whole number from 1 to {MAX_TREE_WIDTH - 1} for a chain, a tree, its name or its parents"
-                raise error(f"shape must be {allowed}, got {shown(shape)}")
+                raise error(f"shape must be {allowed}, got {short_repr(shape)}")
             shape = chain(length)
         tree = parse_shape(shape)
         object.__setattr__(self, "shape", tree)
@@ -117,7 +117,7 @@ class HeadDrafter(TreeDrafter):
         object.__setattr__(self, "topology", "chain" if straight else "tree")
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, self.protocol)):
             example = f"such as pipe.token_model(1.0).{self.kind}"
-            raise TypeError(f"model must be a {self.protocol.__name__}, {example}, or None, got {shown(self.model)}")
+            raise TypeError(f"model must be a {self.protocol.__name__}, {example}, or None, got {short_repr(self.model)}")
 
     @property
     def tree(self) -> TreeShape | AutoTree:

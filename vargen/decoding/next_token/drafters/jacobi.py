@@ -32,7 +32,7 @@ from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.values import resolve_name, shown
+from vargen.values import resolve_name, short_repr
 
 Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
 
@@ -111,7 +111,7 @@ class Jacobi:
         """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
         window = parse_window(self.window)
         if window.max_fed > tokens and not window.shrinks:
-            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {shown(window.max_fed)}")
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_fed)}")
 
     def fitted(self, tokens: int) -> Jacobi:
         """The drafter with a window of at most so many tokens."""

@@ -27,7 +27,7 @@ from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, Stati
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling
-from vargen.modes import ordinary_tensors
+from vargen.modes import normal_tensors
 
 
 @dataclass
@@ -84,7 +84,7 @@ class _Plan(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-@ordinary_tensors()
+@normal_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
     shape = Tree.of(parents)
     depth, rank, children = shape.depth.tolist(), shape.rank.tolist(), shape.children[:, 0].tolist() if shape.widest else [0]

@@ -16,7 +16,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.protocols import ExampleModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, Sampling
-from vargen.values import real, shown, whole
+from vargen.values import parse_float, parse_int, short_repr
 
 
 class Index:
@@ -124,16 +124,16 @@ class Lookup:
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
-        drafts, counted, own = whole(self.drafts, 1), whole(self.counted, 0), real(self.own)
-        sharpness = real(self.sharpness)
+        drafts, counted, own = parse_int(self.drafts, 1), parse_int(self.counted, 0), parse_float(self.own)
+        sharpness = parse_float(self.sharpness)
         if drafts is None:
-            raise ValueError(f"drafts must be a whole number of at least 1, got {shown(self.drafts)}")
+            raise ValueError(f"drafts must be a whole number of at least 1, got {short_repr(self.drafts)}")
         if counted is None:
-            raise ValueError(f"counted must be a whole number of at least 0 (no examples), got {shown(self.counted)}")
+            raise ValueError(f"counted must be a whole number of at least 0 (no examples), got {short_repr(self.counted)}")
         if own is None or own < 0 or not (own or counted):
-            raise ValueError(f"own must be at least 0, and above 0 where nothing else is counted, got {shown(self.own)}")
+            raise ValueError(f"own must be at least 0, and above 0 where nothing else is counted, got {short_repr(self.own)}")
         if sharpness is None or sharpness <= 0:
-            raise ValueError(f"sharpness must be above 0, got {shown(self.sharpness)}")
+            raise ValueError(f"sharpness must be above 0, got {short_repr(self.sharpness)}")
         for name, value in (("drafts", drafts), ("counted", counted), ("own", own), ("sharpness", sharpness)):
             object.__setattr__(self, name, value)
 

@@ -23,7 +23,7 @@ from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeS
 from vargen.decoding.noise import Noise
 from vargen.decoding.pass_costs import timed
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.values import shown
+from vargen.values import short_repr
 
 
 @dataclass
@@ -49,7 +49,9 @@ class Medusa(HeadDrafter):
         if isinstance(self.tree, AutoTree) and self.tree.depth > heads:
             return replace(self, shape=self.tree.cut(heads)).bind(model)
         if self.tree.depth > heads:
-            raise ValueError(f"depth of a tree must be from 1 to the drafter's {heads} heads, got {shown(self.tree.depth)}")
+            raise ValueError(
+                f"depth of a tree must be from 1 to the drafter's {heads} heads, got {short_repr(self.tree.depth)}"
+            )
         return super().bind(model)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:

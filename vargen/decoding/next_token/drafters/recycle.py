@@ -15,7 +15,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 
 @dataclass
@@ -53,9 +53,9 @@ class Recycle:
 
     def __post_init__(self) -> None:
         for name in ("drafts", "kept"):
-            number = whole(getattr(self, name), 1)
+            number = parse_int(getattr(self, name), 1)
             if number is None:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {shown(getattr(self, name))}")
+                raise ValueError(f"{name} must be a whole number of at least 1, got {short_repr(getattr(self, name))}")
             object.__setattr__(self, name, number)
 
     @property

@@ -19,7 +19,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.jacobi import Jacobi
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
-from vargen.values import shown, whole
+from vargen.values import parse_int, short_repr
 
 
 @dataclass
@@ -52,11 +52,11 @@ class Wavefront(Jacobi):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reach = whole(self.reach, 0)
+        reach = parse_int(self.reach, 0)
         if reach is None:
-            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {shown(self.reach)}")
+            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {short_repr(self.reach)}")
         if self.coupling != "judged":
-            raise ValueError(f"coupling of a wavefront must be 'judged', got {shown(self.coupling)}")
+            raise ValueError(f"coupling of a wavefront must be 'judged', got {short_repr(self.coupling)}")
         object.__setattr__(self, "reach", reach)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:

@@ -20,8 +20,8 @@ from vargen.decoding.next_token.draft import Draft, Tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.kernels.categorical import categorical
-from vargen.modes import ordinary_tensors
-from vargen.values import shown
+from vargen.modes import normal_tensors
+from vargen.values import short_repr
 
 Drawing = Literal["best", "sampled", "independent", "coupled"]
 CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `OfferingDrafter`
@@ -35,7 +35,7 @@ CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules,
 def validate_child_sampling(drawing: object, shape: TreeShape | AutoTree) -> None:
     """Raise ValueError unless children can be drawn so in trees of this shape."""
     if drawing not in CHILD_SAMPLING:
-        raise ValueError(f"drawing must be one of {', '.join(CHILD_SAMPLING)}, got {shown(drawing)}")
+        raise ValueError(f"drawing must be one of {', '.join(CHILD_SAMPLING)}, got {short_repr(drawing)}")
     if drawing == "independent" and isinstance(shape, DynamicTree):
         raise ValueError("drawing 'independent' needs a StaticTree: in a dynamic one the number of siblings depends on them")
 
@@ -148,7 +148,7 @@ class _Step(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-@ordinary_tensors()
+@normal_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> tuple[list[_Step], Tensor]:
     """The levels from the root down, and of each draft the number of the expanded slot that it follows, `[S]`."""
 
@@ -246,7 +246,7 @@ def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor,
 
 
 @lru_cache(maxsize=16)
-@ordinary_tensors()
+@normal_tensors()
 def _chances(shape: DynamicTree, device: torch.device) -> Tensor:
     return torch.tensor(shape.chances, device=device)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vargen.values import real, shown, suggest_names, whole
+from vargen.values import parse_float, parse_int, short_repr, suggest_names
 
 MAX_TREE_WIDTH = 256  # tokens of a pass
 
@@ -91,15 +91,19 @@ def parse_parents(value: Any) -> tuple[int, ...]:
     """
     if isinstance(value, str):
         if value not in STATIC:
-            raise ValueError(f"unknown tree {shown(value)}; {suggest_names(value, STATIC)}, or give the parents of its slots")
+            raise ValueError(
+                f"unknown tree {short_repr(value)}; {suggest_names(value, STATIC)}, or give the parents of its slots"
+            )
         return STATIC[value]
     if not isinstance(value, Sequence):
-        raise TypeError(f"tree must be a name or a sequence of parents, root first, got {shown(value)}")
-    parents = tuple(whole(parent, -1) for parent in value)
+        raise TypeError(f"tree must be a name or a sequence of parents, root first, got {short_repr(value)}")
+    parents = tuple(parse_int(parent, -1) for parent in value)
     if not 2 <= len(parents) <= MAX_TREE_WIDTH:
         raise ValueError(f"tree must have from 2 to {MAX_TREE_WIDTH} slots, the root included, got {len(parents)}")
     if parents[0] != -1 or any(parent is None or not 0 <= parent < slot for slot, parent in enumerate(parents[1:], 1)):
-        raise ValueError(f"tree must have parents that start with -1 and then name earlier slots, got {shown(tuple(value))}")
+        raise ValueError(
+            f"tree must have parents that start with -1 and then name earlier slots, got {short_repr(tuple(value))}"
+        )
     return tuple(int(parent) for parent in parents if parent is not None)
 
 
@@ -207,17 +211,19 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         for name, most in (("nodes", MAX_TREE_WIDTH - 1), ("depth", MAX_TREE_WIDTH - 1), ("children", MAX_TREE_WIDTH - 1)):
-            value = whole(getattr(self, name), 1, most)
+            value = parse_int(getattr(self, name), 1, most)
             if value is None:
-                raise ValueError(f"{name} of a tree must be a whole number from 1 to {most}, got {shown(getattr(self, name))}")
+                raise ValueError(
+                    f"{name} of a tree must be a whole number from 1 to {most}, got {short_repr(getattr(self, name))}"
+                )
             object.__setattr__(self, name, value)
-        frontier = self.children if self.frontier is None else whole(self.frontier, 1, MAX_TREE_WIDTH - 1)
+        frontier = self.children if self.frontier is None else parse_int(self.frontier, 1, MAX_TREE_WIDTH - 1)
         if frontier is None:
-            raise ValueError(f"frontier must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {shown(self.frontier)}")
+            raise ValueError(f"frontier must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {short_repr(self.frontier)}")
         object.__setattr__(self, "frontier", frontier)
-        rates = [real(rate) for rate in self.acceptance] if isinstance(self.acceptance, list | tuple) else []
+        rates = [parse_float(rate) for rate in self.acceptance] if isinstance(self.acceptance, list | tuple) else []
         if not rates or any(rate is None or not rate > 0 for rate in rates) or sum(rates) >= 1:  # type: ignore[arg-type]
-            given = shown(self.acceptance)
+            given = short_repr(self.acceptance)
             raise ValueError(f"acceptance must hold a rate in (0, 1) for each rank, and these less than 1 in sum, got {given}")
         object.__setattr__(self, "acceptance", tuple(rates))
         if self.nodes > self.candidates:
@@ -288,9 +294,9 @@ class AutoTree:
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "children"):
-            value = whole(getattr(self, name), 1, MAX_TREE_WIDTH - 1)
+            value = parse_int(getattr(self, name), 1, MAX_TREE_WIDTH - 1)
             if value is None:
-                given = shown(getattr(self, name))
+                given = short_repr(getattr(self, name))
                 raise ValueError(f"{name} of a tree must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {given}")
             object.__setattr__(self, name, value)
         object.__setattr__(self, "acceptance", DynamicTree(1, 1, 1, acceptance=self.acceptance).acceptance)
