@@ -22,6 +22,7 @@ from vargen.decoding import (
     exact,
     shared_noise,
 )
+from vargen.decoding.method import same_spec
 from vargen.evaluation.table_model import TableModel
 
 
@@ -88,3 +89,17 @@ def test_shared_noise_judges_a_tree_of_its_own_for_each_image() -> None:
             alone_noise = Noise(noise.seeds[one], noise.position[one], 2)
             alone = shared_noise(probs[one], Draft(drafted[one], Tree.of(parents)), alone_noise, torch.zeros(1))
             assert alone.count[0] == together.count[row] and alone.next_token[0] == together.next_token[row]
+
+
+def test_a_spec_of_an_earlier_version_is_the_same_method() -> None:
+    """As `run.json` of vargen 0.1 holds it: with the modules and the class names of then."""
+    rule = {"budget": None, "tightening": 0.0, "size": 14, "delta": 0.15, "distance": None}
+    old = {
+        "drafter": {"name": "vargen.decoding.drafters.jacobi.Jacobi", "window": 16, "coupling": "maximal", "initial": "uniform"},  # noqa: E501
+        "acceptance": {"name": "vargen.decoding.acceptance.grouped.Grouped", **rule},
+        "topology": "chain",
+    }
+    new = PRESETS["gsd"].spec()
+    assert same_spec(old, new)
+    assert not same_spec({**old, "topology": "tree"}, new)
+    assert not same_spec(old, PRESETS["scd"].spec())

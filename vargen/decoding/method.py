@@ -91,9 +91,25 @@ def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
+# Class names of vargen 0.1 in specs that run folders hold.
+_RENAMED = {
+    "Budget": "AdaptiveThreshold",
+    "Chance": "RandomShare",
+    "Grouped": "GroupedRule",
+    "Neighbourhood": "NeighborhoodRule",
+    "Pooled": "PooledRule",
+    "Ratio": "RatioRule",
+    "RelativeToFirst": "RelativeThreshold",
+    "RunningQuantile": "QuantileThreshold",
+    "Typical": "TypicalRule",
+    "Unscored": "SingleModel",
+}
+
+
 def _without_modules(spec: Any) -> Any:
     if isinstance(spec, str) and spec.startswith("vargen."):
-        return spec.rpartition(".")[2]
+        name = spec.rpartition(".")[2]
+        return _RENAMED.get(name, name)
     if isinstance(spec, Mapping):
         return {name: _without_modules(value) for name, value in spec.items()}
     return [_without_modules(each) for each in spec] if isinstance(spec, list | tuple) else spec

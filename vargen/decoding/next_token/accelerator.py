@@ -49,8 +49,8 @@ class Accelerator(Method):
             raise ValueError(f"topology must be 'chain', 'tree' or None, got {short_repr(self.topology)}")
         if isinstance(self.acceptance, type) or not isinstance(self.acceptance, AcceptanceRule):
             raise TypeError(
-                "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function that acceptance_rule marks "
-                f"as one, got {self.acceptance!r}"
+                "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function that "
+                f"acceptance_rule marks as one, got {self.acceptance!r}"
             )
         if self.drafter is None:
             if self.topology not in (None, "chain"):

@@ -52,7 +52,8 @@ class TreeDrafter:
         """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
         if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
             raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {short_repr(self.tree.depth)}"
+                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, "
+                f"got {short_repr(self.tree.depth)}"
             )
 
     def fitted(self, tokens: int) -> Self:
