@@ -13,8 +13,8 @@ from vargen.compat import without_autocast
 from vargen.decoding import Block, VideoMethod, decode_video
 from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines import checks
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window

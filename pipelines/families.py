@@ -2,21 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.eagle import EagleDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.medusa import MedusaDrafter
-from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.vq import VQModel
 
 Class = tuple[str, str]  # library, or module of ours, and class name: what an index names
+
+
+# Modules of components as vargen 0.1 wrote them into `model_index.json`, and where their classes are now.
+MOVED_MODULES = {
+    "vargen.models.vq": "vargen.models.tokenizers.vq",
+    "vargen.models.multi_scale_vq": "vargen.models.tokenizers.multi_scale_vq",
+    "vargen.models.video_vae": "vargen.models.tokenizers.video_vae",
+    "vargen.models.wan_vae": "vargen.models.tokenizers.wan_vae",
+    "vargen.models.video_preview": "vargen.models.tokenizers.preview_decoder",
+    "vargen.models.eagle": "vargen.models.heads.eagle",
+    "vargen.models.medusa": "vargen.models.heads.medusa",
+    "vargen.models.upsampler": "vargen.models.heads.upsampler",
+}
+
+
+def current_modules(index: Mapping[str, Any]) -> dict[str, Any]:
+    """A `model_index.json` with today's modules: folders that vargen 0.1 wrote name some by an earlier path."""
+    return {
+        name: [MOVED_MODULES.get(value[0], value[0]), *value[1:]]
+        if isinstance(value, list) and value and isinstance(value[0], str)
+        else value
+        for name, value in index.items()
+    }
 
 
 @dataclass(frozen=True)

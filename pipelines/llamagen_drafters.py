@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
-from vargen.models.cache import KVCache
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.kv_cache import KVCache
 from vargen.modes import normal_tensors
 
 

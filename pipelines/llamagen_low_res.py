@@ -19,9 +19,9 @@ from vargen.decoding import Noise, Sampling, Tree, decode
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.upsampler import TokenUpsampler
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.component_files import check_component, resolve_network_folder
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.parts import check_parts

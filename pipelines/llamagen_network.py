@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from vargen.decoding import Sampling
-from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
+from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 from vargen.pipelines.token_decoder import TokenDecoder

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
-from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
-from vargen.models.eagle import EagleDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
-from vargen.models.medusa import MedusaDrafter
 from vargen.modes import normal_tensors
 from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
 from vargen.pipelines.llamagen_low_res import LowResolutionDrafter

@@ -17,14 +17,14 @@ from vargen.device import preferred_dtype
 from vargen.files import expand_user
 from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import read_header
 from vargen.pipelines.borrowed import shared_component_folders
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
-from vargen.pipelines.families import FAMILIES, Family
+from vargen.pipelines.families import FAMILIES, Family, current_modules
 from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options
 from vargen.values import short_repr
+from vargen.weight_files import read_header
 
 _SMALL = 50_000_000  # parameters
 _LONGEST_ID = 96  # characters of a model's name on the hub
@@ -97,7 +97,7 @@ def read_model_index(name: Any, pipeline: str | None, hub_options: dict[str, Any
         raise ValueError(
             f"{folder} holds no model_index.json, so it is not a pipeline folder. For official files run {commands} first"
         )
-    index = read_object(index_file)
+    index = current_modules(read_object(index_file))
     kind = index.get("_class_name")
     if pipeline not in (None, kind):
         raise ValueError(f"{index_file} describes a {kind!r}, this class opens {pipeline!r}")

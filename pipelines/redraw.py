@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import Tensor
 
-from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.pipelines.pixels import preprocess_images
 from vargen.values import parse_float, short_repr
 

@@ -14,8 +14,8 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.vq import NonFinitePixelsError
+from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.pipelines import checks
 from vargen.pipelines.pixels import decoded_pixels, preprocess_images
 from vargen.pipelines.redraw import Kept, Source

@@ -23,7 +23,7 @@ from vargen.pipelines.conditioning import Conditioning
 from vargen.pipelines.description import Method, ModelInfo
 from vargen.pipelines.examples import FILE as EXAMPLES_FILE
 from vargen.pipelines.examples import check_examples, read_examples, write_examples
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.families import FAMILIES, current_modules
 from vargen.pipelines.loading import check_model_folder, resolve_dtypes
 from vargen.pipelines.memory import loading_memory
 from vargen.pipelines.parts import check_parts
@@ -126,6 +126,12 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
             check_examples(examples, network.vocab, network.tokens)
         pipe.examples = examples
         return pipe
+
+    @classmethod
+    def load_config(cls, *args: Any, **kwargs: Any) -> Any:
+        """As diffusers has it, with the modules of components where they are now."""
+        loaded: Any = super().load_config(*args, **kwargs)
+        return (current_modules(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else current_modules(loaded)
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:

@@ -14,7 +14,7 @@ from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines import checks
 from vargen.pipelines.base import VisualPipeline

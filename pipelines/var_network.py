@@ -15,7 +15,7 @@ from torch import Tensor
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import DecodeOutput, Sampling
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines.scale_decoder import ScaleDecoder, scale_pass, scales_of
 from vargen.pipelines.var_published import PublishedLoop

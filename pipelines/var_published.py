@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 
 _MOST_SHARPNESS = math.log(100)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vargen.decoding.sampling import apply_guidance
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
 from vargen.modes import inference_mode_for

@@ -16,8 +16,8 @@ from torch.nn.functional import pad
 
 from vargen.decoding.video.denoising import TIMESTEPS, predict_clean
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.causal_video_cache import TextCache, VideoCache
 from vargen.models.condition import Condition
-from vargen.models.video_cache import TextCache, VideoCache
 
 
 @dataclass

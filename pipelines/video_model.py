@@ -15,7 +15,7 @@ from vargen.decoding import VideoMethod
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
-from vargen.models.video_stream import StreamingDecoder
+from vargen.models.tokenizers.video_vae import StreamingDecoder
 from vargen.pipelines import checks
 from vargen.pipelines.description import ModelInfo
 from vargen.pipelines.pixels import preprocess_images
@@ -157,7 +157,7 @@ class VideoModel(StoredPipeline):
     def _decoder(self) -> StreamingDecoder:
         if isinstance(self.vae, StreamingDecoder):
             return self.vae
-        from vargen.models.wan_vae import WanStreamingDecoder
+        from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
 
         return WanStreamingDecoder(self.vae)
 

@@ -19,7 +19,7 @@ from vargen.cli.subjects import read_prompts
 from vargen.device import set_threads
 from vargen.evaluation.sheet import blind_sheet
 from vargen.files import atomic_merge, expand_user
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.component_files import resolve_network_folder
 from vargen.pipelines.examples import write_examples
 from vargen.scoring.packaged import ImageTextScorer

@@ -35,16 +35,15 @@ from recipes.packaging import (
 from vargen.files import atomic_merge
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.compact import WEIGHT_FORMATS, QuantizedStorageMixin
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.vq import VQModel
-from vargen.models.weights import weights_digest
+from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
 from vargen.pipelines.component_files import check_component
 from vargen.pipelines.drafter_files import resolve_drafter
 from vargen.pipelines.families import FAMILIES
@@ -56,6 +55,7 @@ from vargen.pipelines.var import VARPipeline
 from vargen.scoring.packaged import FILE as CAPTIONS
 from vargen.training.blanks import tokens_digest
 from vargen.training.token_cache import check_tokens
+from vargen.weight_files import weights_digest
 
 MiB = 2**20
 MAX_BYTES = {"head": 4 * MiB, "emoji-scorer": 8 * MiB, "emoji-low-res": 12 * MiB, "emoji-video": 32 * MiB}

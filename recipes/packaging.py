@@ -13,11 +13,11 @@ from transformers import AutoTokenizer
 from recipes.emoji.evaluation import COUNTS
 from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import load_pickle_safely
 from vargen.pipelines.borrowed import FILE as BORROWED
 from vargen.pipelines.borrowed import PARTS as BORROWABLE
 from vargen.pipelines.prompt_names import FILE as NAMES
 from vargen.training.run import TrainingRun
+from vargen.weight_files import load_pickle_safely
 
 _RECALL = [f"top{count}_{group}" for group in COUNTS for count in (1, 5)]
 

@@ -29,7 +29,7 @@ def nobody_chose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def test_a_choice_of_a_person_is_found_wherever_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device, "cores", lambda: 8)
+    monkeypatch.setattr(device, "available_cores", lambda: 8)
     monkeypatch.setattr(device, "physical_cores", lambda: 4)
     for left_alone in (8, 4):  # what torch begins with
         torch.set_num_threads(left_alone)

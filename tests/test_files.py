@@ -108,7 +108,7 @@ def _write(folder: Path, contents: dict[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-_INDEX = {"_class_name": "LlamaGenPipeline", "id2label": None, "vqvae": ["vargen.models.vq", "VQModel"]}
+_INDEX = {"_class_name": "LlamaGenPipeline", "id2label": None, "vqvae": ["vargen.models.tokenizers.vq", "VQModel"]}
 _OLD = {
     "model_index.json": json.dumps(_INDEX | {part: ["x", "Y"] for part in ("draft_transformer", "text_encoder", "tokenizer")}),
     "draft_transformer/config.json": "old",

@@ -137,16 +137,16 @@ def test_tests_import_the_installed_package(repo_root: Path) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("vargen.models.vq", "from vargen.decoding import loop"),
-        ("vargen.models.vq", "import vargen.decoding.next_token.loop as d"),
-        ("vargen.models.vq", "from vargen import decoding"),
-        ("vargen.models.vq", "from ..decoding import loop"),
-        ("vargen.models.vq", "from .. import decoding"),
-        ("vargen.models.vq", "from vargen import Accelerator"),
-        ("vargen.models.vq", "from vargen import *"),
-        ("vargen.models.vq", "def f():\n    if True:\n        from vargen.decoding import loop"),
-        ("vargen.models.vq", "import importlib\nimportlib.import_module('vargen.decoding.next_token.loop')"),
-        ("vargen.models.vq", "if TYPE_CHECKING:\n    from vargen.decoding import Draft"),
+        ("vargen.models.tokenizers.vq", "from vargen.decoding import loop"),
+        ("vargen.models.tokenizers.vq", "import vargen.decoding.next_token.loop as d"),
+        ("vargen.models.tokenizers.vq", "from vargen import decoding"),
+        ("vargen.models.tokenizers.vq", "from ..decoding import loop"),
+        ("vargen.models.tokenizers.vq", "from .. import decoding"),
+        ("vargen.models.tokenizers.vq", "from vargen import Accelerator"),
+        ("vargen.models.tokenizers.vq", "from vargen import *"),
+        ("vargen.models.tokenizers.vq", "def f():\n    if True:\n        from vargen.decoding import loop"),
+        ("vargen.models.tokenizers.vq", "import importlib\nimportlib.import_module('vargen.decoding.next_token.loop')"),
+        ("vargen.models.tokenizers.vq", "if TYPE_CHECKING:\n    from vargen.decoding import Draft"),
         ("vargen.decoding.next_token.loop", "from vargen.models.llamagen import LlamaGenTransformer"),
         ("vargen.decoding.next_token.loop", "from vargen import LlamaGenTransformer"),
         ("vargen.decoding.next_token.loop", "import vargen.pipelines"),
@@ -182,10 +182,10 @@ def test_a_forbidden_import_is_reported(module: str, source: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source"),
     [
-        ("vargen.models.vq", "from vargen.kernels import dispatch\nfrom vargen.compat import x"),
-        ("vargen.models.vq", "from .llamagen import x\nfrom . import llamagen\nimport torch, kernels_x"),
-        ("vargen.models.vq", "from vargen import __version__"),
-        ("vargen.pipelines.llamagen", "from vargen.models.vq import x\nfrom vargen import decoding, assets"),
+        ("vargen.models.tokenizers.vq", "from vargen.kernels import dispatch\nfrom vargen.compat import x"),
+        ("vargen.models.tokenizers.vq", "from .llamagen import x\nfrom . import llamagen\nimport torch, kernels_x"),
+        ("vargen.models.tokenizers.vq", "from vargen import __version__"),
+        ("vargen.pipelines.llamagen", "from vargen.models.tokenizers.vq import x\nfrom vargen import decoding, assets"),
         ("vargen.pipelines.llamagen", "from ..convert import llamagen"),
         ("vargen.evaluation.fid", "from vargen import LlamaGenPipeline"),
         ("vargen.convert.llamagen", "from vargen.models.llamagen import LlamaGenTransformer"),
@@ -209,4 +209,4 @@ def test_relative_imports_in_an_init_start_at_the_package() -> None:
 def test_root_folders_have_one_import_name(tmp_path: Path) -> None:
     assert module_name(tmp_path / "pipelines/llamagen.py", tmp_path) == ("vargen.pipelines.llamagen", False)
     assert module_name(tmp_path / "kernels/__init__.py", tmp_path) == ("vargen.kernels", True)
-    assert module_name(tmp_path / "vargen/models/vq.py", tmp_path) == ("vargen.models.vq", False)
+    assert module_name(tmp_path / "vargen/models/tokenizers/vq.py", tmp_path) == ("vargen.models.tokenizers.vq", False)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from vargen.decoding import Accelerator, DecodeStats
     from vargen.models.llamagen import LlamaGenTransformer
-    from vargen.models.multi_scale_vq import MultiScaleVQModel
+    from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+    from vargen.models.tokenizers.vq import VQModel
     from vargen.models.var import VARTransformer
-    from vargen.models.vq import VQModel
     from vargen.pipelines.causal_video import CausalVideoPipeline
     from vargen.pipelines.llamagen import LlamaGenPipeline
     from vargen.pipelines.registry import open_pipeline
@@ -44,10 +44,10 @@ _HOMES = {
     "DecodeStats": "vargen.decoding",
     "LlamaGenPipeline": "vargen.pipelines.llamagen",
     "LlamaGenTransformer": "vargen.models.llamagen",
-    "MultiScaleVQModel": "vargen.models.multi_scale_vq",
+    "MultiScaleVQModel": "vargen.models.tokenizers.multi_scale_vq",
     "VARPipeline": "vargen.pipelines.var",
     "VARTransformer": "vargen.models.var",
-    "VQModel": "vargen.models.vq",
+    "VQModel": "vargen.models.tokenizers.vq",
     "open_pipeline": "vargen.pipelines.registry",
 }
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.vq import VQModel
 
 
 class Codebook:

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.emoji.dataset import EmojiDataset, captions
 from recipes.emoji.scorer_captions import without_style
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.scoring.packaged import ImageTextScorer
 from vargen.training.caption_bank import CaptionBank

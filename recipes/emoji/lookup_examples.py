@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from recipes.emoji.dataset import EmojiDataset
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
 from vargen.training.dataset import to_pixels
 from vargen.training.token_cache import check_tokens

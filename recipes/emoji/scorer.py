@@ -35,7 +35,7 @@ from recipes.emoji.scorer_captions import (
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
 from vargen.models.image_text import ImageTextModel, resized
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

@@ -19,7 +19,7 @@ from recipes.emoji.captions import STYLES, captions
 from vargen.files import atomic_file
 from vargen.models.image_text import pooled_features
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import weights_digest
+from vargen.weight_files import weights_digest
 
 Record = dict[str, Any]
 COLOURS = ("red", "green", "blue")  # in the order of the channels

@@ -15,7 +15,7 @@ from recipes.emoji.dataset import EmojiDataset, is_held_out_cell
 from recipes.emoji.scorer import evaluate_scorer
 from recipes.emoji.scorer_captions import CaptionTable, all_captions, without_style
 from vargen.models.image_text import ImageTextModel
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.scoring.packaged import ImageTextScorer
 
 FIXED = 256  # captions that a picture's score is measured against

@@ -18,7 +18,7 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.pixels import plain_colours, reconstruction_loss
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from recipes.emoji.codebook import Codebook
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 
 _KMEANS_SAMPLES = 16384  # of each scale
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var.config import NextScaleConfig
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
-from vargen.models.weights import weights_digest
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.variants import Looks, VariantStore
+from vargen.weight_files import weights_digest
 
 
 def encoder_digest(vq: MultiScaleVQModel) -> str:

@@ -12,7 +12,7 @@ from vargen.decoding import Sampling
 from vargen.decoding.sampling import to_probs
 from vargen.files import atomic_file
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
 

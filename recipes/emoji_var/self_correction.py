@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 
 _NEIGHBOURS = 32
 

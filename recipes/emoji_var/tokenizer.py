@@ -28,7 +28,7 @@ from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
 from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
 from vargen.device import preferred_dtype
 from vargen.files import atomic_file, atomic_merge
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.training.dataset import to_pixels
 from vargen.training.run import TrainingRun
 

@@ -25,14 +25,14 @@ from recipes.emoji_var.losses import distillation, scale_weights
 from recipes.emoji_var.self_correction import Corrector
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
-from vargen.models.weights import weights_digest
 from vargen.pipelines.loading import check_component
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.head_loss import head_loss
 from vargen.training.optimizers import Muon
 from vargen.training.run import TrainingRun
+from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
 

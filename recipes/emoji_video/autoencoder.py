@@ -23,7 +23,7 @@ from recipes.emoji_video.clips import VideoDataset, motion_weights
 from recipes.emoji_video.config import AutoencoderConfig
 from vargen.device import preferred_dtype
 from vargen.files import atomic_file, atomic_merge
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")
@@ -158,7 +158,7 @@ class _Trainer:
     def amp(self) -> torch.autocast:
         return torch.autocast(self.device.type, torch.bfloat16, enabled=preferred_dtype(self.device) == torch.bfloat16)
 
-    def noised(self, mean: Tensor, log_variance: Tensor, step: int) -> Tensor:
+    def add_noise(self, mean: Tensor, log_variance: Tensor, step: int) -> Tensor:
         """A sample of the latents, on half of the clips with more noise, of a strength between none and the recipe's."""
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + step)
         noise = torch.randn(mean.shape, generator=generator).to(mean)
@@ -174,7 +174,7 @@ class _Trainer:
         pixels = to_video(clips, self.device)
         with self.amp():
             mean, log_variance = self.model.moments(pixels)
-            decoded, _ = self.model.decoder(self.noised(mean, log_variance, step))
+            decoded, _ = self.model.decoder(self.add_noise(mean, log_variance, step))
         decoded = decoded.float()
         frames, real = decoded.flatten(0, 1), pixels.flatten(0, 1)
         reconstruction = reconstruction_loss(frames, real, recipe, self.model.spatial_stride)

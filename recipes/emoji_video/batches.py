@@ -20,10 +20,10 @@ from recipes.emoji_video.clips import VideoDataset, motion_weights, window_posit
 from recipes.emoji_video.config import VideoConfig
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_cache import TextCache
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.weights import weights_digest
+from vargen.models.causal_video_cache import TextCache
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.caption_bank import CaptionBank
+from vargen.weight_files import weights_digest
 
 _CLIPS = 8  # that are encoded at once
 NO_CAPTION = ""  # what a dropped caption becomes, and what guidance leads away from

@@ -15,10 +15,10 @@ from recipes.emoji_video.clips import VideoDataset, motion_weights
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
 from recipes.emoji_video.losses import drawing
-from vargen.decoding.video.denoising import TIMESTEPS, noised
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise
 from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.caption_bank import CaptionBank
 
 _SEEN, _HELD_OUT = 16, 8  # clips that are drawn
@@ -84,7 +84,7 @@ class Evaluation:
         found = []
         for level in _LEVELS:
             steps = torch.full((len(clean),), level * TIMESTEPS, device=self.device)
-            velocity = model(noised(clean, noise, level), steps, text, context=clean).float()
+            velocity = model(add_noise(clean, noise, level), steps, text, context=clean).float()
             found.append((velocity - (noise - clean)).square().mean())
         return torch.stack(found).mean().item()
 

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vargen.decoding.video.denoising import TIMESTEPS, noised, predict_clean
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_cache import TextCache
+from vargen.models.causal_video_cache import TextCache
 
 
 def make_block_noise(seed: int, block: int, step: int, shape: Sequence[int], device: torch.device) -> Tensor:
@@ -70,7 +70,7 @@ def draw_latents(
             else:
                 x = predict_clean(x, v, level)
                 if following:
-                    x = noised(x, make_block_noise(seed, block, step + 1, shape, device), following)
+                    x = add_noise(x, make_block_noise(seed, block, step + 1, shape, device), following)
         done.append(x)
         if block + 1 < blocks:
             velocity(x, 0.0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
-from vargen.decoding.video.denoising import TIMESTEPS, noised, predict_clean, shifted_levels, warp
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shifted_levels, warp
 from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.caption_bank import CaptionBank
@@ -77,7 +77,7 @@ class Losses:
         noise = torch.randn(batch.clean.shape, generator=draw).to(batch.clean)
         if own:
             return self.drawn(step, batch)
-        return noised(batch.clean, noise, strength.to(noise)[:, None, None, None, None])
+        return add_noise(batch.clean, noise, strength.to(noise)[:, None, None, None, None])
 
     @torch.no_grad()
     def drawn(self, step: int, batch: Batch) -> Tensor:
@@ -103,7 +103,7 @@ class Losses:
         level = torch.randn(B, -(-F // b), generator=draw).sigmoid()
         level = (self.recipe.shift * level / (1 + (self.recipe.shift - 1) * level)).to(noise)
         level = level.repeat_interleave(b, 1)[:, :F]
-        noisy = noised(batch.clean, noise, level[..., None, None, None])
+        noisy = add_noise(batch.clean, noise, level[..., None, None, None])
         with self.amp():
             text = text_of(self.model, self.bank, batch.texts, batch.motion)
             velocity = self.model(noisy, level * TIMESTEPS, text, context=context)
@@ -119,7 +119,7 @@ class Losses:
         index = torch.randint(self.recipe.euler_steps, (B, -(-F // b)), generator=draw).repeat_interleave(b, 1)[:, :F]
         level, following = (grid[index + i].to(noise) for i in (0, 1))
         wide, wide_following = (x[..., None, None, None] for x in (level, following))
-        noisy = noised(batch.clean, noise, wide)
+        noisy = add_noise(batch.clean, noise, wide)
         with self.amp(), torch.no_grad():
             leading = self.guided(noisy, level, batch, context)
             nearer = noisy + (wide_following - wide) * leading

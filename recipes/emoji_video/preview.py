@@ -17,8 +17,8 @@ from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import PreviewConfig
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.loading import check_component
 from vargen.training.run import TrainingRun
 

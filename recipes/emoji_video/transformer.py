@@ -23,12 +23,12 @@ from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.losses import Losses, drawing
 from vargen.files import atomic_file, atomic_merge
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.weights import weights_digest
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.loading import check_component
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.optimizers import Muon
 from vargen.training.run import TrainingRun
+from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
 

@@ -54,7 +54,7 @@ def tiny_transformer(condition: str) -> "torch.nn.Module":
 
 
 def tiny_vqvae() -> "torch.nn.Module":
-    from vargen.models.vq import VQModel
+    from vargen.models.tokenizers.vq import VQModel
 
     return VQModel(
         codebook_size=64, codebook_embed_dim=8, ch=32, encoder_ch_mult=(1, 1), decoder_ch_mult=(1, 1), num_res_blocks=1,

@@ -12,7 +12,7 @@ from vargen.cli.compare import chosen
 from vargen.decoding import Jacobi, Speculative
 from vargen.evaluation import distribution
 from vargen.evaluation.distribution import claim
-from vargen.models.weights import weights_digest
+from vargen.weight_files import weights_digest
 
 
 @pytest.fixture

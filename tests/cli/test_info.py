@@ -68,7 +68,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
     from vargen.decoding import measure_pass_costs as cost
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr("vargen.device.chosen_threads", lambda: None)
+    monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)
     assert "none is measured yet" in info.thread_choice()
     here, now = cost.machine(torch.device("cpu")), time.time()
     measured = {1: {"1": 0.010, "16": 0.040}, 2: {"1": 0.009, "16": 0.020}}
@@ -80,5 +80,5 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
         "1 for net, batch 1, 1 tokens a pass: 10.0 ms with 1, 9.0 ms with 2",
         "2 for net, batch 1, 16 tokens a pass: 40.0 ms with 1, 20.0 ms with 2",
     ]
-    monkeypatch.setattr("vargen.device.chosen_threads", lambda: (3, "OMP_NUM_THREADS"))
+    monkeypatch.setattr("vargen.device.user_thread_count", lambda: (3, "OMP_NUM_THREADS"))
     assert info.thread_choice() == "3 CPU threads, set by OMP_NUM_THREADS"

@@ -17,7 +17,7 @@ from vargen.convert.checkpoints import fitting_defaults, read_labels
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.loading import check_model_folder
 
 State = dict[str, Tensor]
@@ -490,7 +490,7 @@ def test_an_interruption_at_the_last_file_leaves_nothing(
     def stop(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(llamagen, "write_index", stop)  # by then the weights are written
+    monkeypatch.setattr(llamagen, "write_model_index", stop)  # by then the weights are written
     with pytest.raises(KeyboardInterrupt):
         convert_llamagen(*files, tmp_path / "out", grid_size=4)
     assert _left(tmp_path) == {"c2i.pt", "vq.pt"}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vargen.convert.var import convert_var, detect_transformer
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer, is_derived_buffer, official_config
 
 State = dict[str, Tensor]

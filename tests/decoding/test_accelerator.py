@@ -95,7 +95,12 @@ def test_a_spec_of_an_earlier_version_is_the_same_method() -> None:
     """As `run.json` of vargen 0.1 holds it: with the modules and the class names of then."""
     rule = {"budget": None, "tightening": 0.0, "size": 14, "delta": 0.15, "distance": None}
     old = {
-        "drafter": {"name": "vargen.decoding.drafters.jacobi.Jacobi", "window": 16, "coupling": "maximal", "initial": "uniform"},  # noqa: E501
+        "drafter": {
+            "name": "vargen.decoding.drafters.jacobi.Jacobi",
+            "window": 16,
+            "coupling": "maximal",
+            "initial": "uniform",
+        },
         "acceptance": {"name": "vargen.decoding.acceptance.grouped.Grouped", **rule},
         "topology": "chain",
     }

@@ -10,14 +10,14 @@ from tiny_models import tiny_transformer
 from tiny_video import models, stream
 
 from vargen.decoding import measure_pass_costs as cost
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 
 
 @pytest.fixture(autouse=True)
 def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr(cost, "_measured", {})
-    monkeypatch.setattr(cost, "cores", lambda: 4)
+    monkeypatch.setattr(cost, "available_cores", lambda: 4)
 
 
 @pytest.mark.parametrize(("seconds", "chosen"), [({1: 1.0, 2: 0.9}, 1), ({1: 1.0, 2: 0.6, 4: 0.5}, 2), ({1: 1.0, 2: 40.0}, 1)])
@@ -29,7 +29,7 @@ def test_threads_have_to_pay(monkeypatch: pytest.MonkeyPatch, seconds: dict[int,
         return seconds[torch.get_num_threads()], run()
 
     monkeypatch.setattr(cost, "timed", slow)
-    monkeypatch.setattr(cost, "chosen_threads", lambda: None)
+    monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     before, seen = torch.get_num_threads(), []
     made = stream("target", blocks=3, callback=lambda _: seen.append(torch.get_num_threads()))
     for _ in made:
@@ -41,7 +41,7 @@ def test_threads_have_to_pay(monkeypatch: pytest.MonkeyPatch, seconds: dict[int,
 
 
 def test_a_number_that_a_person_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "chosen_threads", lambda: (3, "--threads"))
+    monkeypatch.setattr(cost, "user_thread_count", lambda: (3, "--threads"))
     monkeypatch.setattr(cost, "timed", None)  # nothing is measured
     made = stream("target", blocks=1)
     list(made)
@@ -49,9 +49,9 @@ def test_a_number_that_a_person_chose_stays(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_measuring_leaves_the_video_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "chosen_threads", lambda: (1, "--threads"))
+    monkeypatch.setattr(cost, "user_thread_count", lambda: (1, "--threads"))
     alone = torch.cat([block.latents for block in stream("sdvg", blocks=3, model=models(window=4))])
-    monkeypatch.setattr(cost, "chosen_threads", lambda: None)
+    monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     again = torch.cat([block.latents for block in stream("sdvg", blocks=3, model=models(window=4))])
     torch.testing.assert_close(again, alone)
 

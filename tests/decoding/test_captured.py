@@ -19,9 +19,9 @@ from vargen.decoding.next_token import loop as tokens
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import Auto
 from vargen.models.condition import Condition
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.pipelines.llamagen_low_res import LowResolutionDrafter
 from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 

@@ -137,9 +137,9 @@ def test_a_home_that_cannot_be_written_is_no_error(drawing: Any, monkeypatch: py
 def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, float], width: int = 1) -> int:
     """Threads chosen on four cores where a pass takes so long by threads."""
     _, model, condition = drawing
-    monkeypatch.setattr(cost, "cores", lambda: 4)
+    monkeypatch.setattr(cost, "available_cores", lambda: 4)
     monkeypatch.setattr(cost, "_time", lambda *_: seconds[torch.get_num_threads()])
-    monkeypatch.setattr(cost, "chosen_threads", lambda: None)
+    monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     with cost.use_best_threads(model, condition, 1, width) as count:
         assert torch.get_num_threads() == count
     return count

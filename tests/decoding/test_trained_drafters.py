@@ -27,8 +27,8 @@ from vargen.decoding.next_token.drafters import heads as features
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)

@@ -11,7 +11,7 @@ from torch import nn
 from vargen.kernels.few_rows import transpose_linear_weights
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.weights import weights_digest
+from vargen.weight_files import weights_digest
 
 CLASSES = Condition(class_labels=torch.tensor([1, 4]))
 TOKENS = torch.arange(32).view(2, 16)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config, pass_flops
-from vargen.models.video_blocks import build_rotary_3d, rotate, split_rotary_dims
-from vargen.models.video_cache import VideoCache, visible_frames
-from vargen.models.video_geometry import VideoGeometry
+from vargen.models.causal_video_blocks import build_rotary_3d, rotate, split_rotary_dims
+from vargen.models.causal_video_cache import VideoCache, visible_frames
+from vargen.models.causal_video_geometry import VideoGeometry
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 3, "height": 4, "width": 6, "patch": 2,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 
 _MANIFEST: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "llamagen_manifest.json").read_text()

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.models.multi_scale_quantizer import phi_table
-from vargen.models.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_quantizer import phi_table
+from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512, MultiScaleVQModel
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden"
 Golden = tuple[MultiScaleVQModel, dict[str, Tensor]]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
+from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenTransformer
 
 _VOCAB, _SCALE = 40, 3.0

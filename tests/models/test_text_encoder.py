@@ -14,8 +14,8 @@ from torch import Tensor
 
 import vargen.assets
 from recipes.text_encoder import pack_minilm
-from vargen.models.compact import dequantize_rows, quantize_rows
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.weight_storage import dequantize_rows, quantize_rows
 
 from diffusers import DiffusionPipeline  # isort: skip  (after the torchvision guard)
 

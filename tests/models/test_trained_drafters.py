@@ -8,8 +8,8 @@ from tiny_models import tiny_transformer
 
 from vargen.decoding import Tree
 from vargen.models.condition import Condition
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3

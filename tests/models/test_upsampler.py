@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.heads.upsampler import TokenUpsampler
 
 
 def tiny(**options) -> TokenUpsampler:

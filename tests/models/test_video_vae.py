@@ -5,9 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.models.video_geometry import VideoGeometry
-from vargen.models.video_stream import DecodeState, StreamingDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.tokenizers.video_vae import CausalVideoVAE, DecodeState, StreamingDecoder
 
 SHAPE = {"size": 16, "widths": (8, 16, 32), "conv_blocks": 1, "transformer_blocks": 2}
 

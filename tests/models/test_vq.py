@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "llamagen_vq"
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_stream import StreamingDecoder
-from vargen.models.wan_vae import WanStreamingDecoder
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import StreamingDecoder
+from vargen.models.tokenizers.wan_vae import WanStreamingDecoder
 
 from diffusers import AutoencoderKLWan  # isort: skip  (after the torchvision guard)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vargen.models.weights import Stored, check_shapes, check_weights, read_header, read_weight_header
+from vargen.weight_files import Stored, check_shapes, check_weights, read_header, read_weight_header
 
 _STEM = "diffusion_pytorch_model"
 _SHAPES = {"a.weight": (4, 3), "b.bias": (5,), "scale": ()}

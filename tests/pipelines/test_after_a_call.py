@@ -16,8 +16,8 @@ from tiny_video_folder import video_folder
 from vargen import Accelerator, CausalVideoPipeline, open_pipeline
 from vargen.decoding.next_token.acceptance import PooledRule
 from vargen.decoding.next_token.drafters import Jacobi
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 
 
 def drafting() -> Any:

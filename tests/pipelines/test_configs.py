@@ -14,12 +14,12 @@ import vargen.assets
 from vargen.models import described
 from vargen.models.image_text import ImageTextModel
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import read_weight_header
 from vargen.pipelines.component_files import check_component
 from vargen.pipelines.families import FAMILIES
 from vargen.pipelines.registry import describe
 from vargen.pipelines.video_parts import check_defaults
 from vargen.scoring.packaged import open_tower
+from vargen.weight_files import read_weight_header
 
 ROOT = Path(vargen.assets.__file__).parent
 CONFIGS = sorted(file.parent.relative_to(ROOT).as_posix() for file in ROOT.rglob("config.json"))

@@ -11,7 +11,7 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import Accelerator, LlamaGenPipeline
 from vargen.decoding import Jacobi, Sampling, Speculative, decode
-from vargen.models.vq import NonFinitePixelsError
+from vargen.models.tokenizers.vq import NonFinitePixelsError
 
 
 def seeded(seed: int) -> torch.Generator:

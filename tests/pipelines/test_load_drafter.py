@@ -9,8 +9,8 @@ from tiny_models import class_pipeline, class_var_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.decoding import Accelerator, Eagle, Medusa, shared_noise
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines import drafter_files
 
 SIZES = {"dim": 32, "vocab_size": 64, "grid_size": 4}

@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from tiny_models import class_pipeline, text_pipeline
 from transformers import T5Config, T5EncoderModel
 
-from vargen import LlamaGenPipeline, device
+from vargen import LlamaGenPipeline, device, open_pipeline
+from vargen.assets import packaged_model_path
 from vargen.pipelines import loading
 from vargen.pipelines.stored import DiffusionPipeline
 
@@ -260,13 +261,13 @@ def test_missing_and_broken_config(folder):
 
 
 def test_default_dtypes(saved, monkeypatch):
-    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: True)
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32  # small: a seed is a picture
     monkeypatch.setattr(loading, "_SMALL", 1000)
     pipe = LlamaGenPipeline.from_pretrained(saved)
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vqvae.dtype == torch.float32
-    monkeypatch.setattr(device, "cpu_multiplies_bfloat16", lambda: False)
+    monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32
     assert LlamaGenPipeline.from_pretrained(saved, torch_dtype=torch.bfloat16).transformer.dtype == torch.bfloat16
     for wrong in (torch.int8, "half", {"transformer": torch.int8}):
@@ -276,7 +277,7 @@ def test_default_dtypes(saved, monkeypatch):
 
 @pytest.mark.parametrize("name", ["torch_dtype", "dtype"])
 def test_a_dtype_goes_by_its_old_and_its_new_name(saved, name, monkeypatch):
-    monkeypatch.setattr(loading, "fast_dtype", lambda *_: torch.float32)
+    monkeypatch.setattr(loading, "preferred_dtype", lambda *_: torch.float32)
     pipe = LlamaGenPipeline.from_pretrained(saved, **{name: torch.float16})
     assert (pipe.transformer.dtype, pipe.vqvae.dtype) == (torch.float16, torch.float32)
     pipe = LlamaGenPipeline.from_pretrained(saved, **{name: {"vqvae": torch.float16}})
@@ -312,3 +313,16 @@ def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="unknown model") as refused:
         loading.checked_folder(name, None, {})
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["emoji", "emoji-var", "emoji-video"])
+def test_folders_of_earlier_versions_open(name: str, tmp_path: Path, repo_root: Path) -> None:
+    """Their `model_index.json` names modules of then; saving writes today's."""
+    old = (repo_root / "tests" / "golden" / "model_index" / f"{name}.json").read_text()
+    assert '"vargen.models.vq"' in old or '"vargen.models.multi_scale_vq"' in old or '"vargen.models.video_vae"' in old
+    for entry in packaged_model_path(name).iterdir():
+        (tmp_path / entry.name).symlink_to(entry)
+    (tmp_path / "model_index.json").unlink()
+    (tmp_path / "model_index.json").write_text(old)
+    pipe, packaged = open_pipeline(str(tmp_path)), open_pipeline(name)
+    assert type(pipe) is type(packaged) and dict(pipe.config) == {**packaged.config, "_name_or_path": str(tmp_path)}

@@ -11,8 +11,8 @@ from vargen import LlamaGenPipeline
 from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, exact
 from vargen.decoding.noise import Purpose
 from vargen.models.condition import Condition
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.upsampler import TokenUpsampler
 from vargen.pipelines import llamagen_low_res
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=exact)

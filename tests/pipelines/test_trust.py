@@ -204,7 +204,9 @@ def test_no_caller_can_ask_for_code_by_mistake(folder: Path, tmp_path: Path, mar
 
 
 @pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("value", [5, "vargen.models.vq", ["vargen.models.vq"], {"a": 1}, [["vargen"], {}], ["torch.nn", None]])
+@pytest.mark.parametrize(
+    "value", [5, "vargen.models.tokenizers.vq", ["vargen.models.tokenizers.vq"], {"a": 1}, [["vargen"], {}], ["torch.nn", None]]
+)
 def test_a_component_is_two_names_or_nothing(folder: Path, value: Any) -> None:
     name_in_index(folder, vqvae=value)
     with pytest.raises(ValueError, match=r"takes 'vqvae' from .* only vargen\.models\.vq\.VQModel may be named there"):

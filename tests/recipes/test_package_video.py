@@ -13,8 +13,8 @@ import vargen.assets
 from recipes.emoji_video.batches import encoder_digest
 from recipes.package import MAX_BYTES, package_video
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 
 LENDER = vargen.assets.packaged_model_path("emoji")
 VAE = {"size": 16, "widths": [8, 16, 64], "transformer_blocks": 1}

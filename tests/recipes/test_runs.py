@@ -23,7 +23,7 @@ from recipes.emoji.pixels import plain_colours
 from vargen import compat
 from vargen.files import atomic_file
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training import next_token as generator
 from vargen.training import next_token_losses as generator_losses
 from vargen.training import token_cache as generator_data
@@ -75,9 +75,9 @@ RECIPES = {"tokenizer": tokenizer_recipe, "generator": generator_recipe}
 def test_training_in_bfloat16(tmp_path, monkeypatch, kind):
     """As on CUDA, and on CPUs that multiply it: losses are finite and near those of float32."""
     train, module, network, part = TRAINERS[kind]
-    monkeypatch.setattr(module, "fast_dtype", lambda device: torch.float32)  # also where this CPU multiplies bfloat16
+    monkeypatch.setattr(module, "preferred_dtype", lambda device: torch.float32)  # also where this CPU multiplies bfloat16
     expected = train(tmp_path / "float32")
-    monkeypatch.setattr(module, "fast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(module, "preferred_dtype", lambda device: torch.bfloat16)
     figures = train(tmp_path / "bfloat16")
     measure = {"tokenizer": "psnr", "generator": "held_out_loss"}[kind]
     assert figures[measure] == pytest.approx(expected[measure], rel=0.05) and figures[measure] != expected[measure]

@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import Tensor
 
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer, is_derived_buffer
 from vargen.pipelines.var_scales import VARScaleModel
 

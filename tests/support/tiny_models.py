@@ -9,10 +9,10 @@ from transformers import AutoTokenizer
 
 import vargen.assets
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
-from vargen.models.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.var import VARPipeline
 

@@ -10,8 +10,8 @@ from vargen.decoding import BlockStream, VideoMethod, View, decode_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines.video_blocks import CausalVideoBlockModel
 
 SHAPE = {

@@ -12,8 +12,8 @@ from recipes.emoji_video.batches import encoder_digest
 from recipes.package import package_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_preview import PreviewDecoder
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.preview_decoder import PreviewDecoder
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 
 LENDER = vargen.assets.packaged_model_path("emoji")
 OWN = {**SHAPE, "dim": 64, "text_dim": 384, "motion_levels": 2}

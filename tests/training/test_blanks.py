@@ -4,7 +4,7 @@ import torch
 from tiny_models import tiny_vq
 
 from vargen.assets import packaged_model_path
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
 
 

@@ -12,8 +12,8 @@ from tiny_models import class_pipeline, text_pipeline
 from recipes.package import package_head
 from vargen.assets import packaged_model_path
 from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, exact
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training import generated_images as drafter_data
 from vargen.training import heads as drafter

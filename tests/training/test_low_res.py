@@ -11,7 +11,7 @@ from tiny_training import data, generator_recipe
 import vargen.assets
 from recipes.package import package_emoji, package_low_res
 from vargen import LlamaGenPipeline
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.training import upsampler
 from vargen.training.blanks import BlankAware
 from vargen.training.config import Schedule

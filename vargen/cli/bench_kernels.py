@@ -47,7 +47,7 @@ def kernels(
     from vargen.evaluation import kernel_speed
     from vargen.evaluation.machine import machine_line
     from vargen.kernels.dispatch import explain
-    from vargen.models.cache import KVCache
+    from vargen.models.kv_cache import KVCache
 
     def cache_of(network: Any) -> KVCache:
         size = {"prefix": 1, "tokens": 256, "scratch": 64}

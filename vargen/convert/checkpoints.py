@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from vargen.models.weights import check_shapes, load_pickle_safely, read_header
+from vargen.weight_files import check_shapes, load_pickle_safely, read_header
 
 State = dict[str, Tensor]
 

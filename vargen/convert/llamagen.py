@@ -26,7 +26,7 @@ from vargen.convert.checkpoints import (
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
-from vargen.models.vq import CODEBOOK_USED_SLOTS, VQModel
+from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
 
 # (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, which exist as code only.
 HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}

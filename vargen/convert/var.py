@@ -23,7 +23,7 @@ from vargen.convert.checkpoints import (
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
 
 # What the official demo samples with. Its "cfg" of 4 is how much is added: guidance of 1 adds nothing here.

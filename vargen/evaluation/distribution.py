@@ -16,8 +16,8 @@ from vargen.decoding import Method, resolve_method
 from vargen.decoding.method import same_spec
 from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import atomic_file
-from vargen.models.weights import load_npz, weights_digest
 from vargen.pipelines.base import VisualPipeline
+from vargen.weight_files import load_npz, weights_digest
 
 
 def claim(folder: Path, made_of: dict[str, Any]) -> None:

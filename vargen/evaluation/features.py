@@ -17,11 +17,11 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vargen.evaluation.inception import FIDInception
-from vargen.models.weights import weights_digest
 from vargen.picture_files import on_white
 from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
 from vargen.specs import of_ones_own, read_spec
 from vargen.values import short_repr
+from vargen.weight_files import weights_digest
 
 
 class Features(NamedTuple):

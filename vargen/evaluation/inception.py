@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from vargen.files import expand_user
-from vargen.models.weights import check_shapes, load_pickle_safely, read_header
+from vargen.weight_files import check_shapes, load_pickle_safely, read_header
 
 SIDE, DIMENSIONS, CLASSES = 299, 2048, 1008
 HOW = (

@@ -22,10 +22,10 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
-from vargen.models.video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
-from vargen.models.video_cache import TextCache, VideoCache, visible_frames
-from vargen.models.video_geometry import VideoGeometry
+from vargen.models.causal_video_blocks import Block, Head, Plan, build_rotary_3d, plan_attention, timestep_embedding
+from vargen.models.causal_video_cache import TextCache, VideoCache, visible_frames
+from vargen.models.causal_video_geometry import VideoGeometry
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):

@@ -11,8 +11,8 @@ from functools import cache
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from vargen.models.weights import MAX_LAYERS
 from vargen.values import parse_float, parse_int, short_repr
+from vargen.weight_files import MAX_LAYERS
 
 _MOST = 2**20  # of a width, a vocabulary and what else is not named here
 _LONGEST = 64  # numbers of a list: levels of a tokenizer, scales of a picture

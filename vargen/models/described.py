@@ -11,17 +11,17 @@ import torch
 from torch import nn
 
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.compact import QuantizedStorageMixin
 from vargen.models.config_bounds import check_config
+from vargen.models.heads.medusa import MedusaDrafter
+from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.medusa import MedusaDrafter
-from vargen.models.multi_scale_vq import MultiScaleVQModel
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.upsampler import TokenUpsampler
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
-from vargen.models.video_vae import CausalVideoVAE
-from vargen.models.vq import VQModel
-from vargen.models.weights import check_layer_counts, check_weights, read_weight_header
+from vargen.models.weight_storage import QuantizedStorageMixin
+from vargen.weight_files import check_layer_counts, check_weights, read_weight_header
 
 # What stands before a layer's number in the weight files, by what the configuration calls how many there are.
 _LAYERS: dict[type, dict[str, tuple[str, ...]]] = {

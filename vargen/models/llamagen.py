@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
-from vargen.models.cache import KVCache
 from vargen.models.condition import Condition
+from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen_blocks import (
     CaptionEmbedder,
     LabelEmbedder,
@@ -40,7 +40,7 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 # The official sizes: width, layers, heads.
 SIZES: dict[str, dict[str, int]] = {

@@ -31,9 +31,9 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
-from vargen.models.multi_scale_vq import SCALES_256, SCALES_512
+from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 # The official scale tables: side of every scale, by the side of the picture in pixels.
 SCALES: dict[int, tuple[int, ...]] = {

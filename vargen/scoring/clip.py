@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.compat import ensure_torchvision, installed_version
-from vargen.models.weights import weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
 from vargen.values import short_repr
+from vargen.weight_files import weights_digest
 
 _HOW = (
     "give weights=FILE, a checkpoint of open_clip (.safetensors or .pt), or a tag that open_clip knows for this model, "

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from vargen.assets import packaged_model_path
 from vargen.compat import ensure_torchvision, installed_version, lend_moved_functions, tokenized
-from vargen.models.weights import check_shapes, load_pickle_safely, weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, local_weights, to_pil
+from vargen.weight_files import check_shapes, load_pickle_safely, weights_digest
 
 ensure_torchvision()
 

@@ -26,9 +26,9 @@ from vargen.files import expand_user
 from vargen.models.described import check_described, read_object
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.weights import weights_digest
 from vargen.scoring.protocol import BatchedScorer, Images, pixels
 from vargen.values import short_repr
+from vargen.weight_files import weights_digest
 
 ensure_torchvision()
 

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.vq import VQModel
-from vargen.models.weights import weights_digest
+from vargen.models.tokenizers.vq import VQModel
+from vargen.weight_files import weights_digest
 
 _SIDE = 16  # tokens of an empty picture
 _WHITE = 0.98  # of [-1, 1]; a patch is blank if no value of it lies below

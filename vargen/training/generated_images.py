@@ -21,11 +21,11 @@ from tqdm.auto import tqdm
 from vargen.decoding import Sampling, decode
 from vargen.files import atomic_file
 from vargen.models.condition import Condition
-from vargen.models.weights import load_npz, weights_digest
 from vargen.pipelines import checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.dataset import CaptionedImages
 from vargen.training.heads_config import HeadConfig
+from vargen.weight_files import load_npz, weights_digest
 
 logger = logging.getLogger("vargen")
 

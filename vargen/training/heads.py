@@ -26,15 +26,15 @@ from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
 from vargen.decoding.sampling import to_probs
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.eagle import EagleDrafter
-from vargen.models.medusa import MedusaDrafter
-from vargen.models.weights import weights_digest
+from vargen.models.heads.eagle import EagleDrafter
+from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
 from vargen.pipelines.registry import describe, open_pipeline
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.heads_config import HeadConfig
 from vargen.training.run import TrainingRun
+from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
 

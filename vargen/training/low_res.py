@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.models.vq import VQModel
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.blanks import BlankAware, tokens_digest
 from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import CaptionedImages

@@ -19,8 +19,7 @@ from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.models.vq import VQModel
-from vargen.models.weights import weights_digest
+from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.loading import check_component
 from vargen.training.blanks import tokens_digest
 from vargen.training.caption_bank import CaptionBank
@@ -32,6 +31,7 @@ from vargen.training.next_token_losses import CodePrior, NearNoise, drop_caption
 from vargen.training.optimizers import Muon
 from vargen.training.run import TrainingRun
 from vargen.training.token_cache import Batches, TokenStore, check_fit
+from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
 

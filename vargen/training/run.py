@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from vargen.compat import check_matplotlib
 from vargen.files import atomic_file
-from vargen.models.weights import load_pickle_safely
+from vargen.weight_files import load_pickle_safely
 
 
 class TrainingRun:

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.upsampler import TokenUpsampler
-from vargen.models.vq import VQModel
+from vargen.models.heads.upsampler import TokenUpsampler
+from vargen.models.tokenizers.vq import VQModel
 from vargen.training.blanks import tokens_digest
 from vargen.training.config import Schedule, at_least
 from vargen.training.dataset import CaptionedImages

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vargen.kernels import reference
 from vargen.kernels.commit import keep
-from vargen.models.cache import KVCache
+from vargen.models.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

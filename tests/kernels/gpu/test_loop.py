@@ -14,7 +14,7 @@ from vargen.decoding.next_token.drafters import JacobiTree
 from vargen.decoding.next_token.loop import prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
-from vargen.models.eagle import EagleDrafter
+from vargen.models.heads.eagle import EagleDrafter
 from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

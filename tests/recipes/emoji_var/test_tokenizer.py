@@ -11,7 +11,7 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var import tokenizer as trainer
 from recipes.emoji_var.codebook import Perturbation, ScaleCodebook, quantise
 from recipes.emoji_var.tokenizer_config import MultiScaleTokenizerConfig
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.training.config import Schedule
 from vargen.training.focus import Focus
 
@@ -105,9 +105,9 @@ def test_the_last_steps_train_the_decoder_alone(tmp_path):
 
 
 def test_training_in_bfloat16(tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "fast_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(trainer, "preferred_dtype", lambda device: torch.float32)
     expected = train(tmp_path / "float32")
-    monkeypatch.setattr(trainer, "fast_dtype", lambda device: torch.bfloat16)
+    monkeypatch.setattr(trainer, "preferred_dtype", lambda device: torch.bfloat16)
     figures = train(tmp_path / "bfloat16")
     assert figures["psnr"] == pytest.approx(expected["psnr"], rel=0.1) and figures["psnr"] != expected["psnr"]
     weights = MultiScaleVQModel.from_pretrained(tmp_path / "bfloat16" / "vqvae").state_dict()

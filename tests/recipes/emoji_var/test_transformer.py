@@ -23,7 +23,7 @@ from recipes.emoji_var.losses import distillation, scale_weights
 from recipes.emoji_var.self_correction import Corrector
 from recipes.runner import load_settings
 from vargen.models.condition import Condition
-from vargen.models.multi_scale_vq import MultiScaleVQModel
+from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import Schedule

@@ -10,7 +10,7 @@ from recipes.emoji_video import autoencoder as trainer
 from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import AutoencoderConfig
 from recipes.runner import load_settings
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")

@@ -17,7 +17,7 @@ from recipes.emoji_video.losses import Losses, drawing, euler_levels
 from recipes.emoji_video.preview import train_video_preview
 from recipes.runner import load_settings
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.video_vae import CausalVideoVAE
+from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.models.video_geometry import VideoGeometry
+from vargen.models.causal_video_geometry import VideoGeometry
 
 
 def check_window(window: int | None, sinks: int, least: int) -> None:

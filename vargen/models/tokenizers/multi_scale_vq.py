@@ -26,10 +26,10 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.utils import BaseOutput
 from diffusers.utils.accelerate_utils import apply_forward_hook
 
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
-from vargen.models.hybrid_vq import HEAD_WIDTH, HybridDecoder, HybridEncoder
-from vargen.models.multi_scale_quantizer import MultiScaleQuantizer
-from vargen.models.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
+from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, HybridDecoder, HybridEncoder
+from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
+from vargen.models.tokenizers.vq_blocks import NORM_GROUPS, Decoder, Encoder, Naming
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 SCALES_256 = (1, 2, 3, 4, 5, 6, 8, 10, 13, 16)
 SCALES_512 = (1, 2, 3, 4, 6, 9, 13, 18, 24, 32)

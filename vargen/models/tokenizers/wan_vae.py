@@ -21,7 +21,7 @@ ensure_torchvision()
 from diffusers import AutoencoderKLWan
 from diffusers.models.autoencoders.autoencoder_kl_wan import WanCausalConv3d, unpatchify
 
-from vargen.models.video_stream import DecodeState
+from vargen.models.tokenizers.video_vae import DecodeState
 
 
 class WanStreamingDecoder:

@@ -19,9 +19,9 @@ ensure_torchvision()
 
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
-from vargen.models.hybrid_vq import ConvBlock, Double, PixelNorm, unfold
-from vargen.models.video_stream import DecodeState
+from vargen.models.tokenizers.hybrid_blocks import ConvBlock, Double, PixelNorm, unfold
+from vargen.models.tokenizers.video_vae import DecodeState
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
 
 class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):

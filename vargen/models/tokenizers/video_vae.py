@@ -1,34 +1,65 @@
-"""A small causal video autoencoder: frames of 64 x 64 pixels to 8 x 8 latents of 4 channels, and back.
+"""Decoding a video while it is made: latents come block by block, and a block can be taken back.
 
-The encoder sees each frame by itself. So a frame's latent does not depend on where a clip begins: the latents of a rolled loop
-are the rolled latents, an image is a video of one frame, and latents can be computed once per clip. The decoder is causal: a
-frame is decoded from its own latent and from those before it, which keeps still parts still.
-
-Before the first frame of a video, its causal layers see that frame: a video starts as if it had stood still.
-
-Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns of pixels or latents, N positions of a latent frame,
-D width.
+What a causal decoder keeps of earlier frames is one immutable value. A decoder never changes it but returns a new one. So
+whoever keeps the old value can take a block back: by going on from that value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import ClassVar
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
+from diffusers.configuration_utils import ConfigMixin, register_to_config
+from diffusers.utils.accelerate_utils import apply_forward_hook
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.models.tokenizers.hybrid_blocks import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
+from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
+
+
+@dataclass(frozen=True)
+class DecodeState:
+    """Where a decoder is in a video.
+
+    Attributes:
+        frames: latent frames decoded so far.
+        parts: what its causal layers keep, in an order that is the decoder's own: tensors, or marks of the decoder's.
+            Nobody writes into these tensors.
+    """
+
+    frames: int = 0
+    parts: tuple[Any, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the kept tensors take."""
+        return sum(part.numel() * part.element_size() for part in self.parts if isinstance(part, Tensor))
+
+
+@runtime_checkable
+class StreamingDecoder(Protocol):
+    """Latents to pixels, block by block."""
+
+    def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
+        """Decode the next latent frames of a video.
+
+        Args:
+            latents_BFCYX: standardised latents of one or more frames.
+            state: what the block before returned; None at the start of a video.
+
+        Returns:
+            Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block. `state` itself is unchanged:
+            decoding another block from it is how a block is taken back.
+        """
+        ...
+
 
 ensure_torchvision()
 
-from diffusers.configuration_utils import ConfigMixin, register_to_config
-from diffusers.utils.accelerate_utils import apply_forward_hook
-
-from vargen.models.compact import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
-from vargen.models.hybrid_vq import HEAD_WIDTH, ConvBlock, Double, Halve, PixelNorm, Trunk, fold, unfold
-from vargen.models.video_stream import DecodeState
 
 _PAST = 2  # frames before its own that a causal layer sees
 _LOG_VARIANCE = (-12.0, 4.0)

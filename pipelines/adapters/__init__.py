@@ -1,0 +1,1 @@
+"""Networks as decoding sees them: one adapter per family."""

@@ -1,0 +1,1 @@
+"""Image and video tokenizers: pixels to tokens or latents, and back."""
