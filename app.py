@@ -48,7 +48,7 @@ def main() -> None:
         os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
         try:
             from vargen.demo import page, video_page
-            from vargen.demo.engine import Engine
+            from vargen.demo.image_service import Engine
             from vargen.demo.video_tab import VideoEngine
         except ModuleNotFoundError as error:
             sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')

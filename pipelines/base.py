@@ -19,9 +19,9 @@ from vargen.decoding import DEFAULT_METHOD
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.calls import Calls
-from vargen.pipelines.description import Decoder
-from vargen.pipelines.drafter_files import resolve_drafter
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.loading import resolve_drafter
+from vargen.pipelines.model_info import Decoder
 from vargen.pipelines.quiet import placing
 from vargen.pipelines.stored import StoredPipeline
 

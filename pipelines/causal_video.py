@@ -15,11 +15,11 @@ from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window
 from vargen.pipelines.video_model import VideoModel
-from vargen.pipelines.video_stream import CausalVideoPipelineOutput, VideoStream, stack_videos
+from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, stack_videos
 from vargen.values import parse_int, short_repr
 
 from diffusers.image_processor import VaeImageProcessor  # isort: skip  # behind stored, which guards torchvision
@@ -218,8 +218,8 @@ class CausalVideoPipeline(VideoModel):
         return CausalVideoPipelineOutput(frames=frames, stats=told if several else told[0], fps=self.fps)
 
     def save_video(self, frames: Any, path: Any, fps: int | None = None) -> Path:
-        """Write frames to an .mp4, .gif or .webp file, whole or not at all; see `vargen.pipelines.video_files.save_video`."""
-        from vargen.pipelines.video_files import save_video
+        """Write frames to an .mp4, .gif or .webp file, whole or not at all; see `vargen.pipelines.videos.save_video`."""
+        from vargen.pipelines.videos import save_video
 
         return save_video(frames, path, self.fps if fps is None else fps)
 

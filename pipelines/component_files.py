@@ -8,7 +8,7 @@ from typing import Any
 
 from vargen.files import expand_user
 from vargen.models.described import check_described, read_object
-from vargen.pipelines.trust import check_no_code, check_no_code_keys
+from vargen.pipelines.components import check_no_code, check_no_code_keys
 from vargen.weight_files import check_dtypes, check_layer_counts, read_header
 
 _AGAIN = "the folder is incomplete, download or convert it again"

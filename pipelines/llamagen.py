@@ -15,23 +15,22 @@ from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeSta
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
 from vargen.device import check_compile
+from vargen.evaluation.decoders import TokenDecoder
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
+from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.best_of import CandidateSelection
-from vargen.pipelines.description import ModelInfo
-from vargen.pipelines.drawing import PromptInputs, check_call, drawn, requested, resolve_sampling
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
-from vargen.pipelines.llamagen_low_res import LowResolutionDrafter, opened
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompt_names import PromptNames
-from vargen.pipelines.token_decoder import TokenDecoder
 from vargen.scoring.protocol import Scorer
 
 from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision

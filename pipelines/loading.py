@@ -1,4 +1,7 @@
-"""What a model folder must be before any of its weights is loaded."""
+"""Parts that a packaged model takes from another packaged one, so that both need not carry the same text encoder.
+
+`borrowed.json` in the folder says where each lies: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,114 @@ import difflib
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 
+import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import preferred_dtype
 from vargen.files import expand_user
 from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.borrowed import shared_component_folders
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
-from vargen.pipelines.families import FAMILIES, Family, current_modules
-from vargen.pipelines.memory import loading_memory
+from vargen.pipelines.components import (
+    FAMILIES,
+    Family,
+    check_classes,
+    check_no_code,
+    check_no_code_keys,
+    check_options,
+    current_modules,
+)
+from vargen.pipelines.generation import loading_memory
 from vargen.pipelines.parts import check_parts
-from vargen.pipelines.trust import check_classes, check_no_code, check_no_code_keys, check_options
 from vargen.values import short_repr
 from vargen.weight_files import read_header
+
+FILE = "borrowed.json"
+PARTS = ("text_encoder", "tokenizer", "prompt_names")
+
+
+def shared_component_folders(folder: Path) -> dict[str, Path]:
+    """For each part that a model folder borrows, the folder of the packaged model that has it.
+
+    Raises:
+        ValueError: if the file is damaged, or names what is no such part or no packaged model.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    try:
+        said = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(said, dict):
+        raise ValueError(f"{file} must hold a JSON object, and holds {short_repr(said)}")
+    for part, name in said.items():
+        if part not in PARTS or not isinstance(name, str) or name not in packaged_models():
+            known = ", ".join(packaged_models()) or "none"
+            raise ValueError(
+                f"{file} must name packaged models ({known}) for {', '.join(PARTS)}, and has {short_repr({part: name})}"
+            )
+        if (packaged_model_path(name) / FILE).exists():
+            raise ValueError(f"{file} borrows {part} from {name}, which borrows itself")
+    return {part: packaged_model_path(name) for part, name in said.items()}
+
+
+def load_shared_components(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
+    """The components that a model folder borrows and a caller does not bring, loaded."""
+    found: dict[str, Any] = {}
+    for part, lender in shared_component_folders(folder).items():
+        if part in given:
+            continue
+        if part == "text_encoder":
+            found[part] = MiniLMTextEncoder.from_pretrained(lender / part)
+        elif part == "tokenizer":
+            from transformers import AutoTokenizer
+
+            found[part] = AutoTokenizer.from_pretrained(lender / part)
+    return found
+
+
+def list_packaged_drafters(family: Family) -> dict[str, Path]:
+    """Folders of the drafters that come with the library, by name, such as `"emoji/eagle"`."""
+    root = Path(vargen.assets.__file__).parent
+    found = [config.parent for name in family.drafters for config in sorted(root.rglob(f"{name}/config.json"))]
+    return {folder.relative_to(root).as_posix(): folder for folder in found}
+
+
+def resolve_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
+    """The component that a trained drafter is, such as `"eagle"`, and its folder.
+
+    Args:
+        name: a packaged drafter, or a folder. transformer: configuration of the model that it is to draft for.
+
+    Raises:
+        ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary
+            or grid; before a weight is read.
+    """
+    packaged = list_packaged_drafters(family)
+    folder = packaged.get(str(name)) or expand_user(name, "drafter")
+    if not os.path.isdir(folder):
+        known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
+        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
+    kind = read_object(folder / "config.json").get("_class_name")
+    component = next((each for each in family.drafters if family.networks[each].__name__ == kind), None)
+    if component is None:
+        classes = ", ".join(family.networks[each].__name__ for each in family.drafters) or "none"
+        raise ValueError(f"{folder / 'config.json'} describes a {kind!r}; drafters of a {family.pipeline} are {classes}")
+    check_no_code(folder)
+    config = check_component(folder, family.networks[component])
+    try:
+        check_parts(family, {"transformer": transformer, component: config})
+    except ValueError as error:
+        raise ValueError(f"{folder}: {error}") from error
+    return component, folder
+
 
 _SMALL = 50_000_000  # parameters
 _LONGEST_ID = 96  # characters of a model's name on the hub

@@ -10,8 +10,8 @@ from importlib import import_module
 from typing import Any
 
 from vargen.options import OPTIONS
-from vargen.pipelines import checks
-from vargen.pipelines.families import Family
+from vargen.pipelines import validation as checks
+from vargen.pipelines.components import Family
 from vargen.values import short_repr
 
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from vargen.decoding import DecodeOutput
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.description import Decoder, ModelInfo
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.loading import check_model_folder, default_dtype, read_model_index
+from vargen.pipelines.model_info import Decoder, ModelInfo
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:

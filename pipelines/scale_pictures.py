@@ -16,9 +16,8 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.pipelines import checks
-from vargen.pipelines.pixels import decoded_pixels, preprocess_images
-from vargen.pipelines.redraw import Kept, Source
+from vargen.pipelines import validation as checks
+from vargen.pipelines.images import Kept, Source, decoded_pixels, preprocess_images
 
 
 class ScalePictures:

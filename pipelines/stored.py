@@ -16,19 +16,18 @@ from vargen.files import atomic_merge, expand_user
 
 # from_pretrained finds this class by module path, so the module must have been imported.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
-from vargen.pipelines.borrowed import FILE as BORROWED_FILE
-from vargen.pipelines.borrowed import load_shared_components, shared_component_folders
 from vargen.pipelines.call_arguments import answering, names_of
-from vargen.pipelines.conditioning import Conditioning
-from vargen.pipelines.description import Method, ModelInfo
+from vargen.pipelines.components import FAMILIES, current_modules
 from vargen.pipelines.examples import FILE as EXAMPLES_FILE
 from vargen.pipelines.examples import check_examples, read_examples, write_examples
-from vargen.pipelines.families import FAMILIES, current_modules
-from vargen.pipelines.loading import check_model_folder, resolve_dtypes
-from vargen.pipelines.memory import loading_memory
+from vargen.pipelines.generation import loading_memory
+from vargen.pipelines.loading import FILE as BORROWED_FILE
+from vargen.pipelines.loading import check_model_folder, load_shared_components, resolve_dtypes, shared_component_folders
+from vargen.pipelines.model_info import Method, ModelInfo
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.prompts import Conditioning
 from vargen.pipelines.quiet import no_bar, placing
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer

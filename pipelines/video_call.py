@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.values import parse_int, short_repr
 
 

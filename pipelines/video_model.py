@@ -16,11 +16,11 @@ from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.video_vae import StreamingDecoder
-from vargen.pipelines import checks
-from vargen.pipelines.description import ModelInfo
-from vargen.pipelines.pixels import preprocess_images
+from vargen.pipelines import validation as checks
+from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
+from vargen.pipelines.images import preprocess_images
+from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.stored import StoredPipeline
-from vargen.pipelines.video_blocks import CausalVideoBlockModel
 from vargen.pipelines.video_parts import USUAL
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import PACKAGED

@@ -14,10 +14,10 @@ from recipes.emoji.lookup_examples import choose_examples, kept_tokens
 from recipes.registry import output_folder
 from vargen.cli.console import print_json
 from vargen.cli.evaluation_options import bar
+from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, check_range, select_device
-from vargen.cli.subjects import read_prompts
 from vargen.device import set_threads
-from vargen.evaluation.sheet import blind_sheet
+from vargen.evaluation.contact_sheets import blind_sheet
 from vargen.files import atomic_merge, expand_user
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.component_files import resolve_network_folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.emoji.scorer_evaluation import FIXED
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.pipelines.borrowed import FILE as BORROWED
+from vargen.pipelines.loading import FILE as BORROWED
 from vargen.scoring.packaged import FILE as CAPTIONS
 
 Metrics = dict[str, Any]

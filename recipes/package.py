@@ -45,10 +45,9 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
 from vargen.pipelines.component_files import check_component
-from vargen.pipelines.drafter_files import resolve_drafter
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.loading import check_model_folder, resolve_drafter
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.var import VARPipeline

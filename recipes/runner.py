@@ -14,7 +14,7 @@ from recipes.registry import PACKAGED, RECIPES, Input, output_folder
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
 from vargen.files import expand_user
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.pipelines.component_files import resolve_network_folder
 from vargen.training.config import CONFIGS, from_dict, load_config
 

@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 import vargen
-from vargen.cli.sources import read_source
-from vargen.evaluation.pictures import UnreadablePictureError, folder_pictures, read_picture
+from vargen.cli.inputs import read_source
+from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures, read_picture
 from vargen.picture_files import FORMATS, PictureFileError, on_white, open_regular, opened_picture
 
 ROOT = Path(vargen.__file__).resolve().parents[1]

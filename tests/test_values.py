@@ -13,7 +13,7 @@ from vargen import Accelerator
 from vargen.decoding import GroupedRule, Jacobi, Sampling, Speculative
 from vargen.decoding.next_token.draft_length import Adaptive, Auto
 from vargen.options import OPTIONS, Option, options_table
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.values import parse_float, parse_int, short_repr
 
 

@@ -10,7 +10,7 @@ import typer
 from vargen.cli.console import printable
 from vargen.cli.options import parse_integer
 from vargen.evaluation.features import open_extractor
-from vargen.evaluation.run_folder import cannot_write
+from vargen.evaluation.run_directory import cannot_write
 
 
 @pytest.mark.parametrize(("number", "full"), [(errno.ENOSPC, True), (errno.EDQUOT, True), (errno.EROFS, False)])

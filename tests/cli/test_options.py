@@ -7,7 +7,7 @@ from typer.main import get_command
 
 from vargen.cli.main import app
 from vargen.decoding import Sampling
-from vargen.demo.settings import RANGES
+from vargen.demo.request import RANGES
 from vargen.options import OPTIONS
 from vargen.pipelines.llamagen import LlamaGenPipeline
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from vargen.cli import subjects
+from vargen.cli import inputs as subjects
 from vargen.cli.main import app
 
 PROMPTS = b"a cat\n\n# no prompt\na dog\n"

@@ -23,7 +23,7 @@ from vargen.decoding import (
     shared_noise,
 )
 from vargen.decoding.method import same_spec
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -30,7 +30,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import gaussian
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
-from vargen.pipelines.video_blocks import CausalVideoBlockModel
+from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
 FREE = VideoMethod(policy=Threshold(), forced=())
 

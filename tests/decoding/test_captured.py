@@ -22,8 +22,8 @@ from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.pipelines.llamagen_low_res import LowResolutionDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.drafters import LowResolutionDrafter
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
 MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]

@@ -32,7 +32,7 @@ from vargen.decoding.next_token.draft_length import Adaptive
 from vargen.decoding.next_token.drafters.jacobi import maximal
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 
 
 def joint_distance(accelerator, model: TableModel, sampling: Sampling, chains: int = CHAINS) -> float:

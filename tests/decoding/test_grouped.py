@@ -5,7 +5,7 @@ import torch
 
 from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, exact
 from vargen.decoding.noise import race
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 
 
 def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple[torch.Tensor, Draft, Noise]:

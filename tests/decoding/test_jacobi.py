@@ -22,7 +22,7 @@ from vargen.decoding import (
 from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed, GeometricEstimate, Growth, WidthController
 from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context
 from vargen.decoding.pass_costs import measure_pass_costs
-from vargen.evaluation.table_model import TableLowRes, TableModel
+from vargen.evaluation.table_models import TableLowRes, TableModel
 
 METHODS = {
     "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),

@@ -19,7 +19,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 
 TREES = {
     "chain of 1": (-1, 0),

@@ -9,7 +9,7 @@ from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree,
 from vargen.decoding.next_token.drafters import jacobi
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.table_model import TableLowRes, TableModel
+from vargen.evaluation.table_models import TableLowRes, TableModel
 
 CHAINS = 60_000
 GRID = CASES[1]  # three rows of two

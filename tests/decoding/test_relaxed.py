@@ -34,7 +34,7 @@ from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_ta
 from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 from vargen.files import cache_folder
 
 

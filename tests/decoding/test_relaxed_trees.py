@@ -15,7 +15,7 @@ from vargen.decoding import (
     recursive_rejection,
 )
 from vargen.evaluation.exactness import MOST_SPREADS, measure
-from vargen.evaluation.table_model import TableEagle, TableModel
+from vargen.evaluation.table_models import TableEagle, TableModel
 
 SHAPES = [(-1, 0, 0, 1, 1, 2), DynamicTree(nodes=5, depth=3, children=2)]
 

@@ -22,7 +22,7 @@ from vargen.decoding import (
 from vargen.decoding.next_scale.acceptance import joint, shared_noise_scales, token_wise
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation import exactness
-from vargen.evaluation.scale_table import ScaleTable
+from vargen.evaluation.table_models import ScaleTable
 
 RULES = (token_wise, joint, shared_noise_scales)
 PRESETS_OF_SCALES = [preset.name for preset in list_methods("next-scale")]

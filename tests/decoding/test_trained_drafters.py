@@ -25,11 +25,11 @@ from vargen.decoding import (
 from vargen.decoding.next_token.acceptance import k_seq, recursive_rejection, traversal
 from vargen.decoding.next_token.drafters import heads as features
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
-from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
+from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)
 TREE = (-1, 0, 0, 1, 1, 2)

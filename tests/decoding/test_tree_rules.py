@@ -33,8 +33,8 @@ from vargen.decoding.next_token import acceptance
 from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
 from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
 from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.table_model import TableModel
-from vargen.evaluation.tree_mistakes import WRONG_TREES
+from vargen.evaluation.known_wrong import WRONG_TREES
+from vargen.evaluation.table_models import TableModel
 
 CHAINS = 50_000
 SHAPES = {

@@ -32,7 +32,7 @@ from vargen.decoding.next_token.trees.search import Ranks, compute_expected_toke
 from vargen.decoding.next_token.trees.shapes import STATIC, branching, fan, make_by_level_sizes, make_k_ary, parse_parents
 from vargen.decoding.noise import exponential
 from vargen.evaluation.exactness import CASES, measure
-from vargen.evaluation.table_model import TableEagle, TableMedusa, TableModel
+from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 
 
 def depths(parents):

@@ -7,7 +7,7 @@ from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Samp
 from vargen.decoding.next_token.drafters import best_layers
 from vargen.decoding.next_token.drafters.lookup import Index, surroundings
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
-from vargen.evaluation.table_model import TableModel
+from vargen.evaluation.table_models import TableModel
 
 DRAFTERS = {
     "layer-skip": LayerSkip(3),

@@ -20,7 +20,7 @@ from tiny_video_folder import video_folder  # noqa: E402
 
 from vargen.demo import page  # noqa: E402
 from vargen.demo.address import Address  # noqa: E402
-from vargen.demo.engine import Engine  # noqa: E402
+from vargen.demo.image_service import Engine  # noqa: E402
 from vargen.demo.video_tab import VideoEngine  # noqa: E402
 from vargen.pipelines.registry import open_pipeline  # noqa: E402
 

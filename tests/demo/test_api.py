@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from vargen.demo.drawing import Run
-from vargen.demo.engine import Engine
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Run
 
 gradio_client = pytest.importorskip("gradio_client")
 

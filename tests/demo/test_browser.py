@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.demo.engine import Engine
-from vargen.demo.settings import LONGEST_PROMPT, Settings
+from vargen.demo.image_service import Engine
+from vargen.demo.request import LONGEST_PROMPT, Settings
 
 Open = Callable[[str], Any]
 

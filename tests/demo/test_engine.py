@@ -16,14 +16,14 @@ pytest.importorskip("gradio")
 from diffusers.configuration_utils import FrozenDict
 
 from vargen.decoding import list_methods
-from vargen.demo import figures, inputs
-from vargen.demo.engine import Engine
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
 from vargen.demo.explore_tab import KNOBS
 from vargen.demo.generate_tab import command_line
+from vargen.demo.image_service import Engine
 from vargen.demo.inputs import other_drawer
-from vargen.demo.png import read_parameters
-from vargen.demo.runs import Runs
-from vargen.demo.settings import Settings
+from vargen.demo.jobs import Runs
+from vargen.demo.request import Settings, read_parameters
 from vargen.scoring.protocol import Images, to_pil, to_scorer
 
 WANTED = Settings("a red apple", "ar", 3, 2.0, 1.0, 0, 1.0, "", 2)

@@ -15,9 +15,9 @@ pytest.importorskip("gradio")
 from tiny_models import text_var_pipeline
 
 from vargen.decoding import list_methods
-from vargen.demo.engine import Engine
-from vargen.demo.runs import Runs
-from vargen.demo.settings import Settings
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Runs
+from vargen.demo.request import Settings
 
 FIELD = "#prompt textarea, #prompt input"
 

@@ -11,8 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 pytest.importorskip("gradio")
 
-from vargen.demo.png import PictureFolder, read_parameters
-from vargen.demo.settings import MAX_SEED, Settings, settings_of
+from vargen.demo.request import MAX_SEED, PictureFolder, Settings, read_parameters, settings_of
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 

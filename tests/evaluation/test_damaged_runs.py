@@ -17,11 +17,11 @@ import pytest
 import torch
 from tiny_models import class_pipeline
 
-from vargen.evaluation.drawing import Drawing, draw
 from vargen.evaluation.evaluate import Evaluation, evaluate_run, write_all
-from vargen.evaluation.measuring import Instruments
-from vargen.evaluation.run_folder import RunFolder
-from vargen.evaluation.statistics_files import Statistics
+from vargen.evaluation.generation import Drawing, draw
+from vargen.evaluation.measurement import Instruments
+from vargen.evaluation.reference_statistics import Statistics
+from vargen.evaluation.run_directory import RunFolder
 from vargen.reading import open_regular, read_text
 from vargen.scoring import BatchedScorer
 from vargen.scoring.protocol import Images, pixels

@@ -18,7 +18,7 @@ from vargen.evaluation.distances import (
     kernel_distance,
     precision_recall,
 )
-from vargen.evaluation.statistics_files import Statistics
+from vargen.evaluation.reference_statistics import Statistics
 
 
 def gaussian(count: int, dim: int, seed: int, shift: float = 0.0, scale: float = 1.0) -> torch.Tensor:

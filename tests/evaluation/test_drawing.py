@@ -17,10 +17,9 @@ from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
 from vargen.decoding import NeighborhoodRule, exact, resolve_method
-from vargen.evaluation.drawing import Drawer, Drawing, draw, locally
+from vargen.evaluation.generation import Drawer, Drawing, draw, locally
 from vargen.evaluation.items import Items, class_subjects
-from vargen.evaluation.journal import Journal, read_journal
-from vargen.evaluation.run_folder import RunFolder, file_slug
+from vargen.evaluation.run_directory import Journal, RunFolder, file_slug, read_journal
 
 METHODS = ("ar", "gsd:budget=3,window=4")
 

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from vargen.evaluation.features import Extractor, as_batch, extracted, module_extractor, open_extractor, picture_array
 from vargen.evaluation.inception import FIDInception, resized_as_tensorflow
-from vargen.evaluation.statistics_files import Statistics, holds_samples, read_samples, write_samples
+from vargen.evaluation.reference_statistics import Statistics, holds_samples, read_samples, write_samples
 from vargen.models.image_text import ImageTextModel
 
 

@@ -16,7 +16,6 @@ import torch
 from PIL import Image
 from tiny_models import class_pipeline
 
-from vargen.evaluation.drawing import Drawing, draw
 from vargen.evaluation.evaluate import (
     evaluate_folder,
     evaluate_run,
@@ -25,11 +24,12 @@ from vargen.evaluation.evaluate import (
     statistics_of,
     write_all,
 )
-from vargen.evaluation.measuring import Instruments, measure
-from vargen.evaluation.pictures import UnreadablePictureError, folder_pictures
+from vargen.evaluation.generation import Drawing, draw
+from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures
+from vargen.evaluation.measurement import Instruments, measure
 from vargen.evaluation.quality import distances_of, mean_interval
-from vargen.evaluation.run_folder import RunFolder
-from vargen.evaluation.statistics_files import Statistics, read_samples
+from vargen.evaluation.reference_statistics import Statistics, read_samples
+from vargen.evaluation.run_directory import RunFolder
 from vargen.scoring import BatchedScorer, NonFiniteScoreError
 from vargen.scoring.protocol import Images, pixels
 
@@ -213,7 +213,7 @@ def test_a_published_reference_has_statistics_of_all_and_samples_of_some(
     np.savez(tmp_path / "adm.npz", mu=np.full(4, 7.0), sigma=np.eye(4), arr_0=pictures)
     extractor: Any = PARTS.opened()["extractor"]
     monkeypatch.setattr(extractor, "identity", "inception-of-four")
-    monkeypatch.setattr("vargen.evaluation.statistics_files.DIMENSIONS", 4)
+    monkeypatch.setattr("vargen.evaluation.reference_statistics.DIMENSIONS", 4)
     found = open_reference(tmp_path / "adm.npz", PARTS)
     assert found.mean.tolist() == [7.0] * 4 and found.count is None
     assert found.features is not None and torch.allclose(

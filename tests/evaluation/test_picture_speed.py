@@ -4,7 +4,7 @@ import pytest
 import torch
 from tiny_models import tiny_multi_scale_vq, tiny_var
 
-from vargen.evaluation.picture_speed import measure_pictures
+from vargen.evaluation.image_speed import measure_pictures
 from vargen.evaluation.speed import measure_baseline, measure_steps
 from vargen.pipelines.var_network import Network
 

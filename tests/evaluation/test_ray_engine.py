@@ -19,11 +19,11 @@ import torch
 from tiny_models import class_pipeline
 
 from vargen.compat import installed_version
-from vargen.evaluation.drawing import Drawing, draw, locally
-from vargen.evaluation.journal import read_journal
-from vargen.evaluation.measuring import Instruments, measure
-from vargen.evaluation.pictures import Picture, UnreadablePictureError, folder_pictures
-from vargen.evaluation.ray_engine import ray_engine
+from vargen.evaluation.generation import Drawing, draw, locally
+from vargen.evaluation.image_files import Picture, UnreadablePictureError, folder_pictures
+from vargen.evaluation.measurement import Instruments, measure
+from vargen.evaluation.ray_backend import ray_engine
+from vargen.evaluation.run_directory import read_journal
 
 psutil = pytest.importorskip("psutil")
 pytestmark = pytest.mark.slow
@@ -31,7 +31,7 @@ METHODS = ("ar", "gsd:budget=3,window=4")
 
 PARTS = """
 import os, time, torch
-from vargen.evaluation.drawing import Drawer
+from vargen.evaluation.generation import Drawer
 
 class SlowDrawer(Drawer):
     "Says which process it is in; takes long enough to be killed while it works."

@@ -3,7 +3,7 @@
 import pytest
 from PIL import Image
 
-from vargen.evaluation.sheet import contact_sheet
+from vargen.evaluation.contact_sheets import contact_sheet
 
 
 def test_every_picture_is_on_the_sheet():

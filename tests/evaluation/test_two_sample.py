@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from vargen.evaluation.two_sample import (
+from vargen.evaluation.distribution import (
     chi_square,
     code_classes,
     features,

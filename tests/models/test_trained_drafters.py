@@ -10,7 +10,7 @@ from vargen.decoding import Tree
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_models import class_pipeline, text_pipeline, text_var_pipeline
 
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.scoring import open_scorer
 from vargen.scoring.protocol import NonFiniteScoreError
 

@@ -15,10 +15,10 @@ from tiny_video_folder import HOW, LENDER, OWN, video_folder
 
 from vargen.decoding import PRESETS, Eager, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.pipelines import video_files
+from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
-from vargen.pipelines.video_files import save_video
+from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
 from vargen.training.caption_bank import CaptionBank
 

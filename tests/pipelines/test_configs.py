@@ -15,7 +15,7 @@ from vargen.models import described
 from vargen.models.image_text import ImageTextModel
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.component_files import check_component
-from vargen.pipelines.families import FAMILIES
+from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.registry import describe
 from vargen.pipelines.video_parts import check_defaults
 from vargen.scoring.packaged import open_tower

@@ -7,7 +7,7 @@ from tiny_models import class_pipeline, tiny_transformer
 from vargen.decoding import Accelerator, LayerSkip, decode, exact
 from vargen.decoding.next_token.protocols import LayeredModel
 from vargen.models.condition import Condition
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 
 def models() -> tuple[LlamaGenTokenModel, Condition]:

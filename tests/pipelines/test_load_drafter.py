@@ -11,7 +11,7 @@ from vargen import LlamaGenPipeline
 from vargen.decoding import Accelerator, Eagle, Medusa, shared_noise
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines import drafter_files
+from vargen.pipelines import loading as drafter_files
 
 SIZES = {"dim": 32, "vocab_size": 64, "grid_size": 4}
 DRAFTERS = {"eagle": (EagleDrafter, {"n_head": 2, "multiple_of": 32}), "medusa": (MedusaDrafter, {})}

@@ -13,7 +13,7 @@ from vargen.decoding.noise import Purpose
 from vargen.models.condition import Condition
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
-from vargen.pipelines import llamagen_low_res
+from vargen.pipelines.adapters import drafters as llamagen_low_res
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=exact)
 MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=PooledRule(4, 0.2, 1))

@@ -11,8 +11,8 @@ from tiny_models import text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.assets import packaged_model_path
-from vargen.pipelines.captions import find_unreadable_words
 from vargen.pipelines.prompt_names import FILE, PromptNames
+from vargen.pipelines.prompts import find_unreadable_words
 
 TABLE = PromptNames.read(packaged_model_path("emoji"))
 

@@ -17,7 +17,7 @@ from vargen.decoding import (
 )
 from vargen.decoding.next_token.trees.shapes import fan
 from vargen.models.condition import Condition
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 GRID, T, VOCAB = 4, 7, 64
 CLOSE = {"atol": 2e-5, "rtol": 1e-4}  # float32 sums in another order

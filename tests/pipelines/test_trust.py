@@ -11,7 +11,8 @@ import pytest
 from tiny_models import class_pipeline, text_pipeline
 
 from vargen import LlamaGenPipeline
-from vargen.pipelines import llamagen, loading, trust
+from vargen.pipelines import components as trust
+from vargen.pipelines import llamagen, loading
 from vargen.pipelines.stored import DiffusionPipeline
 
 CODE = """

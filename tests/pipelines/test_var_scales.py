@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Sampling, decode_scales
 from vargen.models.condition import Condition
-from vargen.pipelines.var_scales import VARScaleModel
+from vargen.pipelines.adapters.var import VARScaleModel
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer, is_derived_buffer
-from vargen.pipelines.var_scales import VARScaleModel
+from vargen.pipelines.adapters.var import VARScaleModel
 
 _GOLDEN = Path(__file__).resolve().parent.parent / "golden" / "var"
 

@@ -12,7 +12,7 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines.video_blocks import CausalVideoBlockModel
+from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
 SHAPE = {
     "dim": 24, "ffn_dim": 32, "num_heads": 2, "num_layers": 2, "channels": 4, "height": 2, "width": 2, "patch": 1,

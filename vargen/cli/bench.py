@@ -76,7 +76,7 @@ def step(
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     writes += json_writes(as_json, json_file, document)
     if plot_file:
-        from vargen.evaluation.speed_plot import plot_steps
+        from vargen.evaluation.plots import plot_steps
 
         writes.append((f"plot {str(plot_file)!r}", lambda: plot_steps(reports, plot_file)))
     write_each(writes)

@@ -13,7 +13,7 @@ from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, write_each
 
 if TYPE_CHECKING:
-    from vargen.evaluation.picture_speed import PictureReport
+    from vargen.evaluation.image_speed import PictureReport
 
 
 def pictures(
@@ -38,8 +38,8 @@ def pictures(
     check_apart({"json": [json_file]}, {"a file of model": [file for name in names for file in model_files(name)]})
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
+    from vargen.evaluation.image_speed import measure_pictures
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.picture_speed import measure_pictures
     from vargen.pipelines.registry import check_network, open_picture_network
 
     for name in names:  # before minutes are spent on the first

@@ -9,8 +9,10 @@ import typer
 from tqdm import tqdm
 
 from vargen.cli.bench import prepare
+from vargen.cli.compare_video import VideoSetting, compared, video_writes
 from vargen.cli.console import say, table
 from vargen.cli.generate_video import check_picture_options
+from vargen.cli.inputs import read_prompts, say_names
 from vargen.cli.options import (
     Device,
     Dtype,
@@ -26,8 +28,6 @@ from vargen.cli.options import (
     parse_integer,
 )
 from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
-from vargen.cli.subjects import read_prompts, say_names
-from vargen.cli.video_tables import VideoSetting, compared, video_writes
 from vargen.device import set_threads
 from vargen.files import expand_user
 
@@ -96,9 +96,9 @@ def compare(
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
     from vargen.evaluation.compare import compare as run
-    from vargen.evaluation.compare_plot import picture_grid, plot_comparison
     from vargen.evaluation.machine import machine_line
-    from vargen.pipelines import checks
+    from vargen.evaluation.plots import picture_grid, plot_comparison
+    from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
     checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch)) * batch)
@@ -165,7 +165,7 @@ def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any],
     Raises:
         ValueError: if not, saying why.
     """
-    from vargen.pipelines import checks
+    from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import describe, pipeline_class
 
     _, sampling = checks.check_sampling(settings)

@@ -77,7 +77,7 @@ def draw(
 
 
 def write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
-    from vargen.evaluation.sheet import contact_sheet
+    from vargen.evaluation.contact_sheets import contact_sheet
     from vargen.picture_files import on_white, opened_picture
 
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]

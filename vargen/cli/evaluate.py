@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vargen.cli.compare_video import VideoSetting, evaluate_videos
 from vargen.cli.console import say, table
 from vargen.cli.evaluation_options import (
     EngineName,
@@ -19,19 +20,18 @@ from vargen.cli.evaluation_options import (
     read_shard,
 )
 from vargen.cli.generate_video import check_picture_options
+from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, Dtype, check_range, makes_video, parse_integer, select_device
 from vargen.cli.outputs import Write, json_writes, result_file, write_each
 from vargen.cli.run_outputs import check_run_outputs
-from vargen.cli.subjects import read_prompts
-from vargen.cli.video_tables import VideoSetting, evaluate_videos
 from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.evaluation.drawing import Drawing, Engine
     from vargen.evaluation.evaluate import Evaluation
-    from vargen.evaluation.measuring import Instruments
-    from vargen.evaluation.run_folder import RunFolder
-    from vargen.evaluation.statistics_files import Statistics
+    from vargen.evaluation.generation import Drawing, Engine
+    from vargen.evaluation.measurement import Instruments
+    from vargen.evaluation.reference_statistics import Statistics
+    from vargen.evaluation.run_directory import RunFolder
 
 
 _Model = Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")]
@@ -140,7 +140,7 @@ def score(
     threads: _Threads = None,
 ) -> None:
     """Score pictures, whoever made them; of a run, write its report."""
-    from vargen.evaluation.run_folder import RUN_FILE, RunFolder
+    from vargen.evaluation.run_directory import RUN_FILE, RunFolder
 
     place = select_device(device)
     path = expand_user(folder, "folder")
@@ -211,7 +211,7 @@ def evaluate(
     instruments = make_instruments(scorers, extractor, resize, False, str(place), threads, model)
     chosen = pick_engine(engine, actors, place, threads)
 
-    from vargen.evaluation.run_folder import RunFolder
+    from vargen.evaluation.run_directory import RunFolder
 
     run = RunFolder(Path(drawing.output))
     # Before hours of drawing: weights that are missing, statistics of another extractor.
@@ -226,7 +226,7 @@ def evaluate(
 
 
 def _draw(drawing: Drawing, part: tuple[int, int], engine: Engine) -> int:
-    from vargen.evaluation.drawing import draw as run
+    from vargen.evaluation.generation import draw as run
 
     with bar("drawing") as show:
         return run(drawing, *part, engine=engine, progress=show)
@@ -268,7 +268,7 @@ def _score_folder(
 ) -> None:
     from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_samples, statistics_of
     from vargen.evaluation.features import Extractor
-    from vargen.evaluation.pictures import folder_pictures
+    from vargen.evaluation.image_files import folder_pictures
 
     samples = outputs["samples"]
     idle = not instruments.scorers and instruments.extractor is None and samples is None

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from vargen.cli.console import quiet_libraries
+from vargen.cli.inputs import MOST_PICTURES, read_prompts
 from vargen.cli.options import Dtype, check_range
 from vargen.cli.outputs import check_writable
-from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expand_user
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.drawing import Drawing, Engine
-    from vargen.evaluation.measuring import Instruments
-    from vargen.evaluation.statistics_files import Statistics
+    from vargen.evaluation.generation import Drawing, Engine
+    from vargen.evaluation.measurement import Instruments
+    from vargen.evaluation.reference_statistics import Statistics
 
 
 _LARGEST_SIDE = 2048  # pixels; a chunk of 64 such pictures, several times over, fits in memory
@@ -67,7 +67,7 @@ def make_drawing(
     check_writable(folder, "output")
 
     import vargen.assets
-    from vargen.evaluation.drawing import Drawing
+    from vargen.evaluation.generation import Drawing
     from vargen.evaluation.items import class_subjects, prompt_subjects
     from vargen.pipelines.registry import describe, pipeline_class
     from vargen.specs import split_specs
@@ -113,7 +113,7 @@ def make_instruments(
     quiet_libraries()
     check_range(resize, "resize", 16, _LARGEST_SIDE)
 
-    from vargen.evaluation.measuring import Instruments
+    from vargen.evaluation.measurement import Instruments
     from vargen.scoring.registry import default_scorer
     from vargen.specs import split_specs
 
@@ -139,10 +139,10 @@ def pick_engine(name: EngineName, actors: int | None, device: Any, threads: int 
     if name is EngineName.local:
         if actors is not None:
             raise ValueError("actors are of --engine ray; the local engine is one process, of which --shard makes several")
-        from vargen.evaluation.drawing import locally
+        from vargen.evaluation.generation import locally
 
         return locally
-    from vargen.evaluation.ray_engine import ray_engine
+    from vargen.evaluation.ray_backend import ray_engine
 
     return ray_engine(actors, device.type, threads)
 

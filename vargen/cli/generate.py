@@ -12,6 +12,7 @@ import typer
 from vargen.cli.console import Names, import_libraries, quiet_libraries, say
 from vargen.cli.draw_images import Job, draw, write_sheet
 from vargen.cli.generate_video import VideoOptions, check_picture_options, check_video_options, generate_videos
+from vargen.cli.inputs import MOST_PICTURES, Source, class_numbers, say_names, subjects_of
 from vargen.cli.options import (
     Device,
     Dtype,
@@ -37,13 +38,11 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
-from vargen.cli.sources import Source
-from vargen.cli.subjects import MOST_PICTURES, class_numbers, say_names, subjects_of
 from vargen.device import check_compile, set_threads
 from vargen.files import expand_user
 
 if TYPE_CHECKING:
-    from vargen.pipelines.description import ModelInfo
+    from vargen.pipelines.model_info import ModelInfo
 
 _LARGEST_SEED = 2**63 - 1
 
@@ -232,7 +231,7 @@ def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any
 
 def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
     """What can be checked without a model."""
-    from vargen.pipelines import checks
+    from vargen.pipelines import validation as checks
 
     checks.check_sampling(given)
     checks.check_count(num_images, 1)

@@ -11,6 +11,7 @@ from typing import Any
 import typer
 
 from vargen.cli.console import Names, say
+from vargen.cli.inputs import read_source, say_names
 from vargen.cli.outputs import (
     Write,
     check_apart,
@@ -22,8 +23,6 @@ from vargen.cli.outputs import (
     targets,
     write_each,
 )
-from vargen.cli.sources import read_source
-from vargen.cli.subjects import say_names
 from vargen.files import expand_user
 
 FORMATS = (".mp4", ".gif", ".webp")
@@ -83,7 +82,7 @@ def generate_videos(
 
     from vargen.decoding import VideoMethod, resolve_method
     from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
-    from vargen.pipelines.video_files import check_video_path, save_video
+    from vargen.pipelines.videos import check_video_path, save_video
 
     described = describe(model)
     kind = pipeline_class(described.pipeline)

@@ -10,19 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from vargen import __version__
-from vargen.cli import (
-    bench,
-    bench_kernels,
-    bench_pictures,
-    compare,
-    convert,
-    distribution,
-    evaluate,
-    generate,
-    info,
-    train,
-    verify,
-)
+from vargen.cli import bench, bench_kernels, bench_pictures, compare, convert, evaluate, generate, info, train, verify
+from vargen.cli import bench_distribution as distribution
 from vargen.cli.console import Commands, StandardOutput, configure_logging, say
 from vargen.cli.outputs import not_written
 

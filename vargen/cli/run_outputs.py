@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from vargen.cli.outputs import check_apart, ignores_case, model_files, said
-from vargen.evaluation.run_folder import RunFolder
+from vargen.evaluation.run_directory import RunFolder
 from vargen.files import expand_user
 
 

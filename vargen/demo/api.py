@@ -11,12 +11,11 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo.drawing import Drawn, Run
-from vargen.demo.engine import Engine
+from vargen.demo.image_service import Engine
 from vargen.demo.inputs import new_seed
+from vargen.demo.jobs import Drawn, Run, told_plainly
 from vargen.demo.race_tab import identical
-from vargen.demo.runs import told_plainly
-from vargen.demo.settings import MOST_LANES, Settings
+from vargen.demo.request import MOST_LANES, Settings
 
 _LOOK_SECONDS = 0.25  # how often it is looked whether the caller is still there
 

@@ -9,12 +9,12 @@ from typing import Any
 import gradio as gr
 
 from vargen.decoding import Accelerator, GroupedRule, Jacobi, exact
-from vargen.demo import figures, inputs
-from vargen.demo.drawing import Run
-from vargen.demo.engine import Engine
-from vargen.demo.figures import Lane
-from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import MOST_STEPS
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Run, Runs, told_plainly
+from vargen.demo.rendering import Lane
+from vargen.demo.request import MOST_STEPS
 
 
 @dataclass(frozen=True)

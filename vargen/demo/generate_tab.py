@@ -8,11 +8,11 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import figures, inputs
-from vargen.demo.drawing import Run
-from vargen.demo.engine import Engine
-from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import MOST_CANDIDATES, MOST_PICTURES, Settings
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Run, Runs, told_plainly
+from vargen.demo.request import MOST_CANDIDATES, MOST_PICTURES, Settings
 from vargen.scoring.registry import PACKAGED
 
 _KEPT = 24  # pictures of a session's gallery

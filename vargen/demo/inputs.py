@@ -10,11 +10,10 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import figures
-from vargen.demo.engine import Engine
-from vargen.demo.png import read_parameters
-from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import LONGEST_PROMPT, MAX_SEED, NEW_SEEDS, Settings, settings_of
+from vargen.demo import rendering as figures
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Runs, told_plainly
+from vargen.demo.request import LONGEST_PROMPT, MAX_SEED, NEW_SEEDS, Settings, read_parameters, settings_of
 from vargen.options import OPTIONS, Option
 
 ANY_STYLE = "any"

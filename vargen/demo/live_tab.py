@@ -7,10 +7,10 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import figures, inputs
-from vargen.demo.drawing import Run
-from vargen.demo.engine import Engine
-from vargen.demo.runs import Runs, told_plainly
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Run, Runs, told_plainly
 
 _PAUSE = 0.15  # seconds without another letter before drawing begins
 _LOOK_SECONDS = 0.03  # how often it is looked whether there is a finer preview

@@ -10,10 +10,10 @@ import gradio as gr
 
 from vargen.demo import api, explore_tab, generate_tab, inputs, live_tab, race_tab, theme, video_tab
 from vargen.demo.address import Address
-from vargen.demo.engine import Engine
-from vargen.demo.figures import text
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Runs
 from vargen.demo.refusals import HANDLERS, Page
-from vargen.demo.runs import Runs
+from vargen.demo.rendering import text
 from vargen.demo.video_tab import VideoEngine
 
 _LONGEST_QUEUE = 32

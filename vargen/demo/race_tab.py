@@ -8,12 +8,12 @@ from typing import Any
 import gradio as gr
 import torch
 
-from vargen.demo import figures, inputs
-from vargen.demo.drawing import Drawn, Run
-from vargen.demo.engine import Engine
-from vargen.demo.figures import Lane
-from vargen.demo.runs import Runs, told_plainly
-from vargen.demo.settings import MOST_LANES, Settings
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
+from vargen.demo.image_service import Engine
+from vargen.demo.jobs import Drawn, Run, Runs, told_plainly
+from vargen.demo.rendering import Lane
+from vargen.demo.request import MOST_LANES, Settings
 
 _PREFERRED = ("ar", "gumbel", "gsd", "plain", "code", "economy")
 IN_TURN, TOGETHER = "in turn", "together"

@@ -6,9 +6,10 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import figures, theme, video_tab
+from vargen.demo import rendering as figures
+from vargen.demo import theme, video_tab
+from vargen.demo.jobs import Runs
 from vargen.demo.refusals import Page
-from vargen.demo.runs import Runs
 from vargen.demo.video_tab import VideoEngine
 
 

@@ -15,8 +15,9 @@ import torch
 from PIL import Image
 
 from vargen.decoding import Block, VideoMethod, VideoStats, resolve_method
-from vargen.demo import figures, inputs
-from vargen.demo.runs import Runs, told_plainly
+from vargen.demo import inputs
+from vargen.demo import rendering as figures
+from vargen.demo.jobs import Runs, told_plainly
 
 _IDLE = "Press Make. While the video is made, the slider moves the threshold for the blocks that follow."
 _EXAMPLES = ("winking face", "beating heart", "waving hand", "face with rolling eyes")

@@ -18,8 +18,8 @@ from torch import Tensor
 from vargen.decoding import DecodeStats, Method, Progress
 from vargen.models.condition import Condition
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.checks import check_batch, check_prompts, check_seed
-from vargen.pipelines.description import Decoder
+from vargen.pipelines.model_info import Decoder
+from vargen.pipelines.validation import check_batch, check_prompts, check_seed
 
 
 @dataclass

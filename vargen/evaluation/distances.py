@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.evaluation.statistics_files import Statistics
+from vargen.evaluation.reference_statistics import Statistics
 
 logger = logging.getLogger("vargen")
 

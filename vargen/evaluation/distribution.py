@@ -1,10 +1,17 @@
-"""Pictures of every method in large batches, kept on disk, and two-sample tests against sequential ones."""
+"""Do two sets of pictures follow the same distribution? Permutation tests on their tokens.
+
+Three statistics: token marginals per position, pairs of neighbouring tokens, and the tokenizer's features (codebook vectors
+averaged over quarters of the picture, and their spread). A permutation swaps whole pictures between the sets, each with its
+partner of the same prompt. So tokens of a picture may depend on each other, and prompts may differ.
+
+Shape suffixes: I pictures, N tokens of the grid, V vocabulary, C codebook width.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +21,128 @@ from torch import Tensor
 
 from vargen.decoding import Method, resolve_method
 from vargen.decoding.method import same_spec
-from vargen.evaluation.two_sample import two_sample_tests
 from vargen.files import atomic_file
 from vargen.pipelines.base import VisualPipeline
 from vargen.weight_files import load_npz, weights_digest
+
+
+@dataclass(frozen=True)
+class TestResult:
+    """The `statistic` of the two sets, its mean over permutations, and the share of permutations that reach it, the sets as
+    they are counted among them."""
+
+    __test__ = False  # no test case, whatever its name
+
+    statistic: float
+    expected: float
+    p_value: float
+
+
+def chi_square(first: Tensor, second: Tensor) -> Tensor:
+    """Sum of (a - b)^2 / (a + b) over the cells of two tables of counts of equally many pictures."""
+    total = first + second
+    return ((first - second).square() / total.clamp(min=1)).sum()
+
+
+def marginal_cells(tokens_IN: Tensor, vocab: int) -> Tensor:
+    """int64 `[I, N]`: the cell (position, token) of every token."""
+    return tokens_IN + torch.arange(tokens_IN.shape[1]) * vocab
+
+
+def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
+    """int64 `[I, pairs]`: the cell (kind, class, class) of every horizontal and vertical pair of neighbours.
+
+    Args:
+        classes_V: int64 `[V]`, a coarse class of each token: nearly all pairs of single tokens occur once or never.
+    """
+    grid = classes_V[tokens_IN].view(len(tokens_IN), -1, columns)
+    kinds = int(classes_V.max()) + 1
+    across = grid[:, :, :-1] * kinds + grid[:, :, 1:]
+    down = grid[:, :-1] * kinds + grid[:, 1:] + kinds * kinds
+    return torch.cat([across.flatten(1), down.flatten(1)], dim=1)
+
+
+def code_classes(codes_VC: Tensor, bits: int = 5) -> Tensor:
+    """int64 `[V]`: a class for each token, by the signs of its code along the codebook's first principal directions."""
+    centred = codes_VC - codes_VC.mean(0)
+    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    signs = (centred @ directions[:bits].t() > 0).long()
+    return (signs * 2 ** torch.arange(signs.shape[1])).sum(1)
+
+
+def features(tokens_IN: Tensor, columns: int, codes_VC: Tensor) -> Tensor:
+    """float32 `[I, 5 C]`: mean code of each quarter, and the standard deviation of codes over the picture."""
+    field = codes_VC[tokens_IN].view(len(tokens_IN), -1, columns, codes_VC.shape[1])
+    rows = field.shape[1]
+    top, left = rows // 2, columns // 2
+    quarters = [field[:, a, b].mean((1, 2)) for a in (slice(top), slice(top, None)) for b in (slice(left), slice(left, None))]
+    return torch.cat([*quarters, field.std((1, 2))], dim=1)
+
+
+def permutation_test(
+    statistic: Callable[[Tensor], Tensor], pictures: int, permutations: int = 200, seed: int = 0
+) -> TestResult:
+    """Swap partners at random.
+
+    Args:
+        statistic: of a bool mask `[I]`, True where the two partners change sides.
+        pictures: I, of each set.
+
+    Raises:
+        ValueError: without permutations.
+    """
+    if permutations < 1:
+        raise ValueError(f"permutations must be at least 1, got {permutations}")
+    generator = torch.Generator().manual_seed(seed)
+    own = float(statistic(torch.zeros(pictures, dtype=torch.bool)))
+    others = [float(statistic(torch.rand(pictures, generator=generator) < 0.5)) for _ in range(permutations)]
+    reached = sum(other >= own for other in others)
+    return TestResult(own, sum(others) / permutations, (1 + reached) / (1 + permutations))
+
+
+def cell_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed: int = 0) -> TestResult:
+    """Chi-square of the counts of cells, `[I, K]` of each set."""
+
+    def statistic(swap: Tensor) -> Tensor:
+        a, b = torch.where(swap[:, None], second, first), torch.where(swap[:, None], first, second)
+        return chi_square(*(torch.bincount(x.flatten(), minlength=cells).double() for x in (a, b)))
+
+    return permutation_test(statistic, len(first), permutations, seed)
+
+
+def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -> TestResult:
+    """Squared distance of the means of features `[I, F]`, each feature in units of its spread."""
+    scale = torch.cat([first, second]).std(0).clamp(min=1e-6)
+    difference = (first - second) / scale
+
+    def statistic(swap: Tensor) -> Tensor:
+        return torch.where(swap[:, None], -difference, difference).mean(0).square().sum() * len(first)
+
+    return permutation_test(statistic, len(first), permutations, seed)
+
+
+def two_sample_tests(
+    first_IN: Tensor, second_IN: Tensor, codes_VC: Tensor, columns: int, permutations: int = 200
+) -> dict[str, TestResult]:
+    """All three tests. Picture i of both sets must be of the same prompt, and drawn with different seeds.
+
+    Raises:
+        ValueError: if the sets differ in shape.
+    """
+    if first_IN.shape != second_IN.shape:
+        raise ValueError(f"both sets must hold the same pictures, got {tuple(first_IN.shape)} and {tuple(second_IN.shape)}")
+    V, N = len(codes_VC), first_IN.shape[1]
+    classes = code_classes(codes_VC)
+    kinds = int(classes.max()) + 1
+
+    def both(make: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        return make(first_IN), make(second_IN)
+
+    return {
+        "token marginals per position": cell_test(*both(lambda t: marginal_cells(t, V)), V * N, permutations),
+        "neighbouring tokens": cell_test(*both(lambda t: pair_cells(t, columns, classes)), 2 * kinds * kinds, permutations),
+        "tokenizer features": mean_test(*both(lambda t: features(t, columns, codes_VC)), permutations),
+    }
 
 
 def claim(folder: Path, made_of: dict[str, Any]) -> None:

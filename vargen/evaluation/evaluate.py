@@ -15,16 +15,15 @@ import torch
 from PIL import Image
 
 from vargen.compat import installed_version
-from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, Features, as_batch, picture_array
-from vargen.evaluation.journal import Record
-from vargen.evaluation.measuring import CHUNK, Instruments, Measured, measure
-from vargen.evaluation.pictures import Picture, folder_pictures, read_picture
+from vargen.evaluation.generation import Engine, locally
+from vargen.evaluation.image_files import Picture, folder_pictures, read_picture
+from vargen.evaluation.measurement import CHUNK, Instruments, Measured, measure
+from vargen.evaluation.plots import plot_quality, write_sheets
 from vargen.evaluation.quality import Quality, quality_of, speed_of
+from vargen.evaluation.reference_statistics import Statistics, holds_samples, read_samples, write_samples
 from vargen.evaluation.report import write_report
-from vargen.evaluation.report_figures import plot_quality, write_sheets
-from vargen.evaluation.run_folder import RunFolder, cannot_write, file_digest, file_slug
-from vargen.evaluation.statistics_files import Statistics, holds_samples, read_samples, write_samples
+from vargen.evaluation.run_directory import Record, RunFolder, cannot_write, file_digest, file_slug
 from vargen.scoring.packaged import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")

@@ -38,9 +38,8 @@ from vargen.decoding import (
 from vargen.decoding.next_scale.acceptance import scale_rule, token_wise
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
-from vargen.evaluation.scale_table import ScaleTable
-from vargen.evaluation.table_model import TableEagle, TableLowRes, TableMedusa, TableModel
-from vargen.evaluation.tree_mistakes import TELLING, WRONG_TREES
+from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
+from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
 
 MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
 CHAINS = 150_000

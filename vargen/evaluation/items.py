@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vargen.pipelines.checks import MAX_SEED, check_class_labels, check_prompts
+from vargen.pipelines.validation import MAX_SEED, check_class_labels, check_prompts
 from vargen.values import parse_int, short_repr
 
 Subject = str | int  # a prompt, or a class

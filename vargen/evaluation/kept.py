@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from vargen.evaluation.run_folder import cannot_write, file_slug
+from vargen.evaluation.run_directory import cannot_write, file_slug
 from vargen.files import atomic_file
 from vargen.reading import open_regular
 
 if TYPE_CHECKING:
-    from vargen.evaluation.measuring import Chunk, Instruments
+    from vargen.evaluation.measurement import Chunk, Instruments
 
 Rows = dict[str, np.ndarray]  # columns of numbers of a chunk or a group, each with `items`
 DRIFT = "drift"

@@ -19,10 +19,10 @@ from vargen.evaluation.distances import (
     kernel_distance,
     precision_recall,
 )
-from vargen.evaluation.journal import Record
 from vargen.evaluation.kept import DRIFT
-from vargen.evaluation.measuring import Measured
-from vargen.evaluation.statistics_files import Statistics
+from vargen.evaluation.measurement import Measured
+from vargen.evaluation.reference_statistics import Statistics
+from vargen.evaluation.run_directory import Record
 
 _Z = 1.959964  # 95 % of a normal distribution lie within so many deviations
 Numbers = dict[str, Any]

@@ -19,7 +19,7 @@ from vargen.decoding import VideoMethod, VideoStats
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
 from vargen.evaluation.distances import frechet_distance
 from vargen.evaluation.features import Extractor
-from vargen.evaluation.statistics_files import Statistics
+from vargen.evaluation.reference_statistics import Statistics
 from vargen.scoring.protocol import Scorer, score_images
 
 Show = Callable[[int, int], None]

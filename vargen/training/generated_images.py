@@ -21,7 +21,7 @@ from tqdm.auto import tqdm
 from vargen.decoding import Sampling, decode
 from vargen.files import atomic_file
 from vargen.models.condition import Condition
-from vargen.pipelines import checks
+from vargen.pipelines import validation as checks
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.training.dataset import CaptionedImages
 from vargen.training.heads_config import HeadConfig

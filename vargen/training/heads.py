@@ -28,8 +28,8 @@ from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
 from vargen.pipelines.registry import describe, open_pipeline
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.heads_config import HeadConfig

@@ -12,7 +12,7 @@ from torch import Tensor
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.captions import left_pad
+from vargen.pipelines.prompts import left_pad
 from vargen.training.blanks import BlankAware, codes_digest, tokens_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import NextTokenConfig

@@ -15,7 +15,7 @@ from vargen.decoding.next_token.loop import prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
-from vargen.pipelines.llamagen_tokens import LlamaGenTokenModel
+from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = (-1, 0, 0, 1, 1)

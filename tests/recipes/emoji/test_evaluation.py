@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell
 from recipes.emoji.evaluation import Recall
-from vargen.evaluation.sheet import blind_sheet
+from vargen.evaluation.contact_sheets import blind_sheet
 from vargen.training.dataset import spread
 from vargen.training.focus import Focus
 from vargen.training.next_token_evaluation import choice

@@ -1,4 +1,4 @@
-"""The pictures of a report: speed against quality, and what each method drew."""
+"""A comparison of methods as pictures: bars of speed, and a grid of what each drew at equal seeds."""
 
 from __future__ import annotations
 
@@ -8,10 +8,109 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from vargen.compat import check_matplotlib
-from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
+from vargen.evaluation.compare import Comparison
+from vargen.evaluation.contact_sheets import contact_sheet
+from vargen.evaluation.image_files import Picture, UnreadablePictureError, read_picture
 from vargen.evaluation.quality import Quality
-from vargen.evaluation.sheet import contact_sheet
+from vargen.evaluation.speed import StepReport
 from vargen.files import atomic_file
+from vargen.pipelines.base import VisualPipeline
+
+
+def picture_grid(pipe: VisualPipeline, comparison: Comparison, most: int = 8, cell: int = 128) -> Image.Image:
+    """A row per method, a column per prompt, equal seeds; at most `most` columns."""
+    columns = min(most, len(comparison.prompts))
+    images, captions = [], []
+    for method in comparison.methods:
+        images += pipe.decode_tokens(comparison.tokens[method.name][:columns].to(pipe.vqvae.device))
+        captions += comparison.prompts[:columns]
+    sheet = contact_sheet(images, captions, columns=columns, cell=cell)
+    label = 96
+    grid = Image.new("RGB", (sheet.width + label, sheet.height), "white")
+    grid.paste(sheet, (label, 0))
+    draw, font = ImageDraw.Draw(grid), ImageFont.load_default(size=13)
+    height = (sheet.height - 6) / len(comparison.methods)
+    for row, method in enumerate(comparison.methods):
+        top = round(6 + row * height + cell / 2)
+        draw.text((8, top - 16), method.name, fill="#111", font=font)
+        draw.text((8, top), f"{method.seconds_per_image:.2f} s", fill="#555", font=font)
+    return grid
+
+
+def plot_comparison(comparison: Comparison, path: Path) -> None:
+    """Write a PNG: ratio to `ar`, tokens per pass, and how many tokens passes committed.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    check_matplotlib("a plot needs")
+    from matplotlib.figure import Figure
+
+    methods = comparison.methods
+    names = [method.name for method in methods]
+    figure = Figure(figsize=(13, 3.8), layout="constrained")
+    speed, tokens, lengths = figure.subplots(1, 3)
+    spread = [
+        [max(0.0, method.ratio - method.ratio_quartiles[0]) for method in methods],
+        [max(0.0, method.ratio_quartiles[1] - method.ratio) for method in methods],
+    ]
+    bars = speed.bar(names, [method.ratio for method in methods], yerr=spread, capsize=3, label="measured")
+    speed.bar_label(bars, [f"{method.ratio:.2f}" for method in methods], padding=2)
+    speed.plot(names, [method.allowed for method in methods], "k_", markersize=22, label="allowed by passes and their cost")
+    speed.axhline(1.0, color="grey", linestyle="--", linewidth=1)
+    speed.set(title=f"seconds of {comparison.baseline} / seconds, batch {comparison.batch}")
+    speed.set_ylim(top=1.25 * speed.get_ylim()[1])  # room for the legend above the bars
+    speed.legend(fontsize=8, loc="upper left")
+    bars = tokens.bar(names, [method.tokens_per_pass for method in methods], color="tab:green")
+    tokens.bar_label(bars, [f"{method.tokens_per_pass:.2f}" for method in methods], padding=2)
+    tokens.set(title="tokens per target pass")
+    tokens.margins(y=0.1)  # room for the label of the highest
+    for method in methods:
+        counts = method.accepted_histogram[1:]
+        passes = sum(counts)
+        if method.name != comparison.baseline and passes > 0:
+            shares = [count / passes for count in counts]
+            lengths.plot(range(1, len(counts) + 1), shares, marker=".", label=method.name)
+    lengths.set(title="tokens that a pass committed", xlabel="tokens", ylabel="share of passes")
+    lengths.xaxis.get_major_locator().set_params(integer=True)
+    if len(methods) > 1:
+        lengths.legend()
+    for axis in (speed, tokens):
+        axis.tick_params(axis="x", rotation=30)
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
+
+def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
+    """Write a PNG: a panel per model, a line per batch; 1 is the time to read the weights once.
+
+    Raises:
+        ImportError: without matplotlib.
+    """
+    check_matplotlib("a plot needs")
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5 * len(reports), 3.8), layout="constrained")  # of no window system, hence no pyplot
+    axes = figure.subplots(1, len(reports), squeeze=False)[0]
+    for axis, report in zip(axes, reports, strict=True):
+        for batch in dict.fromkeys(result.batch for result in report.results):
+            line = [result for result in report.results if result.batch == batch]
+            unit = report.read_milliseconds
+            widths = [result.tokens for result in line]
+            axis.plot(widths, [result.over_read for result in line], marker="o", label=f"batch {batch}")
+            quartiles = [[result.quartiles[i] / unit for result in line] for i in (0, 1)]
+            axis.fill_between(widths, *quartiles, alpha=0.2)
+        axis.axhline(1.0, color="grey", linestyle="--", linewidth=1)
+        axis.set(xscale="log", yscale="log", xlabel="tokens fed per image", ylabel="cost (weights read once = 1)")
+        axis.set_xticks(sorted({result.tokens for result in report.results}))
+        axis.xaxis.set_major_formatter("{x:.0f}")
+        axis.minorticks_off()
+        axis.set_title(f"{report.model}, {report.dtype}")
+        axis.grid(alpha=0.3)
+        axis.legend()
+    with atomic_file(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=120)
+
 
 _SHEET, _COLUMNS = 64, 8  # pictures of a sheet, and of a row of the grid
 _CELL = 128

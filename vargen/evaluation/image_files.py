@@ -9,7 +9,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from vargen.evaluation.run_folder import file_digest
+from vargen.evaluation.run_directory import file_digest
 from vargen.picture_files import PictureFileError, on_white, opened_picture
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")

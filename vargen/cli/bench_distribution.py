@@ -12,6 +12,7 @@ from tqdm import tqdm
 from vargen.cli.bench import prepare
 from vargen.cli.compare import check_fits, chosen
 from vargen.cli.console import say, table
+from vargen.cli.inputs import MOST_PICTURES, read_prompts
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import (
     Write,
@@ -23,7 +24,6 @@ from vargen.cli.outputs import (
     result_file,
     write_each,
 )
-from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import expand_user
 
 
@@ -63,7 +63,7 @@ def distribution(
 
     from vargen.decoding import Accelerator, GroupedRule, Method
     from vargen.evaluation.distribution import distribution_report
-    from vargen.pipelines import checks
+    from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
     accelerators: dict[str, Method] = {}

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vargen.cli.console import say, table
+from vargen.cli.inputs import MOST_PICTURES, read_prompts
 from vargen.cli.options import Device, Dtype, check_range
 from vargen.cli.outputs import Target, Write, check_writable, json_writes, save_image, write_each
-from vargen.cli.subjects import MOST_PICTURES, read_prompts
 from vargen.files import atomic_file, expand_user
 
 if TYPE_CHECKING:

@@ -15,12 +15,11 @@ from PIL import Image
 
 from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
-from vargen.demo.drawing import Drawn, Run
-from vargen.demo.png import PictureFolder
-from vargen.demo.settings import MOST_LANES, Settings
+from vargen.demo.jobs import Drawn, Run
+from vargen.demo.request import MOST_LANES, PictureFolder, Settings
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.captions import describe_unreadable_words
-from vargen.pipelines.description import Method
+from vargen.pipelines.model_info import Method
+from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import PACKAGED
 from vargen.values import short_repr

@@ -21,11 +21,10 @@ from PIL.PngImagePlugin import PngInfo
 from vargen.decoding import DecodeStats, Speculative, resolve_method
 from vargen.device import set_threads
 from vargen.evaluation.items import Items, Subject
-from vargen.evaluation.journal import Journal, Record
-from vargen.evaluation.run_folder import RunFolder, cannot_write, folder_digest
+from vargen.evaluation.run_directory import Journal, Record, RunFolder, cannot_write, folder_digest
 from vargen.files import atomic_file
-from vargen.pipelines.checks import check_batch, check_sampling
 from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
+from vargen.pipelines.validation import check_batch, check_sampling
 from vargen.values import short_repr
 
 

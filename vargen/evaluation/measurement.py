@@ -15,10 +15,10 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.device import set_threads
-from vargen.evaluation.drawing import Engine, locally
 from vargen.evaluation.features import Extractor, as_batch, open_extractor, picture_array
+from vargen.evaluation.generation import Engine, locally
+from vargen.evaluation.image_files import Picture, UnreadablePictureError, read_picture
 from vargen.evaluation.kept import DRIFT, Kept, Rows
-from vargen.evaluation.pictures import Picture, UnreadablePictureError, read_picture
 from vargen.scoring import Scorer, open_scorer, score_images
 from vargen.scoring.reference import psnr, ssim
 

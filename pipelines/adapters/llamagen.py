@@ -20,8 +20,7 @@ from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.modes import normal_tensors
-from vargen.pipelines.llamagen_drafters import EagleModel, MedusaHeads
-from vargen.pipelines.llamagen_low_res import LowResolutionDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
 
 
 class LlamaGenTokenModel:
