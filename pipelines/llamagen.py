@@ -15,7 +15,6 @@ from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeSta
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
 from vargen.device import check_compile
-from vargen.evaluation.decoders import TokenDecoder
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -27,6 +26,7 @@ from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.decoders import TokenDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
 from vargen.pipelines.model_info import ModelInfo

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from vargen.decoding import Sampling
-from vargen.evaluation.decoders import TokenDecoder
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
+from vargen.pipelines.decoders import TokenDecoder
 
 RANDOM = {f"llamagen-{size.lower()}": size for size in SIZES}
 _GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table

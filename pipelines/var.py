@@ -13,13 +13,13 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
-from vargen.evaluation.decoders import ScaleDecoder
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.decoders import ScaleDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.images import check_source
 from vargen.pipelines.model_info import ModelInfo

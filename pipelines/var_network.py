@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vargen.convert.var import DEFAULTS
 from vargen.decoding import DecodeOutput, Sampling
-from vargen.evaluation.decoders import ScaleDecoder, scale_pass, scales_of
-from vargen.evaluation.published_var import PublishedLoop
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines.adapters.var import VARScaleModel
+from vargen.pipelines.decoders import ScaleDecoder, scale_pass, scales_of
+from vargen.pipelines.published_var import PublishedLoop
 
 RANDOM = {f"var-d{depth}": depth for depth in (16, 20, 24, 30, 36)}
 _LARGE = 36  # depth of the official model for 512 pixels; the others draw 256

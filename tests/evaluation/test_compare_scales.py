@@ -8,7 +8,7 @@ from tiny_models import text_var_pipeline
 
 from vargen.decoding import PRESETS, ScaleSchedule, Stage
 from vargen.evaluation.compare import compare
-from vargen.evaluation.decoders import ScaleDecoder
+from vargen.pipelines.decoders import ScaleDecoder
 from vargen.pipelines.var import VARPipeline
 
 SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, drafted=2), Stage()))

@@ -13,11 +13,11 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vargen.decoding import Sampling
-from vargen.evaluation.decoders import scales_of
-from vargen.evaluation.published_var import PublishedLoop
 from vargen.models.condition import Condition
 from vargen.pipelines import var_network
 from vargen.pipelines.adapters.var import VARScaleModel
+from vargen.pipelines.decoders import scales_of
+from vargen.pipelines.published_var import PublishedLoop
 from vargen.pipelines.registry import check_network, open_network, open_picture_network, random_networks
 from vargen.pipelines.var_network import Network
 
@@ -63,7 +63,7 @@ def test_the_opponent_draws_the_official_tokens() -> None:
 
 def test_its_filters_are_ours() -> None:
     from vargen.decoding.sampling import filter_logits
-    from vargen.evaluation.published_var import _filtered
+    from vargen.pipelines.published_var import _filtered
 
     logits = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)) * 3
     for top_k, top_p in ((None, 0.8), (10, 1.0), (20, 0.9), (None, 1.0)):
