@@ -18,11 +18,11 @@ from vargen import device
 @pytest.fixture(autouse=True)
 def nobody_chose(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which no number of threads was chosen, whatever the test run around it did."""
-    for name in device.CHOSEN_BY:
+    for name in device.THREAD_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     before, fixed = torch.get_num_threads(), device._state.fixed
     device._state.fixed = None
-    torch.set_num_threads(device.cores())
+    torch.set_num_threads(device.available_cores())
     yield
     device._state.fixed = fixed
     torch.set_num_threads(before)
@@ -33,20 +33,20 @@ def test_a_choice_of_a_person_is_found_wherever_it_was_made(monkeypatch: pytest.
     monkeypatch.setattr(device, "physical_cores", lambda: 4)
     for left_alone in (8, 4):  # what torch begins with
         torch.set_num_threads(left_alone)
-        assert device.chosen_threads() is None
+        assert device.user_thread_count() is None
     torch.set_num_threads(3)
-    assert device.chosen_threads() == (3, "torch.set_num_threads")
+    assert device.user_thread_count() == (3, "torch.set_num_threads")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert device.chosen_threads() == (3, "OMP_NUM_THREADS")
-    device.fix_threads(1)
-    assert device.chosen_threads() == (1, "--threads")
+    assert device.user_thread_count() == (3, "OMP_NUM_THREADS")
+    device.set_threads(1)
+    assert device.user_thread_count() == (1, "--threads")
 
 
 @pytest.mark.parametrize("count", [0, -1, 100_000, 10**30, True, 1.5])
 def test_numbers_that_no_machine_has_are_refused(count: int) -> None:
     with pytest.raises(ValueError, match=rf"threads must be a whole number from 1 to {os.cpu_count()}, .* got {count}"):
-        device.fix_threads(count)
-    assert device.chosen_threads() is None
+        device.set_threads(count)
+    assert device.user_thread_count() is None
 
 
 def test_a_block_ends_with_the_number_from_before_however_it_ends() -> None:
@@ -58,7 +58,7 @@ def test_a_block_ends_with_the_number_from_before_however_it_ends() -> None:
         assert torch.get_num_threads() == 1
         raise KeyError
     assert torch.get_num_threads() == before
-    assert device.chosen_threads() is None
+    assert device.user_thread_count() is None
 
 
 def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
@@ -78,7 +78,7 @@ def test_blocks_beside_each_other_leave_the_number_from_before() -> None:
     leave.set()
     beside.join(20)
     assert torch.get_num_threads() == before
-    assert device.chosen_threads() is None
+    assert device.user_thread_count() is None
 
 
 def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise() -> None:
@@ -98,5 +98,5 @@ def test_importing_the_package_lets_waiting_threads_sleep_unless_told_otherwise(
 @pytest.mark.parametrize("wrong", ["gpu", "cuda:999", 3.5, "", torch.float32])
 def test_what_is_no_device_is_named(wrong: Any) -> None:
     with pytest.raises(ValueError, match=r"^device must be"):
-        device.pick_device(wrong)
-    assert device.pick_device(torch.device("cpu")) == device.pick_device("cpu") == torch.device("cpu")
+        device.select_device(wrong)
+    assert device.select_device(torch.device("cpu")) == device.select_device("cpu") == torch.device("cpu")

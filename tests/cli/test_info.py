@@ -33,8 +33,12 @@ def test_info_for_people(run: Any) -> None:
 def test_presets(run: Any) -> None:
     document = json.loads(run("info", "presets", "--json").stdout)
     assert [preset["name"] for preset in document] == list(PRESETS)
-    assert all(set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source"} for preset in document)
-    printed = run("info", "presets").stdout
+    assert all(
+        set(preset) == {"name", "paradigm", "kind", "summary", "defaults", "source", "experimental"} for preset in document
+    )
+    core = run("info", "presets").stdout
+    assert " gumbel " in core and " chance " not in core and "--all" in core
+    printed = run("info", "presets", "--all").stdout
     assert max(map(len, printed.splitlines())) <= 100, "wider than the terminals that people have"
     words = " ".join(printed.split())
     for preset in document:
@@ -65,7 +69,7 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
 
     import torch
 
-    from vargen.decoding import measure_pass_costs as cost
+    from vargen.decoding import pass_costs as cost
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)

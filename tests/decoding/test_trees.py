@@ -25,7 +25,7 @@ from vargen.decoding import (
     shared_noise,
     traversal,
 )
-from vargen.decoding import measure_pass_costs as cost
+from vargen.decoding import pass_costs as cost
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.trees.expand import Frontier, grow
 from vargen.decoding.next_token.trees.search import Ranks, compute_expected_tokens, search_best_tree, tree_by_cost

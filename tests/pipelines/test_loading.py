@@ -311,7 +311,7 @@ def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
 def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match="unknown model") as refused:
-        loading.checked_folder(name, None, {})
+        loading.check_model_folder(name, None, {})
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 

@@ -258,7 +258,7 @@ def test_whatever_a_folder_may_name_exists_and_is_what_we_save(saved: Path, tmp_
     for folder in (saved, tmp_path / "class"):
         index = json.loads((folder / "model_index.json").read_text())
         trust.check_classes(index, folder / "model_index.json")
-        assert loading.checked_folder(folder, "LlamaGenPipeline", {"trust_remote_code": False}) == folder
+        assert loading.check_model_folder(folder, "LlamaGenPipeline", {"trust_remote_code": False}) == folder
 
 
 def test_parts_that_a_caller_brings_need_no_file(saved: Path, tmp_path: Path) -> None:

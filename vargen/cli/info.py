@@ -50,15 +50,22 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
 
 
 @app.command("presets")
-def list_presets(as_json: Annotated[bool, _JSON] = False) -> None:
-    """The accelerators by name: exact ones draw from the model's own distribution, relaxed ones do not."""
+def list_presets(
+    everything: Annotated[bool, typer.Option("--all", help="The experimental methods, too.")] = False,
+    as_json: Annotated[bool, _JSON] = False,
+) -> None:
+    """The methods by name: exact ones sample from the model's own distribution, relaxed ones do not."""
     found = presets()
     if as_json:
         print_json(found)
         return
+    hidden = 0 if everything else sum(preset["experimental"] for preset in found)
+    found = [preset for preset in found if everything or not preset["experimental"]]
     for number, (family, members) in enumerate(itertools.groupby(found, lambda preset: preset["paradigm"])):
         print(f"{chr(10) * min(number, 1)}models: {family}")
         print("\n".join(line for preset in members for line in _told(preset)))
+    if hidden:
+        print(f"\n{hidden} experimental methods: vargen info presets --all")
 
 
 def _told(preset: dict[str, Any]) -> list[str]:
@@ -87,6 +94,7 @@ def presets() -> list[dict[str, Any]]:
             "summary": preset.summary,
             "defaults": preset.settings,
             "source": preset.source,
+            "experimental": preset.experimental,
         }
         for preset in PRESETS.values()
     ]

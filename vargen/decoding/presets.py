@@ -30,13 +30,16 @@ _NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental")
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
-PRESETS: dict[str, Any] = {method.name: method for method in (*NEXT_TOKEN_METHODS, *NEXT_SCALE_METHODS, *VIDEO_METHODS)}
+_ALL: tuple[tuple[Method, ...], ...] = (NEXT_TOKEN_METHODS, NEXT_SCALE_METHODS, VIDEO_METHODS)
+# By name; of each paradigm the core methods first.
+PRESETS: dict[str, Any] = {
+    method.name: method for methods in _ALL for method in sorted(methods, key=lambda method: method.experimental)
+}
 
 
 def list_methods(paradigm: str) -> list[Any]:
     """The presets for models of a paradigm, such as `"next-token"`; core methods first."""
-    found = [preset for preset in PRESETS.values() if preset.paradigm == paradigm]
-    return sorted(found, key=lambda preset: preset.experimental)
+    return [preset for preset in PRESETS.values() if preset.paradigm == paradigm]
 
 
 def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:

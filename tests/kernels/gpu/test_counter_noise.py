@@ -37,7 +37,7 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     _all[(R,)](seeds, position, units, coins, lanes, races, V, number, **block)
     assert torch.equal(units, noise.uniform(seeds, position, purpose, step)[:, 0])
     assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
-    expected = noise._unit_(noise._lane_bits(noise._keys(seeds, position, purpose, step), V))[:, 0]
+    expected = noise._unit_(noise._lane_bits(noise._make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))
     apart = (races.view(torch.int32) - noise.exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)).abs()

@@ -21,11 +21,13 @@ NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
         stages=(Stage(until=4, drafted=3), Stage()),
         summary="early scales drafted by the small model, judged whole in one pass of the large one",
         source="Leviathan et al. 2023, arXiv 2211.17192, with a maximal coupling of whole scales",
+        experimental=True,
     ),
     ScaleSchedule(
         name="economy",
         stages=(Stage(until=-1), Stage(guidance=0)),
         summary="the last scale without guidance, at half its work",
         source="as plain",
+        experimental=True,
     ),
 )

@@ -74,6 +74,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=NeighborhoodRule(),
         summary="scd that judges a draft by the mass of the tokens that look like it",
         source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
+        experimental=True,
     ),
     Accelerator(
         name="mulo-exact",
@@ -95,6 +96,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=PooledRule(size=0, threshold=2.0),
         summary="rows begin once the row above is some columns ahead; what stands for the rest are drafts of the last pass",
         source="He et al. 2024, ZipAR, arXiv 2412.04062, on a Jacobi window",
+        experimental=True,
     ),
     Accelerator(
         name="speculative",
@@ -109,6 +111,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=recursive_rejection,
         summary="scd with two candidates at the two positions behind a refusal, as a tree",
         source="SJD-PAC 2026, arXiv 2603.18599",
+        experimental=True,
     ),
     Accelerator(
         name="gumbel-tree",
@@ -116,6 +119,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=shared_noise,
         summary="the same picture as ar: gumbel with the two candidates that the image's noise likes best",
         source="as gumbel, on a tree",
+        experimental=True,
     ),
     Accelerator(
         name="speculative-tree",
@@ -123,6 +127,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=traversal,
         summary="a small model draws a tree for each picture and pass; judged from its leaves",
         source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
+        experimental=True,
     ),
     Accelerator(
         name="layer-skip",
@@ -130,6 +135,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=exact,
         summary="the model drafts for itself, without some of its layers; p/q acceptance",
         source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
+        experimental=True,
     ),
     Accelerator(
         name="lookup",
@@ -137,6 +143,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=exact,
         summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
         source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
+        experimental=True,
     ),
     Accelerator(
         name="recycle",
@@ -144,6 +151,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=exact,
         summary="drafts what the model held likely behind the same token before; p/q acceptance",
         source="Luo et al. 2024, token recycling, arXiv 2408.08696",
+        experimental=True,
     ),
     Accelerator(
         name="eagle",
@@ -158,6 +166,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=shared_noise,
         summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
         source="as eagle, with shared-noise acceptance",
+        experimental=True,
     ),
     Accelerator(
         name="eagle-2",
@@ -165,6 +174,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
         acceptance=recursive_rejection,
         summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
         source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
+        experimental=True,
     ),
     Accelerator(
         name="lantern",

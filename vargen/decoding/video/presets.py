@@ -25,6 +25,7 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         forced=(),
         summary="every block by the small model: the other end",
         source="as target",
+        experimental=True,
     ),
     VideoMethod(
         name="sdvg",
@@ -37,18 +38,21 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         policy=RelativeThreshold(),
         summary="sdvg whose threshold is the score of the large model's first block, less delta",
         source="as sdvg",
+        experimental=True,
     ),
     VideoMethod(
         name="sdvg-quantile",
         policy=QuantileThreshold(),
         summary="sdvg that refuses the worst share of the latest drafts",
         source="as sdvg",
+        experimental=True,
     ),
     VideoMethod(
         name="sdvg-budget",
         policy=AdaptiveThreshold(),
         summary="sdvg whose tau is moved until a share of the drafts is accepted",
         source="as sdvg",
+        experimental=True,
     ),
     VideoMethod(
         name="sdvg-capped",
@@ -57,6 +61,7 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         off_after=4,
         summary="sdvg with at most three drafts in a row, and none after four refusals",
         source="as sdvg",
+        experimental=True,
     ),
     VideoMethod(
         name="sdvg-refine",
@@ -64,6 +69,7 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         refine=2,
         summary="sdvg whose refused drafts are noised, and finished by the large model's last steps",
         source="as sdvg, and Meng et al. 2021, SDEdit, arXiv 2108.01073",
+        experimental=True,
     ),
     VideoMethod(
         name="stride",
@@ -76,5 +82,6 @@ VIDEO_METHODS: tuple[VideoMethod, ...] = (
         policy=RandomShare(),
         summary="a share of the blocks by the small model, by coins: what a scorer must beat",
         source="the ablation of SDVG",
+        experimental=True,
     ),
 )
