@@ -1,4 +1,4 @@
-"""GroupedRule acceptance: what it grants beyond the exact rule is what it reports, and no more than its budget."""
+"""Grouped acceptance: what it grants beyond the exact rule is what it reports, and no more than its budget."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""RelaxedRule rules: what one step costs is exactly the acceptance that they grant, report and cap; wrong residuals cost
+"""Relaxed rules: what one step costs is exactly the acceptance that they grant, report and cap; wrong residuals cost
 more."""
 
 import dataclasses

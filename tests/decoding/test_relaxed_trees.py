@@ -1,4 +1,4 @@
-"""RelaxedRule rules on trees: what they grant is counted, capped by the budget, and nothing at a budget of none."""
+"""Relaxed rules on trees: what they grant is counted, capped by the budget, and nothing at a budget of none."""
 
 import pytest
 import torch
