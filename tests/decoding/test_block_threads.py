@@ -64,9 +64,11 @@ def test_a_block_is_shown_in_one_line() -> None:
 def test_casting_a_network_logs_no_empty_list(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("diffusers.models.modeling_utils")
     logger.addHandler(caplog.handler)
+    caplog.set_level(logging.WARNING, logger.name)  # the command line, in other tests, asks it for errors alone
     try:
         for network in (tiny_transformer("class"), MedusaDrafter(32, 64, 4)):
             network.to(torch.float16)
+        logger.warning("modules [] are kept in float32: []")  # as some releases of diffusers log
         logger.warning("something else")
     finally:
         logger.removeHandler(caplog.handler)

@@ -179,7 +179,7 @@ def test_an_automatic_tree_is_no_deeper_than_there_are_heads() -> None:
         (lambda: Eagle(16).bind(tiny()), ValueError, "depth of a tree must be from 1 to 15, .*, got 16"),
         (lambda: Medusa(4).bind(tiny()), ValueError, "from 1 to the drafter's 3 heads, got 4"),
         (lambda: Eagle().bind(TableModel(3, 5)), ValueError, r"drafter trained for the model \(eagle\).*load_drafter"),
-        (lambda: Medusa().bind(TableModel(3, 5)), ValueError, r"\(medusa\).*--kind medusa"),
+        (lambda: Medusa().bind(TableModel(3, 5)), ValueError, r"\(medusa\).*train drafter medusa"),
         (lambda: Eagle(4, model=TableEagle(TableModel(4, 5))).bind(TableModel(3, 5)), ValueError, r"4 on \(1, 5\)"),
     ],
 )

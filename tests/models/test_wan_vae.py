@@ -45,7 +45,7 @@ def streamed(decoder, z, cuts, state=None):
 
 def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
     """Up to rounding, which on some processors follows the number of frames that go through a convolution at once."""
-    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("cuts", [(1,) * 5, (3, 2), (5,), (1, 4)])

@@ -509,7 +509,6 @@ def test_bad_calls_say_what_is_allowed(classes, change, message):
         ({"class_labels": 3}, "this model draws from text"),
         ({"prompt_embeds": torch.zeros(1, 5, 384)}, r"prompt_embeds must be \[B, 12, 384\]"),
         ({"prompt": "a cat", "generator": "7"}, "generator must be a torch.Generator"),
-        ({"prompt": "a cat", "negative_prompt": ""}, r"negative_prompt\[0\] is empty"),
         ({"prompt": "a cat", "prompt_mask": torch.ones(1, 12)}, "prompt_mask belongs to prompt_embeds"),
         ({"prompt_embeds": [[0.0]]}, "prompt_embeds must be a tensor, got list"),
         ({"prompt_embeds": torch.zeros(1, 12, 384), "prompt_mask": torch.ones(1, 5)}, r"prompt_mask must be \[1, 12\]"),

@@ -98,6 +98,6 @@ def test_methods_say_why_a_trained_drafter_is_missing(tmp_path: Path) -> None:
     pipe = class_pipeline()
     reasons = {method.name: method.reason for method in pipe.methods()}
     for kind, names in {"eagle": ("eagle", "eagle-same", "eagle-2"), "medusa": ("medusa",)}.items():
-        assert all(f"--kind {kind}" in reasons[name] for name in names)
+        assert all(f"train drafter {kind}" in reasons[name] for name in names)
         pipe.load_drafter(saved(tmp_path / kind, kind))
         assert all(method.reason is None for method in pipe.methods() if method.name in names)

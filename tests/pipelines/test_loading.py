@@ -307,7 +307,7 @@ def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
     assert (opened.transformer.output.weight == 2).all()
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "owner/" + "a" * 5000, "a/b/" * 1250, "x\0y"])
+@pytest.mark.parametrize("name", ["a" * 5000, "owner/" + "a" * 5000, "a/b/" * 1250])
 def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match="unknown model") as refused:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vargen.decoding.method import same_spec
 from vargen.disk import FULL
 from vargen.files import atomic_file
 from vargen.reading import open_regular
@@ -180,6 +179,8 @@ class RunFolder:
             ValueError: if it holds a run of other settings, naming them, or other files; then it is left as it is.
             OSError: if it cannot be written.
         """
+        from vargen.decoding.method import same_spec  # imports torch, which reading a run does not need
+
         asked = json.loads(json.dumps(asked))
         held: dict[str, Any] = {}
         if (self.path / RUN_FILE).exists():
