@@ -1,4 +1,5 @@
-"""Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
+"""Decoding algorithms: the loops and the parts that methods are composed of. Independent of concrete models, files and
+prompts."""
 
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
