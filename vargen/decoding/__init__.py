@@ -1,5 +1,4 @@
-"""Decoding algorithms: the loops and the parts that methods are composed of. Independent of concrete models, files and
-prompts."""
+"""Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method

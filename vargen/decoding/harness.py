@@ -181,8 +181,7 @@ _MAX_QUEUED_PASSES = 8  # limit of passes queued on a GPU before the host waits 
 
 
 class _FiniteCheck:
-    """Reads two device values with enough delay not to wait for them: whether all images are finished, and all logits
-    finite."""
+    """Checks whether all images are finished and all logits finite, reading the device late enough not to wait for it."""
 
     def __init__(self, device: torch.device):
         self.immediate = device.type != "cuda"

@@ -28,7 +28,7 @@ from vargen.modes import inference_mode_for
 logger = logging.getLogger("vargen")
 
 DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
-_PROBE_WIDTH = 16  # tokens per pass that fill a half-finished image, and limit at which threads are selected
+_PROBE_WIDTH = 16  # tokens per pass when filling a half-finished image; largest width that selects threads
 MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which other programs could use
 # Limit in seconds on filling a state, except for reports; no round of measurements starts after three times this limit. One
 # round suffices for passes in a dtype that the CPU emulates: the packaged model's first image in bfloat16 took 16 seconds more
@@ -45,8 +45,9 @@ _costs_without_key: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = Weak
 def measure_pass_costs(
     model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, anew: bool = False
 ) -> dict[int, float]:
-    """Return the seconds of a pass that feeds W tokens to each of `images` half-finished images, by W: the minimum of
-    `repeats`.
+    """Measure the seconds of passes over `images` half-finished images, by the number of tokens fed to each.
+
+    Returns the minimum of `repeats` measurements for each of `widths`.
 
     Args:
         anew: measure even if a cost is cached, as reports must.

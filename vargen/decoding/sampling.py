@@ -16,7 +16,7 @@ from vargen.kernels.kth_largest import kth_largest_value, largest
 from vargen.options import OPTIONS
 from vargen.values import short_repr
 
-MIN_TEMPERATURE = 1e-5  # stands in for 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
+MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 
 
 @dataclass(frozen=True)

@@ -126,8 +126,10 @@ class _Players:
         self.fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
 
     def logits(self, name: str, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
-        """Run one pass of a model over those of `inputs` that are not in its cache. Returns the logits of the last `count`
-        scales."""
+        """Run one pass of a model over those of `inputs` that are not in its cache.
+
+        Returns the logits of the last `count` scales.
+        """
         model = self.models[name]
         assert model is not None
         if name not in self.states:
@@ -139,8 +141,10 @@ class _Players:
         return logits
 
     def rollback(self, scale: int) -> None:
-        """Discard scales from `scale` on, whose inputs were rejected drafts, and drop the state of models that no later
-        scale uses."""
+        """Discard cached scales from `scale` on, whose inputs were rejected drafts.
+
+        The states of models that no later scale uses are dropped.
+        """
         needed = {stage.model for stage in self.stages[scale:]} | {"draft" for stage in self.stages[scale:] if stage.drafted}
         for name in [name for name in self.states if name not in needed]:
             del self.states[name], self.held[name]

@@ -146,11 +146,13 @@ class Images:
         return drafts
 
     def judged(self, logits: Sequence[Tensor], drafts: Drafts) -> int:
-        """Decide the scales that a pass fed, as far as each image's draft is accepted. Returns the number of scales completed
-        in all images.
+        """Decide the scales that a pass fed, as far as each image's draft is accepted.
 
         Whether a scale counts as drafted depends on where the image's own round began, not on the position of the batch, so the
         image equals the one generated alone.
+
+        Returns:
+            Number of scales completed in all images by this pass.
         """
         self._tick()
         stage = self.stages[self.scale]

@@ -137,8 +137,9 @@ class Accelerator(Method):
         return {name: repr(own) if isinstance(value, dict) else value for name, value, own in said if value is not None}
 
     def spec(self) -> dict[str, Any]:
-        """Return the complete method as plain values, for caches and reports. Methods with equal specs generate identical
-        output.
+        """Return the complete method as plain values, for caches and reports.
+
+        Methods with equal specs generate identical output.
 
         Raises:
             ValueError: if a part cannot be named, such as a lambda.

@@ -76,8 +76,10 @@ class Tree:
     @cached_property
     @normal_tensors()
     def words(self) -> Tensor:
-        """The ancestor mask packed into int64 words, `[T, W]` or `[B, T, W]`: bit j % 64 of word j // 64 is `ancestors[...,
-        j]`."""
+        """The ancestor mask packed into int64 words, `[T, W]` or `[B, T, W]`.
+
+        Bit j % 64 of word j // 64 is `ancestors[..., j]`.
+        """
         return packed(self.ancestors)
 
     @cached_property
@@ -213,8 +215,7 @@ class Verdict:
     drawn: Tensor | None = None
 
     def committed(self, fed: Tensor) -> Tensor:
-        """Return the tokens that follow the accepted slots of `fed` `[B, T]`, int64 `[B, A]`; the first `count` are
-        committed."""
+        """Return the tokens after the accepted slots of `fed` `[B, T]`, int64 `[B, A]`; the first `count` are committed."""
         following = fed.gather(1, self.path.roll(-1, dims=1))  # an accepted draft token follows its parent slot
         last = torch.arange(following.shape[1], device=fed.device) == self.count[:, None] - 1
         return torch.where(last, self.next_token[:, None], following)

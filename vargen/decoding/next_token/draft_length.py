@@ -274,7 +274,7 @@ class WidthController:
 
 
 _GROWTH = 0.75
-_TRUST = 8  # passes after which half of an image's deviation from its batch counts as its own, not as chance
+_TRUST = 8  # passes after which half of an image's deviation from its batch counts as its own, not as noise
 
 
 @dataclass

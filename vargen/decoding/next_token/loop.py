@@ -95,7 +95,7 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         logits, position, count = replayed() if replayed else passes(run.passes + 1)
         widths[logits.shape[1]] += 1
         run.record(logits, position, images.tokens[:, : run.total], images.length, count)
-    images.widths = dict(widths)  # set last: a replayed graph sees only the attributes present at capture
+    images.widths = dict(widths)  # set only now: values of the host must not change between captured passes
     return images
 
 

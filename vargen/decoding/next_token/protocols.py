@@ -56,8 +56,10 @@ class TokenModel(Protocol):
         """
 
     def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
-        """Feed tokens `[B, T]` after those already in the cache of each row. The output at each slot predicts the token that
-        follows it."""
+        """Feed tokens `[B, T]` after those already in the cache of each row.
+
+        The output at each slot predicts the token that follows it.
+        """
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
@@ -97,8 +99,10 @@ class ExampleModel(Protocol):
 
     @property
     def examples(self) -> Tensor | None:
-        """Integer tensor `[M, N]`; None if there are none. The same tensor object is returned as long as its contents are
-        unchanged."""
+        """Integer tensor `[M, N]`; None if there are none.
+
+        The same tensor object is returned as long as its contents are unchanged.
+        """
 
 
 @runtime_checkable

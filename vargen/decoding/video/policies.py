@@ -1,5 +1,7 @@
-"""Policies for video: a policy starts a router for each video, which decides block by block and keeps the state of the
-video."""
+"""Policies for video: a policy starts a router for each video, which decides block by block.
+
+The router keeps what it has observed in that video.
+"""
 
 from __future__ import annotations
 

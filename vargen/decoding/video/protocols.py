@@ -14,10 +14,10 @@ from torch import Tensor
 
 @runtime_checkable
 class BlockModel(Protocol):
-    """A block-wise video model: each block takes a few denoising steps, which attend to clean earlier blocks through a KV
-    cache.
+    """A block-wise video model.
 
-    Models exchange latents, never keys and values. Prompts and caches are internal to the model.
+    Each block takes a few denoising steps, which attend to clean earlier blocks through a KV cache. Models exchange latents,
+    never keys and values. Prompts and caches are internal to the model.
 
     Attributes:
         block_shape: `(F, C, Y, X)` of the latents of a block.
@@ -53,8 +53,10 @@ class BlockModel(Protocol):
         """Switch to another prompt. The content of the cache is unchanged."""
 
     def room(self, state: Any) -> int:
-        """Maximum number of latent frames that one pass may feed, at least a block: more would evict frames that some of
-        them attend to."""
+        """Maximum number of latent frames that one pass may feed, at least a block.
+
+        Feeding more would evict frames that some of them attend to.
+        """
 
     def forward(self, state: Any, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
         """Run one pass over the frames that follow those in the cache.

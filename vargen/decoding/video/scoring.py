@@ -34,8 +34,10 @@ class BlockPixels:
         self._latest: tuple[Tensor, DecodedBlock] | None = None
 
     def decoded(self, latents: Tensor) -> DecodedBlock:
-        """Decode the next block. The result is cached, so that a block decoded for scoring is not decoded again when it is
-        kept."""
+        """Decode the next block.
+
+        The result is cached, so that a block decoded for scoring is not decoded again when it is kept.
+        """
         if self._latest is None or self._latest[0] is not latents:
             pixels, state = self.decoder.decode_block(latents, self.state)
             self._latest = latents, DecodedBlock((pixels[0].float() / 2 + 0.5).clamp(0, 1), state)

@@ -36,8 +36,7 @@ def chances(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 def probability(probs: Tensor | None, tokens: Tensor) -> Tensor:
-    """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones if `probs` is None (a deterministic
-    proposal)."""
+    """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones for a deterministic proposal (None)."""
     return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
 
 
@@ -47,8 +46,7 @@ def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """Unnormalized residual (p - q)+, `[..., V]`; p itself where the residual is zero, that is where p equals q up to
-    rounding."""
+    """Unnormalized residual (p - q)+, `[..., V]`; p itself where the residual is zero (p equals q up to rounding)."""
     left = (p - q).clamp_min_(0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 

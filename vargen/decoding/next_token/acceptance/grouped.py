@@ -73,8 +73,10 @@ class GroupedRule(RelaxedRule):
         return bound
 
     def members(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`; excluded members are replaced by the token
-        itself."""
+        """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`.
+
+        Excluded members are replaced by the draft token itself.
+        """
         own = p.gather(2, tokens[..., None])
         others = p.scatter(2, tokens[..., None], -1.0)
         below = min((self.size + 1) // 2, p.shape[-1] - 1)

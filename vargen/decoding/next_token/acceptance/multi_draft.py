@@ -39,12 +39,12 @@ _HALVINGS = 30  # bisection steps on [1, K]: beyond the resolution of float32
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"), needs=("replacement",))
 def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Accept the first of K siblings, all sampled from one q, with u < p(x) / (rho q(x)) (Sun et al. 2023, SpecTr, algorithm
-    2).
+    """Accept the first of K siblings, all sampled from one q, with u < p(x) / (rho q(x)).
 
-    With beta(rho) = sum min(q, p / rho), one sibling is accepted with probability beta, and some sibling of K with probability
-    a = 1 - (1 - beta)^K. If all are rejected, the next token is sampled from p - min(q, p / rho) a / beta, which is nonnegative
-    where a <= rho beta. The smallest such rho in [1, K] is found by bisection, for all slots at once.
+    k-SEQ of SpecTr (Sun et al. 2023, algorithm 2). With beta(rho) = sum min(q, p / rho), one sibling is accepted with
+    probability beta, and some sibling of K with probability a = 1 - (1 - beta)^K. If all are rejected, the next token is
+    sampled from p - min(q, p / rho) a / beta, which is nonnegative where a <= rho beta. The smallest such rho in [1, K] is
+    found by bisection, for all slots at once.
 
     With one child per slot it equals `exact`. The number of siblings of a slot must not depend on the samples. Arguments: see
     `AcceptanceRule`.

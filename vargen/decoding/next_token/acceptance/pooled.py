@@ -106,8 +106,7 @@ class PooledRule(RelaxedRule):
     def _standing(
         self, verdict: Verdict, drafted: Siblings, granted: Tensor, draft: Draft, noise: Noise
     ) -> tuple[Tensor, Tensor]:
-        """Return two masks over draft tokens, bool `[B, S]` each: which are kept, and which lie in the neighborhood of a
-        rejected one.
+        """Return two masks over draft tokens, bool `[B, S]` each: which are kept, and which lie close after a rejected one.
 
         Entries of committed tokens are undefined.
         """
@@ -125,8 +124,7 @@ class PooledRule(RelaxedRule):
         return kept, self._near(refused, noise.position[:, :-1]) & ~reached & ~first
 
     def _near(self, refused: Tensor, position: Tensor) -> Tensor:
-        """bool `[B, S]`: which positions lie after a rejected one in raster order and within `radius` rows and columns of
-        it."""
+        """bool `[B, S]`: positions after a rejected one in raster order, within `radius` rows and columns of it."""
         row, column = position // self.columns, position % self.columns
         down, across = row[:, :, None] - row[:, None, :], column[:, :, None] - column[:, None, :]  # from one to another
         behind = position[:, :, None] > position[:, None, :]

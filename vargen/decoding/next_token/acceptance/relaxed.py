@@ -77,8 +77,7 @@ class RelaxedRule:
         return self.wanted(p, q, tokens)
 
     def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
-        """Acceptance beyond the exact rule for each draft token, tapered with depth but not yet limited by the budget, `[B,
-        S]`."""
+        """Relaxation of each draft token, `[B, S]`, tapered with depth but not yet limited by the budget."""
         p, q, token, soft = siblings.p, siblings.q, siblings.token, siblings.soft
         wanted = self.wanted(p, q, token) if soft is None else self.wanted_greedily(p, q, token, soft)
         extra = (wanted.clamp(max=1.0) - siblings.exact_chance).clamp_min(0)

@@ -25,8 +25,10 @@ _LONGEST = 8  # maximum number of draft tokens of an automatic chain
 
 
 def _drafting(small: dict[int, float], drafts: int) -> float:
-    """Return the seconds the draft model spends on a chain: one pass over two tokens (see `propose`), then one per draft
-    token."""
+    """Return the seconds the draft model spends on a chain.
+
+    It runs one pass over two tokens (see `propose`), then one per further draft token.
+    """
     return small[2] + (drafts - 1) * small[1] if drafts else 0.0
 
 
@@ -182,8 +184,10 @@ class Speculative:
         return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
 
     def observe(self, state: _State, step: Step) -> None:
-        """Update the controller. The draft tokens need no handling: the next proposal rolls the cache back to the committed
-        tokens."""
+        """Update the controller.
+
+        Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
+        """
         if state.choice and step.count.device.type == "cpu":
             state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
             state.length = state.choice.next() - 1

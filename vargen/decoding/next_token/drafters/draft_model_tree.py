@@ -143,10 +143,9 @@ class SpeculativeTree(TreeDrafter):
         return grow(expand, shape, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
 
     def _catch_up(self, model: TokenModel, held: Any, tokens: Tensor, length: Tensor) -> Tensor:
-        """Feed the newest committed tokens. Returns the logits after the root, `[B, 1, V]`, with everything before it in the
-        cache.
+        """Feed the newest committed tokens, after which everything before the root is in the cache.
 
-        A pass commits at most depth + 1 tokens.
+        Returns the logits after the root, `[B, 1, V]`. A pass commits at most depth + 1 tokens.
         """
         W = self.tree.depth + 2
         start = (length - W).clamp(min=0)
@@ -158,6 +157,9 @@ class SpeculativeTree(TreeDrafter):
         return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def observe(self, state: _State, step: Step) -> None:
-        """Update the controller. The draft tokens need no handling: the next proposal feeds what was committed."""
+        """Update the controller.
+
+        Draft tokens need no handling: the next proposal feeds what was committed.
+        """
         if state.choice is not None:
             state.choice.observe(step, state.total)

@@ -39,8 +39,11 @@ Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", 
 
 @dataclass
 class _Pass:
-    """Result of the last pass: its probabilities `[B, T, V]`, resampled tokens `[B, T]`, numbers of committed tokens `[B]`,
-    and how many of the T fed tokens belong to the image's own window, `[B]`."""
+    """Result of the last pass.
+
+    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, number of committed tokens `[B]`, and how many of the T fed tokens
+    belong to the image's own window, `[B]`.
+    """
 
     probs: Tensor
     resample_rejected: Tensor
@@ -227,8 +230,7 @@ def gumbel(step: Step) -> Tensor:
 
 
 def judged(step: Step) -> Tensor:
-    """Use the tokens that the rule kept or resampled (`Verdict.drawn`, as set by `PooledRule`); if it sets none, use
-    `maximal`."""
+    """Use the tokens that the rule kept or resampled (`Verdict.drawn` of `PooledRule`); without them, use `maximal`."""
     return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
 
 

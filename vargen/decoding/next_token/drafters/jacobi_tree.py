@@ -223,8 +223,7 @@ class JacobiTree(TreeDrafter):
 
 
 def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
-    """Remove from q `[B, S, V]` of each draft token the candidates `[B, S, K]` of lower rank than its own `[S]`, and
-    renormalize."""
+    """Remove from q `[B, S, V]` the candidates `[B, S, K]` of lower rank than the draft token's `[S]`, and renormalize."""
     K = candidates.shape[-1]
     elder = torch.arange(K, device=rank.device) < rank[:, None]  # [S, K]
     own = candidates.gather(2, rank[:, None].expand(len(candidates), -1, 1))

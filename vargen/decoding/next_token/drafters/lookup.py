@@ -62,8 +62,10 @@ def _parts(vocab: int) -> list[int]:
 
 
 def surroundings(tokens: Tensor, position: Tensor, vocab: int, columns: int) -> Tensor:
-    """Encode the context of `position` `[B, S]` in `tokens` `[B, N]` as integers, int64 `[B, S]`. Outside the grid is token
-    V."""
+    """Encode the context of `position` `[B, S]` in `tokens` `[B, N]` as integers, int64 `[B, S]`.
+
+    Positions outside the grid count as token V.
+    """
     column, key = position % columns, torch.zeros_like(position)
     for down, right in _AROUND[: len(_parts(vocab))]:
         there = (position + down * columns >= 0) & (column + right >= 0) & (column + right < columns)
@@ -197,8 +199,10 @@ class Lookup:
         return Draft(torch.cat(drafted, 1), chain, torch.stack(probs, 1), torch.stack(valid, 1))
 
     def weights(self, state: _State, tokens: Tensor, position: Tensor) -> Tensor:
-        """Count how often each token followed the context of `position` `[B, 1]`, float32 `[B, V]`; all tokens before it
-        are known."""
+        """Weighted counts of the tokens that followed the context of `position` `[B, 1]`, float32 `[B, V]`.
+
+        All tokens before the position are known.
+        """
         counts = torch.zeros(len(tokens), state.vocab + 1, device=tokens.device)  # the last column collects padding
         here = surroundings(tokens, position, state.vocab, state.columns)
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)

@@ -111,8 +111,10 @@ class Recycle:
         return Draft(state.fed[:, 1:], Tree.of_chain(self.drafts, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1))
 
     def observe(self, state: _State, step: Step) -> None:
-        """Store the target's most probable tokens after each fed token. If a token was fed twice, the one nearer to the
-        root counts."""
+        """Store the target's most probable tokens after each fed token.
+
+        If a token was fed twice, the slot nearer to the root counts.
+        """
         image = torch.arange(len(state.fed), device=state.fed.device)
         weights, candidates = step.probs.topk(state.weights.shape[2], dim=2)
         weights = weights / weights.sum(2, keepdim=True)

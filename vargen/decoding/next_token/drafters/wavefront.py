@@ -25,7 +25,7 @@ from vargen.values import parse_int, short_repr
 
 @dataclass
 class _State:
-    """The state of the window, and a mask of kept positions, bool `[B, N + 1]`, whose last entry covers positions past the
+    """The state of the window, and a mask of kept positions, bool `[B, N + 1]`; the last entry is for positions past the
     grid."""
 
     jacobi: Any

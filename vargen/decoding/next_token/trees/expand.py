@@ -161,8 +161,7 @@ class _Step(NamedTuple):
 @lru_cache(maxsize=64)
 @normal_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> tuple[list[_Step], Tensor]:
-    """Return the levels from the root down, and for each draft token the index of its parent among the expanded slots,
-    `[S]`."""
+    """Return the levels from the root down, and the index of each draft token's parent among the expanded slots, `[S]`."""
 
     def on_device(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)

@@ -82,8 +82,9 @@ def tree_by_cost(
     depth: int | None = None,
     beside: float = 1.0,
 ) -> tuple[int, ...]:
-    """Return the parents of the tree that maximizes tokens per second; a chain, or the root alone, if a larger tree does not
-    pay off.
+    """Return the parents of the tree that maximizes tokens per second.
+
+    It is a chain, or the root alone, if a larger tree does not pay off.
 
     Args:
         rates: see `search_best_tree`.
@@ -153,8 +154,7 @@ class Ranks:
         """Do nothing: the counts do not distinguish siblings. See `see`."""
 
     def see(self, table: Tensor, images: int) -> None:
-        """Update the rates with the table that `count_sibling_acceptance` returned for a pass with `images` unfinished
-        images."""
+        """Update the rates with the table of `count_sibling_acceptance` for a pass with `images` unfinished images."""
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
             rows = torch.arange(len(seen)).clamp(max=_DEPTHS - 1)
             mine *= _MEMORY
@@ -181,7 +181,7 @@ class TreeController:
     ):
         ranks, steps = Ranks(policy), dict(seconds)
         for fed in seconds:
-            if fed > 1:  # the depth of trees of this size at which further levels stop paying off
+            if fed > 1:  # the depth that maximizes tokens per second at this size
                 depths = range(1, min(policy.depth, fed - 1) + 1)
                 rates = {depth: self._rate(ranks, fed, depth, seconds, drafting) for depth in depths}
                 ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])

@@ -36,8 +36,7 @@ def branching(children: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
-    """Tree with `widths[d]` slots at depth d + 1, attached to the most probable parents: those with the lowest sum of ranks
-    along the path.
+    """Tree with `widths[d]` slots at depth d + 1, attached to the parents with the lowest sum of ranks along the path.
 
     It is the best tree with these widths if each sibling is less likely than the previous one by a constant factor.
     """
@@ -52,8 +51,9 @@ def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
-    """The tree of SJD-PAC: every slot above `depth` has `children` children, and a chain after the first leaf fills up to `fed`
-    slots.
+    """The tree of SJD-PAC: complete above `depth`, with a chain after the first leaf that fills up to `fed` slots.
+
+    Every slot above `depth` has `children` children.
 
     Raises:
         ValueError: if `fed` is too small for the branching part.
