@@ -33,7 +33,7 @@ PRESETS: dict[str, Any] = {method.name: method for method in (*NEXT_TOKEN_METHOD
 
 
 def list_methods(paradigm: str) -> list[Any]:
-    """List the presets for models of a paradigm, such as `"next-token"`; core methods first."""
+    """The presets for models of a paradigm, such as `"next-token"`; core methods first."""
     found = [preset for preset in PRESETS.values() if preset.paradigm == paradigm]
     return sorted(found, key=lambda preset: preset.experimental)
 

@@ -123,7 +123,7 @@ class LowResModel(Protocol):
         """Return the state of B images: their low-resolution images."""
 
     def refresh(self, state: Any, tokens: Tensor, committed: Tensor) -> Any:
-        """Re-encode the low-resolution images from the first `committed` `[B]` of tokens `[B, M]` and resample the remainder.
+        """Update the low-resolution images to match the first `committed` `[B]` of tokens `[B, M]`, and resample the remainder.
 
         Apart from these tokens, the new state may depend only on noise that is used for nothing else.
         """

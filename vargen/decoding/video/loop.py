@@ -293,7 +293,7 @@ class BlockStream(Iterator[Block]):
         if row.verdict in ("accepted", "rejected"):
             self._rejected = self._rejected + 1 if row.verdict == "rejected" else 0
             if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
-                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # one more pauses again
+                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # the next pauses again
 
     def _followers(self) -> list[tuple[str, BlockGenerator]]:
         named = (("target", self.target), ("draft", self.drafter))

@@ -62,7 +62,8 @@ def resample_rejected(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, a
     token is distributed as p.
 
     Args:
-        kept, anew: bool `[B, T - 1]`.
+        kept: bool `[B, T - 1]`, which draft tokens are accepted.
+        anew: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
     """
     coupled = torch.ones_like(kept) if draft.valid is None else draft.valid
     if anew is not None:
