@@ -1,4 +1,4 @@
-"""Algorithms: loops, and the parts that methods are composed of. Knows no concrete model, file or prompt."""
+"""Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method

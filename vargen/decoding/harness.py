@@ -1,9 +1,9 @@
-"""The harness of every loop: a clock by part, a watch for non-finite logits, the callback, and when to stop.
+"""Common services of all loops: timing by part, the check for non-finite logits, the callback, and the stop condition.
 
-On a GPU it does not wait for the device: whether images are finished, and whether logits were finite, is read through an event
-one or more passes later.
+On a GPU it does not synchronize: whether images are finished and logits are finite is read through a CUDA event one or more
+passes later.
 
-Shape suffixes: B images, N units (tokens) of an image, T of one pass.
+Shape suffixes: B images, N units (tokens) of an image, T units of one pass.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from vargen.values import short_repr
 
 
 class NonFiniteLogitsError(RuntimeError):
-    """The model returned NaN or infinite logits; no picture is made of them."""
+    """The model returned NaN or infinite logits; no image is returned."""
 
 
 @dataclass
 class Progress:
-    """What a callback sees after each pass.
+    """State passed to a callback after each pass.
 
     Attributes:
-        step: target passes so far, the prefill counted as the first.
-        tokens: int64 `[B, N]`; entries at or past `length` are not drawn yet.
-        length: int64 `[B]`, tokens drawn per image.
+        step: number of target passes so far; the prefill is the first.
+        tokens: int64 `[B, N]`; entries from `length` on are not generated yet.
+        length: int64 `[B]`, tokens generated per image.
         total: N.
         accepted: int64 `[B]`, tokens that this pass committed.
     """
@@ -49,8 +49,10 @@ class Progress:
 
 @dataclass
 class DecodeOutput:
-    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped it), and statistics; of
-    `decode_scales` also the canvas, what the scales add up to."""
+    """Result of `decode`: tokens int64 `[B, N]`, length int64 `[B]` (N unless a callback stopped the run), and statistics.
+
+    `decode_scales` also returns the canvas, the accumulated image of all scales.
+    """
 
     tokens: Tensor
     length: Tensor
@@ -63,11 +65,11 @@ Callback = Callable[[Progress], bool | None]
 
 
 def validate_call(seeds: Any, sampling: Any, callback: Any) -> None:
-    """What every loop asks of its arguments.
+    """Validate the arguments that all loops share.
 
     Raises:
-        TypeError: unless seeds are int64 `[B]`, sampling is a `Sampling`, and the callback is a function or None.
-        ValueError: for no seeds.
+        TypeError: unless seeds are int64 `[B]`, sampling is a `Sampling`, and the callback is callable or None.
+        ValueError: if there are no seeds.
     """
     if not isinstance(seeds, Tensor) or seeds.dtype != torch.int64 or seeds.dim() != 1:
         given = f"{seeds.dtype} {list(seeds.shape)}" if isinstance(seeds, Tensor) else short_repr(seeds)
@@ -84,16 +86,16 @@ class Run:
     """One call of a loop.
 
     Args:
-        device: of the passes.
+        device: on which the passes run.
         total: N.
-        callback: called after every pass; returning False stops the run. What it raises passes through.
-        profile: on CUDA, wait for the device between parts, so that their seconds are known.
+        callback: called after every pass; returning False stops the run. Its exceptions propagate.
+        profile: on CUDA, synchronize between parts to measure their seconds.
 
     Attributes:
-        passes: of the target so far.
-        finished: whether the loop is to end: all images are drawn, the callback stopped it, or as many passes were made as
-            there are tokens, of which each commits one.
-        stopped: whether the callback did.
+        passes: number of target passes so far.
+        finished: whether the loop should end: all images are complete, the callback stopped it, or there were as many passes as
+            tokens (each pass commits at least one).
+        stopped: whether the callback stopped the run.
     """
 
     def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
@@ -103,25 +105,27 @@ class Run:
 
     @property
     def timed_by_part(self) -> bool:
-        """Whether the device is waited for between parts."""
+        """Whether the device is synchronized between parts."""
         return self._clock.detailed and self._clock.device.type == "cuda"
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the block takes counts as `name`."""
+        """Add the time of the block to the part `name`."""
         with self._clock.part(name):
             yield
 
     def record(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
-        """A pass is over.
+        """Finish a pass.
 
         Args:
-            logits: float `[B, T, V]`. position: int64 `[B, T]`, of what each says; past N it does not matter.
-            tokens: int64 `[B, N]`, an ordinary tensor: the callback may write to it. length: int64 `[B]`, how many are drawn.
-            count: int64 `[B]`, how many by this pass.
+            logits: float `[B, T, V]`.
+            position: int64 `[B, T]`, the position that each row predicts; values past N are ignored.
+            tokens: int64 `[B, N]`, not an inference tensor, because the callback may write to it.
+            length: int64 `[B]`, number of tokens generated.
+            count: int64 `[B]`, number committed by this pass.
 
         Raises:
-            NonFiniteLogitsError: for logits of this pass or, on a GPU, of one before.
+            NonFiniteLogitsError: if logits of this pass, or on a GPU of an earlier one, are not finite.
         """
         self.passes += 1
         drawn = self._watch.see(logits, position, length, self.total, self.passes)
@@ -132,10 +136,10 @@ class Run:
         self.finished = drawn or self.stopped or self.passes >= self.total
 
     def close(self, stats: DecodeStats) -> None:
-        """Wait for what is outstanding, and fill in passes and seconds.
+        """Wait for pending checks, and record passes and seconds in `stats`.
 
         Raises:
-            NonFiniteLogitsError: so that no picture is made of non-finite logits.
+            NonFiniteLogitsError: if a pending check fails, so that no image results from non-finite logits.
         """
         self._watch.settle()
         stats.passes, stats.stopped = self.passes, self.stopped
@@ -143,10 +147,10 @@ class Run:
 
 
 class Clock:
-    """Wall-clock by part; parts are measured where the host waits for the device anyway, or when asked to.
+    """Wall-clock time by part, measured where the host waits for the device anyway, or on request.
 
     Attributes:
-        timer: seconds from some start; a measurement on a busy machine may set that of the process.
+        timer: returns seconds; a measurement on a busy machine may replace it by process time.
     """
 
     timer = staticmethod(time.perf_counter)
@@ -159,7 +163,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the block takes counts as `name`."""
+        """Add the time of the block to the part `name`."""
         if not self.detailed:
             yield
             return
@@ -173,11 +177,11 @@ class Clock:
         return self.timer()
 
 
-_MAX_QUEUED_PASSES = 8  # most passes that are queued on a GPU before the host waits for the oldest: finished images get no more
+_MAX_QUEUED_PASSES = 8  # limit of passes queued on a GPU before the host waits for the oldest; bounds passes after the end
 
 
 class _FiniteCheck:
-    """Reads two device values late enough not to wait for them: are all images finished, were all logits finite."""
+    """Checks whether all images are finished and all logits finite, reading the device late enough not to wait for it."""
 
     def __init__(self, device: torch.device):
         self.immediate = device.type != "cuda"
@@ -185,7 +189,7 @@ class _FiniteCheck:
         self.total = 0
 
     def see(self, logits: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
-        """True when a pass that has completed left every image finished. One reduction over the logits."""
+        """Return True if a completed pass has finished every image. Costs one reduction over the logits."""
         bad = ~logits.sum(-1).isfinite() & (position < total)
         where = torch.where(bad, position, total).amin()
         report = torch.stack([where, length.amin()])
@@ -195,7 +199,7 @@ class _FiniteCheck:
         host = torch.empty(2, dtype=torch.int64, pin_memory=True)
         host.copy_(report, non_blocking=True)
         event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(report.device))  # which is not that of the current device, if another one draws
+        event.record(torch.cuda.current_stream(report.device))  # of this device, which need not be the current one
         self.pending.append((event, host, step))
         finished = False
         while self.pending and (len(self.pending) > _MAX_QUEUED_PASSES or self.pending[0][0].query()):
@@ -205,7 +209,7 @@ class _FiniteCheck:
         return finished
 
     def settle(self) -> None:
-        """Wait for what is outstanding."""
+        """Wait for all pending checks."""
         for event, host, step in self.pending:
             event.synchronize()
             self._read(host, step)

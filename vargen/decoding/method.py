@@ -1,4 +1,4 @@
-"""What the methods of all three paradigms share: a name, a summary, and a description as plain values."""
+"""Common base of the methods of all three paradigms: name, summary, and description as plain values."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from typing import Any, ClassVar, Literal
 
 from vargen.values import short_repr
 
-DEFAULT_METHOD = "auto"  # what pipelines, page, and command line use
+DEFAULT_METHOD = "auto"  # default of pipelines, demo, and command line
 
 
 @dataclass(frozen=True)
 class Method(ABC):
-    """A named way to generate with a model: an `Accelerator`, a `ScaleSchedule`, or a `VideoMethod`.
+    """A named generation method: an `Accelerator`, a `ScaleSchedule`, or a `VideoMethod`.
 
     Attributes:
-        name: what statistics and messages call it.
-        summary: one line for people.
+        name: used in statistics and messages.
+        summary: one-line description for users.
         source: paper.
-        experimental: whether lists put it after the core methods.
-        paradigm: of models that can run it.
+        experimental: whether listings place it after the core methods.
+        paradigm: of the models that can run it.
 
     Raises:
         TypeError: if `name` is not a string.
@@ -34,40 +34,40 @@ class Method(ABC):
     paradigm: ClassVar[Literal["next-token", "next-scale", "video"]]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str):  # statistics and reports are keyed by it
+        if not isinstance(self.name, str):  # used as a key in statistics and reports
             raise TypeError(f"name must be a string, got {short_repr(self.name)}")
 
     @property
     @abstractmethod
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` if the output follows the target model's own probabilities."""
+        """`"exact"` if the output follows the target model's own distribution, otherwise `"relaxed"`."""
 
     @property
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """The parameters of the method, by name, for people."""
+        """The parameters of the method by name, for display."""
 
     @abstractmethod
     def spec(self) -> dict[str, Any]:
-        """Everything that decides the output, as plain values: two methods with equal specs generate alike.
+        """Everything that determines the output, as plain values. Methods with equal specs generate identical output.
 
         Raises:
-            ValueError: for a part that has no name, such as a lambda.
+            ValueError: if a part has no name, such as a lambda.
         """
 
 
 def part_name(part: Any) -> str:
-    """What a rule or a drafter is called: the name of the function or of the class."""
+    """Return the name of a rule or drafter: that of its function or class."""
     return getattr(part, "__name__", type(part).__name__)
 
 
 def describe_part(part: Any) -> Any:
-    """Plain values that describe all of `part`: scalars as they are, dataclasses by class name and fields, functions by name.
+    """Describe `part` completely in plain values: scalars unchanged, dataclasses by class name and fields, functions by name.
 
-    Parts of vargen are written without their module, so that a spec outlives a move; see `same_spec` for older ones.
+    Parts of vargen are named without their module, so that specs stay valid when code moves; `same_spec` handles older specs.
 
     Raises:
-        ValueError: for what none of these describes.
+        ValueError: if `part` is none of these.
     """
     if part is None or isinstance(part, str | bool | int | float):
         return part
@@ -76,14 +76,14 @@ def describe_part(part: Any) -> Any:
     if is_dataclass(part) and not isinstance(part, type):
         return {"name": _qualified_name(type(part)), **init_fields(part)}
     if callable(part) and getattr(part, "__module__", None) and "<" not in getattr(part, "__qualname__", "<"):
-        return _qualified_name(part)  # lambdas and local functions, with "<" in their names, may be anything
+        return _qualified_name(part)  # the qualified names of lambdas and local functions contain "<" and identify nothing
     raise ValueError(
         f"cannot say what {short_repr(part)} is: give it as a dataclass of plain values, or as a function of a module"
     )
 
 
 def same_spec(one: Any, other: Any) -> bool:
-    """Whether two specs, also ones that vargen 0.1 wrote with the modules of its parts, describe the same."""
+    """Return whether two specs describe the same method. Accepts specs of vargen 0.1, which name the modules of parts."""
     return _without_modules(one) == _without_modules(other)
 
 
@@ -91,7 +91,7 @@ def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
-# Class names of vargen 0.1 in specs that run folders hold.
+# Class names of vargen 0.1, which occur in the specs of old run folders.
 _RENAMED = {
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
@@ -116,5 +116,5 @@ def _without_modules(spec: Any) -> Any:
 
 
 def init_fields(part: Any) -> dict[str, Any]:
-    """The fields of a dataclass that its constructor takes, as plain values."""
+    """Return the fields of a dataclass that its constructor takes, as plain values."""
     return {each.name: describe_part(getattr(part, each.name)) for each in fields(part) if each.init}

@@ -1,10 +1,11 @@
-"""Counter-based noise: a function of (image seed, position, purpose, pass), never a stream that is consumed in order.
+"""Counter-based noise: a function of (image seed, position, purpose, pass), not a stream consumed in order.
 
-So a row of a batch draws what the image alone would draw, and a drafted token and the same token drawn later share their noise.
-Keys are mixed by SplitMix64 (Steele, Lea & Flood 2014), the many draws of a key by the 32-bit mixer with Wellons' constants
-(lowbias32), which is several times cheaper than 64-bit mixing on a CPU. Integer arithmetic wraps alike on every device.
+A row of a batch therefore gets the same samples as the image alone, and a draft token shares its noise with the same position
+when it is sampled later. Keys are mixed with SplitMix64 (Steele, Lea & Flood 2014). The many values of a key come from the
+32-bit mixer with Wellons' constants (lowbias32), which is several times cheaper than 64-bit mixing on a CPU. Integer arithmetic
+wraps identically on every device.
 
-The number of a pass may be a scalar on the device, which a captured pass counts up itself; the coins are the same.
+The pass number may be a device scalar, which a captured pass increments itself; the noise is identical.
 
 Shape suffixes: B images, T positions, V vocabulary.
 """
@@ -27,21 +28,21 @@ from vargen.modes import normal_tensors
 
 
 class Purpose(IntEnum):
-    """What a draw is for; draws of different purposes are independent."""
+    """What a random number is used for. Numbers for different purposes are independent."""
 
-    TOKEN = 0  # the image's own noise: the same in every pass
+    TOKEN = 0  # shared noise: the same in every pass
     ACCEPT = 1
     RESIDUAL = 2
     DRAFT = 3
     REDRAW_ACCEPT = 4
     REDRAW = 5
     CHOICE = 6
-    LOW_RES = 7  # of the low-resolution picture beside it
-    LATENT = 8  # of a block of video: step 0 is what it starts from, step k what is added again before its step k
+    LOW_RES = 7  # generation of the low-resolution image
+    LATENT = 8  # video latents: step 0 is the initial noise, step k is added again before denoising step k
 
 
 def _to_signed(value: int, bits: int = 64) -> int:
-    """The two's complement integer of the low bits."""
+    """Interpret the low bits as a two's complement integer."""
     value &= (1 << bits) - 1
     return value - (1 << bits) if value >= 1 << (bits - 1) else value
 
@@ -53,12 +54,12 @@ _MIX2 = _to_signed(0x94D049BB133111EB)
 _GOLDEN32 = _to_signed(0x9E3779B9, 32)
 _LOW1 = _to_signed(0x7FEB352D, 32)
 _LOW2 = _to_signed(0x846CA68B, 32)
-_BRANCH = 1 << 32  # positions apart: more than any grid has
-_UNIT = 2.0**-31 * (1 - 2.0**-24)  # times 31 bits plus a half: in (0, 1), never 1 after rounding
+_BRANCH = 1 << 32  # position offset between branches, larger than any grid
+_UNIT = 2.0**-31 * (1 - 2.0**-24)  # scales 31 bits plus a half to (0, 1); never rounds to 1
 
 
 def _shift_(z: Tensor, bits: int) -> Tensor:
-    """z ^ (z >>> bits); shifts of signed integers carry the sign, hence the mask."""
+    """z ^ (z >>> bits). Right shifts of signed integers extend the sign, hence the mask."""
     width = 64 if z.dtype == torch.int64 else 32
     return z.bitwise_xor_((z >> bits).bitwise_and_((1 << (width - bits)) - 1))
 
@@ -70,8 +71,8 @@ def _mix_(z: Tensor) -> Tensor:
 
 
 def _make_keys(seeds: Tensor, position: Tensor, purpose: int, step: int | Tensor = 0) -> Tensor:
-    """int64 `[B, T]`, one independent stream each."""
-    if isinstance(step, Tensor):  # the same number, wrapped by the device
+    """int64 `[B, T]`, the key of one independent stream per position."""
+    if isinstance(step, Tensor):  # same value; wraps on the device
         key = _mix_(seeds + (step * 64 + (int(purpose) + 1)) * _GOLDEN)
     else:
         stream = _to_signed(_GOLDEN * (int(purpose) + 1 + 64 * step))
@@ -88,11 +89,11 @@ def _keys_numpy(seeds: np.ndarray, position: np.ndarray, stream: int) -> Tensor:
 
 
 def _lane_bits(keys: Tensor, vocab: int) -> Tensor:
-    """int32 `[B, T, V]` of keys `[B, T]`: V draws each."""
+    """Expand keys `[B, T]` to V random values each, int32 `[B, T, V]`."""
     lanes = _lane_offsets(vocab, keys.device)
     if _use_numpy(keys):
         return _lane_bits_numpy(keys.numpy(), lanes.numpy())
-    low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both wrap to their low 32 bits
+    low, high = keys[..., None].to(torch.int32), (keys[..., None] >> 32).to(torch.int32)  # both casts wrap to the low 32 bits
     z = _shift_(lanes + low, 16).mul_(_LOW1).bitwise_xor_(high)
     return _shift_(_shift_(z, 15).mul_(_LOW2), 16)
 
@@ -110,7 +111,10 @@ def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
 
 
 def _use_numpy(keys: Tensor) -> bool:
-    """On a CPU NumPy mixes the same bits: its small operations cost a fifth of torch's, and it has unsigned shifts."""
+    """Return whether to mix with NumPy, which gives the same bits on a CPU.
+
+    Its small operations take a fifth of the time of torch's, and it has unsigned shifts.
+    """
     return sys.byteorder == "little" and is_eager_cpu(keys)
 
 
@@ -124,17 +128,17 @@ def _mix_numpy_(z: np.ndarray) -> np.ndarray:
 
 
 def _unit_(bits: Tensor) -> Tensor:
-    """31 low bits to float32 in (0, 1): fine near 0, where the smallest exponential wins a race."""
+    """Convert the 31 low bits to float32 in (0, 1), with fine resolution near 0, where the smallest exponential is decided."""
     return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
 
 
 def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
-    """int64 `[B]`: seeds of other pictures, whose noise is independent of that of these."""
+    """int64 `[B]`: seeds of other images, whose noise is independent of the noise of these."""
     return _make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
 def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
-    """float32 `[B, T]` in (0, 1), of seeds int64 `[B]` and positions int64 `[B, T]`."""
+    """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
     keys = _make_keys(seeds, position, purpose, step)
     if _use_numpy(keys):
         bits = (keys.numpy().view(np.uint64) >> np.uint64(32)) & np.uint64(0x7FFFFFFF)
@@ -143,7 +147,7 @@ def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tenso
 
 
 def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
-    """float64 `[B, T]` in (0, 1), of 52 bits: fine enough to choose among any number of tokens."""
+    """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
     keys = _make_keys(seeds, position, purpose, step)
     if _use_numpy(keys):
         return torch.from_numpy(((keys.numpy().view(np.uint64) >> np.uint64(12)) + 0.5) * 2.0**-52)
@@ -153,14 +157,14 @@ def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor 
 def exponential(
     seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
 ) -> Tensor:
-    """Exponential(1) noise, float32 `[B, T, V]` > 0; its negative logarithm is standard Gumbel noise."""
+    """Exponential(1) noise, float32 `[B, T, V]` > 0. Its negative logarithm is standard Gumbel noise."""
     return _exponential(_make_keys(seeds, position, purpose, step), vocab)
 
 
 def gaussian(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
-    """Standard normal noise, float32 `[B, count]`, of seeds int64 `[B]`: a function of seed, block of a video and step alone.
+    """Standard normal noise, float32 `[B, count]`; a function only of seed (int64 `[B]`), video block and step.
 
-    By the transform of Box and Muller (1958), from 31 bits each: at most 6.7 in size.
+    Box-Muller transform (1958) of 31 bits each: magnitudes are at most 6.7.
     """
     position = torch.full((len(seeds), 1), block, dtype=torch.int64, device=seeds.device)
     keys = _make_keys(seeds, position, Purpose.LATENT, step)
@@ -177,28 +181,28 @@ def _exponential(keys: Tensor, vocab: int) -> Tensor:
 @lru_cache(maxsize=8)
 @normal_tensors()
 def _lane_offsets(vocab: int, device: torch.device) -> Tensor:
-    """int32 `[V]`, far apart; never changed in place."""
+    """int32 `[V]`, widely spaced; never modified in place."""
     return torch.arange(1, vocab + 1, dtype=torch.int32, device=device).mul_(_GOLDEN32)
 
 
 class TokenNoise:
-    """The noise that belongs to images, that of `Purpose.TOKEN`, at the positions of a run: no pass makes it again.
+    """The shared noise of images (`Purpose.TOKEN`) at all positions of a run, so that no pass recomputes it.
 
-    Keys are made once for all positions. On a CPU, the noise of the last positions is kept as well: a window of drafts asks for
-    most of them in every pass.
+    Keys are computed once for all positions. On a CPU, the noise of recent positions is cached too, because a window requests
+    most of them again in every pass.
 
     Args:
         seeds: int64 `[B]`.
-        positions: how many; all that are asked for are below.
+        positions: number of positions; an upper bound for all requested positions.
     """
 
     def __init__(self, seeds: Tensor, positions: int):
         self._make_keys = _make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
-        self._kept = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], a position's at its remainder by W
-        self._position = np.empty((len(seeds), 0), np.int64)  # [B, W], whose noise each is
+        self._kept = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
+        self._position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
-        """What the function `exponential` gives."""
+        """Same values as the function `exponential`."""
         keys = self._make_keys.gather(1, position)
         if position.shape[1] == 1 or not _use_numpy(keys):
             return _exponential(keys, vocab)
@@ -216,9 +220,10 @@ class TokenNoise:
 
 
 def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0) -> Tensor:
-    """Draw int64 `[B, T]` tokens from probabilities `[B, T, V]`: argmax of p / E, which is the Gumbel argmax of log p + G.
+    """Gumbel-max sampling: tokens int64 `[B, T]` from probabilities `[B, T, V]`, as argmax of p / E (the argmax of log p + G).
 
-    Probabilities need not sum to 1. A token of probability 0 is never drawn. NaN gives a meaningless index: guard the logits.
+    Probabilities need not sum to 1. A token with probability 0 is never sampled. NaN yields an undefined index; check the
+    logits.
     """
     if supports_rows(probs):
         from vargen.kernels import sampler
@@ -229,23 +234,23 @@ def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purp
 
 def _argmax_ratio(probs: Tensor, noise: Tensor) -> Tensor:
     ratio = probs / noise
-    if is_eager_cpu(ratio):  # NumPy's takes a tenth of the time of torch's
+    if is_eager_cpu(ratio):  # NumPy's argmax takes a tenth of the time of torch's
         return torch.from_numpy(ratio.detach().numpy().argmax(-1))
     return ratio.argmax(-1)
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The coins of one pass.
+    """The random numbers of one pass.
 
-    Every pass has its own, but for `Purpose.TOKEN`, which belongs to the image: what it draws at a position depends on the
-    probabilities there and on nothing that was drafted.
+    Every pass has its own, except for `Purpose.TOKEN`, the shared noise, which belongs to the image: the token it selects at a
+    position depends only on the probabilities there, not on any draft.
 
     Attributes:
         seeds: int64 `[B]`.
-        position: int64 `[B, T]`, grid position of the token that follows each fed slot.
-        step: number of the pass; an int64 scalar where the device counts passes, which gives the same coins.
-        own: the images' own noise, where it is kept from pass to pass; None makes it anew.
+        position: int64 `[B, T]`, grid position of the token after each fed slot.
+        step: pass number; an int64 scalar tensor if the device counts passes, with identical results.
+        own: cached shared noise of the images; None recomputes it.
     """
 
     seeds: Tensor
@@ -254,23 +259,24 @@ class Noise:
     own: TokenNoise | None = None
 
     def exponential(self, vocab: int, purpose: Purpose) -> Tensor:
-        """float32 `[B, T, V]` > 0; a token's probability over it is what a race is won by."""
+        """Exponential noise, float32 `[B, T, V]` > 0, for Gumbel-max sampling."""
         if purpose == Purpose.TOKEN and self.own is not None:
             return self.own.exponential(self.position, vocab)
         return exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def uniform(self, purpose: Purpose) -> Tensor:
-        """float32 `[B, T]` in (0, 1)."""
+        """Uniforms, float32 `[B, T]` in (0, 1)."""
         return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def coins(self, purpose: Purpose) -> Tensor:
-        """float64 `[B, T]` in (0, 1), for `categorical`."""
+        """Uniforms, float64 `[B, T]` in (0, 1), for `categorical`."""
         return coins(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def draw(self, probs: Tensor, purpose: Purpose) -> Tensor:
-        """int64 `[B, T]`, drawn from probabilities `[B, T, V]`, which need not sum to 1.
+        """Sample tokens int64 `[B, T]` from probabilities `[B, T, V]`, which need not sum to 1.
 
-        Only the image's own noise is raced, so that like probabilities draw like tokens in every pass; others take one coin.
+        Shared noise uses Gumbel-max, so that similar probabilities select the same token in every pass. Other purposes use
+        inverse-CDF sampling with one uniform per token.
         """
         if purpose == Purpose.TOKEN:
             if supports_rows(probs):
@@ -279,13 +285,13 @@ class Noise:
         return categorical(probs, self.coins(purpose))
 
     def branch(self, number: int | Tensor) -> Noise:
-        """Noise of its own for each of several draws at one position; 0 is this noise. Not for `Purpose.TOKEN`.
+        """Return independent noise for one of several samples at a position; branch 0 is this noise. Not for `Purpose.TOKEN`.
 
         Args:
-            number: 0 or more, or int64 that broadcasts to the positions.
+            number: at least 0, or an int64 tensor that broadcasts to the positions.
         """
         return replace(self, position=self.position + number * _BRANCH)
 
     def at(self, slot: Tensor) -> Noise:
-        """The noise of one slot `[B]` of each image: T = 1."""
+        """Select the noise of one slot `[B]` per image: T = 1."""
         return replace(self, position=self.position.gather(1, slot[:, None]))

@@ -1,7 +1,7 @@
-"""What a pass costs against the tokens it feeds, measured where it will run, and the number of threads that it is worth.
+"""Measure the cost of a pass by the number of tokens it feeds, and select the number of CPU threads.
 
-Measured once per network, dtype, guidance, batch, device, number of threads and machine, then remembered: in this process, and
-for a month in a file of the cache folder, so that the first picture of the next process does not pay for it.
+Costs are measured once per network, dtype, guidance, batch, device, number of threads and machine. They are cached in this
+process, and for a month in a file of the cache folder, so that the first image of the next process does not wait for them.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vargen.modes import inference_mode_for
 
 logger = logging.getLogger("vargen")
 
-DRAFTING_EFFICIENCY = 0.9  # of a step that drafts, what its passes take: drafts are judged and redrawn beside them
-_PROBE_WIDTH = 16  # tokens a pass by which a half-drawn image is made, and at which threads are judged for methods that draft
-MIN_THREAD_SPEEDUP = 1.25  # how much faster a pass has to be with twice the threads, which other programs could use
-# Seconds that filling a state takes at most, but for a report; rounds of measuring begin within three times as long. Of passes
-# in a dtype that the CPU emulates one round tells enough: the packaged model's first image in bfloat16 took 16 seconds more
+DRAFTING_EFFICIENCY = 0.9  # fraction of a drafting step spent in passes; verifying and resampling take the rest
+_PROBE_WIDTH = 16  # tokens per pass when filling a half-finished image; largest width that selects threads
+MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which other programs could use
+# Limit in seconds on filling a state, except for reports; no round of measurements starts after three times this limit. One
+# round suffices for passes in a dtype that the CPU emulates: the packaged model's first image in bfloat16 took 16 seconds more
 # than the next.
 _ENOUGH = 0.5
 _CACHE_LIFETIME = 30 * 86400.0  # seconds
@@ -39,16 +39,18 @@ _CACHE_LIFETIME = 30 * 86400.0  # seconds
 Place = tuple[Any, ...]
 T = TypeVar("T")
 _measured: dict[Place, dict[int, float]] = {}
-_costs_without_key: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # models without a cost key
+_costs_without_key: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # for models without a cost key
 
 
 def measure_pass_costs(
     model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, anew: bool = False
 ) -> dict[int, float]:
-    """Seconds of a pass that feeds W tokens to each of `images` half-drawn images, by W: the least of `repeats`.
+    """Measure the seconds of passes over `images` half-finished images, by the number of tokens fed to each.
+
+    Returns the minimum of `repeats` measurements for each of `widths`.
 
     Args:
-        anew: measure although a cost is remembered, as a report has to.
+        anew: measure even if a cost is cached, as reports must.
     """
     known = _known(model, images)
     missing = [width for width in widths if anew or width not in known]
@@ -57,7 +59,7 @@ def measure_pass_costs(
             allowed = float("inf") if anew else _ENOUGH
             state = _make_half_filled_state(model, condition, images, max(missing), allowed)
             begun = time.perf_counter()
-            for round_ in range(repeats + 1):  # the first is a warm-up
+            for round_ in range(repeats + 1):  # the first round is a warm-up
                 if round_ and time.perf_counter() - begun > 3 * allowed:
                     break
                 for width in missing:
@@ -68,7 +70,7 @@ def measure_pass_costs(
 
 
 def interpolate_cost(seconds: Mapping[int, float], fed: int) -> float:
-    """Seconds of a pass over so many tokens, on a straight line between measured ones; beyond these, those of the nearest."""
+    """Seconds of a pass over `fed` tokens, interpolated linearly between measured widths and constant outside their range."""
     below = max((known for known in seconds if known <= fed), default=min(seconds))
     above = min((known for known in seconds if known >= fed), default=max(seconds))
     share = (fed - below) / (above - below) if above > below else 0.0
@@ -77,9 +79,9 @@ def interpolate_cost(seconds: Mapping[int, float], fed: int) -> float:
 
 @contextmanager
 def use_best_threads(model: TokenModel, condition: Any, images: int, width: int) -> Iterator[int]:
-    """The number of threads that passes over `width` tokens are worth here, for as long as the block runs.
+    """Context manager that sets the best number of threads for passes over `width` tokens, and yields it.
 
-    A number that a person chose stays. So does torch's for models that do not say by `cost_key` what their costs depend on.
+    A number set by the user is kept. So is torch's default for models without a `cost_key`, whose costs cannot be cached.
     """
     width = min(width, _PROBE_WIDTH)
 
@@ -94,7 +96,7 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
 
 
 def block_threads(model: BlockModel, condition: Any) -> int | None:
-    """Likewise of passes over the first block of a video; None for torch's own."""
+    """Like `select_threads`, for passes over the first block of a video; None for torch's default."""
     frames = model.block_shape[0]
 
     def passes() -> Callable[[], float]:
@@ -108,14 +110,16 @@ def block_threads(model: BlockModel, condition: Any) -> int | None:
 def select_threads(
     model: TokenModel | BlockModel, images: int, width: int, passes: Callable[[], Callable[[], float]]
 ) -> int | None:
-    """The largest of 1, 2, 4, ... threads, up to the cores, each of which makes a pass `MIN_THREAD_SPEEDUP` times as fast as
-    half of it.
+    """Select the number of CPU threads for passes.
+
+    It is the largest of 1, 2, 4, ..., up to the number of cores, such that each doubling speeds up a pass by at least
+    `MIN_THREAD_SPEEDUP`.
 
     Args:
-        passes: makes what times a pass, in seconds.
+        passes: returns a function that times a pass, in seconds.
 
     Returns:
-        None where a person chose a number, off the CPU, and for models without a cost key.
+        None if the user set a number, off the CPU, and for models without a cost key.
     """
     if model.device.type != "cpu" or model.cost_key is None or user_thread_count() is not None:
         return None
@@ -128,7 +132,7 @@ def select_threads(
                     with threads(1):
                         timed_pass = passes()
                 seconds = timed_pass()
-                # Beside other programs, threads that wait for each other take many times as long: one try tells.
+                # With other programs running, threads that wait for each other are many times slower: one try shows it.
                 tries = 3 if seconds < min(3 * least, _ENOUGH / 4) else 0
                 known[width] = min([seconds, *(timed_pass() for _ in range(tries))])
                 _store(model, images, known)
@@ -139,14 +143,14 @@ def select_threads(
 
 
 def pays(seconds: float, half_as_many: float) -> bool:
-    """Whether a number of threads pays that make a pass take `seconds`, where half of them take `half_as_many`."""
+    """Return whether a number of threads pays off if a pass takes `seconds`, and `half_as_many` with half the threads."""
     return seconds * MIN_THREAD_SPEEDUP <= half_as_many
 
 
 def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
-    """Seconds of a call, and its result.
+    """Return the seconds of a call and its result.
 
-    Seconds of the processor where one thread works, so that other programs do not count; else of the clock.
+    With one thread on a CPU it counts thread time, so that other programs have no effect; otherwise wall-clock time.
     """
     now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     _wait(device)
@@ -157,15 +161,17 @@ def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
 
 
 def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
-    """Seconds of one pass over a chain of `width` tokens."""
+    """Time one pass over a chain of `width` tokens, in seconds."""
     tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
     tree = Tree.of_chain(width - 1, model.device)
     return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
 def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
-    """A state that holds half of the grid: what a pass attends to is part of its cost. Of slow passes, for which that part is
-    small, it holds what was fed in the seconds `allowed`."""
+    """Return a state whose cache holds half of the grid, since the cost of a pass depends on what it attends to.
+
+    If passes are slow, attention is a small part of their cost, and filling stops after `allowed` seconds.
+    """
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
     state, _ = model.prefill(condition, max(fed, max_fed))
@@ -186,11 +192,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# -- what is remembered -----------------------------------------------------------------------------------------------
+# -- cache of measured costs --------------------------------------------------------------------------------------------
 
 
 def _known(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
-    """Seconds by width under the threads in force: as measured in this process, or else in another one on this machine."""
+    """Seconds by width for the current number of threads, measured in this process or else loaded from the cache file."""
     place = (model.cost_key, images, str(model.device), torch.get_num_threads())
     mine = _costs_without_key.setdefault(model, {}) if model.cost_key is None else _measured
     if place not in mine:
@@ -203,13 +209,13 @@ def _file() -> Path:
 
 
 def _name(model: TokenModel | BlockModel, images: int) -> str | None:
-    """What a measurement is filed under; None for models whose costs are not kept."""
+    """Key of a measurement in the cache file; None for models whose costs are not cached."""
     key = model.cost_key
     return None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {machine(model.device)}"
 
 
 def machine(device: torch.device) -> str:
-    """What runs the passes, and by which torch."""
+    """Describe the hardware and torch version that run the passes."""
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {available_cores()} cores"
     return f"{what}, torch {torch.__version__}"
 
@@ -217,7 +223,7 @@ def machine(device: torch.device) -> str:
 def _read() -> dict[str, Any]:
     try:
         found = json.loads(_file().read_text("utf-8"))
-    except (OSError, ValueError):  # none yet, or another program's
+    except (OSError, ValueError):  # missing, or not written by vargen
         return {}
     fresh = time.time() - _CACHE_LIFETIME
     return {
@@ -237,7 +243,7 @@ def _stored(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
 
 
 def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
-    """Keep what was measured; of two processes that write at once one is lost, and measures again another day."""
+    """Write measured costs to the cache file. If two processes write at once, one result is lost and measured again later."""
     name = _name(model, images)
     if name is None:
         return
@@ -245,12 +251,12 @@ def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float
     try:
         with atomic_file(_file()) as temporary:
             temporary.write_text(json.dumps({**_read(), name: entry}, indent=1), "utf-8")
-    except OSError as error:  # a home that cannot be written
+    except OSError as error:  # the cache folder is not writable
         logger.debug("measured costs are not kept: %s", error)
 
 
 def list_thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
-    """What was measured on this machine: network and batch, tokens fed, and seconds of a pass by the number of threads."""
+    """List the measurements on this machine: network and batch, tokens fed, and seconds of a pass by number of threads."""
     found: dict[tuple[str, int], dict[int, float]] = {}
     for name, entry in _read().items():
         match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(machine(device))}", name)

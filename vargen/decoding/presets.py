@@ -1,5 +1,4 @@
-"""The presets of all paradigms, and methods as people name them: a preset, with settings where the name gives some, as in
-`gumbel:window=8`."""
+"""The presets of all paradigms, and the parsing of method strings: a preset with optional settings, as in `gumbel:window=8`."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
 from vargen.specs import read_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
-# Parts that a setting may name, by the name of the field that holds them.
+# Parts that a setting can select by name, keyed by the field that holds them.
 _NAMED: dict[str, Mapping[str, Any]] = {
     "acceptance": RULES,
     "aggregate": {"lowest": lowest, "mean": mean, "last": last, "lower-quantile": LowerQuantile()},
@@ -43,20 +42,20 @@ def list_methods(paradigm: str) -> list[Any]:
 
 
 def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
-    """A preset by name, with other settings where it is followed by some, or the object itself.
+    """Return the method for a method string or preset name, or the given method object itself.
 
-    Settings are those of the method's parts: of its drafter and rule, `gsd:budget=5,window=24`; of the stages of a schedule, by
-    their numbers, `code:until.1=-3`; of a routing and its policy, `sdvg:tau=2,longest_run=4`. `acceptance` is another rule of
-    the preset's drafts, by its name in `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`; `aggregate` and `commit` likewise.
-    The method is then called as it was written.
+    Settings after the name change the method's parts: the drafter and rule, `gsd:budget=5,window=24`; the stages of a schedule,
+    by number, `code:until.1=-3`; a video method and its policy, `sdvg:tau=2,longest_run=4`. `acceptance` replaces the rule of
+    the preset by one of `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`; `aggregate` and `commit` work likewise. The resulting
+    method is named by the string as written.
 
     Args:
-        paradigm: of the model that is to run it.
+        paradigm: of the model that will run the method.
 
     Raises:
-        ValueError: for an unknown name (names the nearest), a setting that is unknown or refused (names it, and what is
-            allowed), or a method for models of another paradigm.
-        TypeError: for anything else.
+        ValueError: if the name is unknown (suggests the nearest), a setting is unknown or invalid (names it and what is
+            allowed), or the method belongs to another paradigm.
+        TypeError: if `accelerator` is neither a string nor a method.
     """
     names = [preset.name for preset in list_methods(paradigm)]
     options: dict[str, str] = {}
@@ -85,10 +84,10 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
 
 
 def _set(method: Any, options: Mapping[str, str]) -> Any:
-    """The method with other settings.
+    """Return the method with other settings.
 
     Raises:
-        ValueError, TypeError: for an unknown setting, or a value that a part refuses.
+        ValueError, TypeError: if a setting is unknown, or a part rejects its value.
     """
     parts, whole = _parts(method, options)
     allowed = {
@@ -106,7 +105,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
             raise ValueError(f"method {method.name} has no setting {short_repr(key)}; {known}")
         field = allowed[owner][key]
         changes[owner][field] = _value(text, getattr(parts[owner], field))
-    for part, values in changes.items():  # all of a part at once: some are right only together
+    for part, values in changes.items():  # all settings of a part at once: some are valid only in combination
         try:
             parts[part] = replace(parts[part], **values) if values else parts[part]
         except (ValueError, TypeError) as error:
@@ -119,7 +118,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
 
 
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The parts that have settings, by name (the method itself under an empty one), and those that are chosen by name."""
+    """Return the parts that have settings, by name (the method itself under ""), and the names of those selected by name."""
     if isinstance(method, ScaleSchedule):
         return {str(number): stage for number, stage in enumerate(method.stages, 1)}, []
     own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy", "aggregate", "commit"]
@@ -137,7 +136,7 @@ def _settable(part: Any) -> list[str]:
 
 
 def _value(text: str, instead_of: Any) -> Any:
-    """A word, a number, or the text itself; several with + between where there were several before."""
+    """Parse a keyword, a number, or a string; several of them joined by + if the previous value was a tuple."""
     if isinstance(instead_of, tuple):
         return () if text.lower() == "none" else tuple(_value(part, None) for part in text.split("+"))
     if text.lower() in _WORDS:

@@ -1,7 +1,7 @@
-"""From logits to the probabilities that tokens are drawn with: guidance, temperature, top-k, top-p, softmax, in this order, in
-float32.
+"""Convert logits to the probabilities tokens are sampled from: temperature, top-k, top-p and softmax, in this order.
 
-Every method, `ar` included, takes its probabilities from here: that is what "the same distribution" means in this library.
+Guidance comes first (`apply_guidance`); everything is computed in float32. Every method, `ar` included, takes its probabilities
+from here, which defines "the same distribution" in this library.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from vargen.kernels.kth_largest import kth_largest_value, largest
 from vargen.options import OPTIONS
 from vargen.values import short_repr
 
-MIN_TEMPERATURE = 1e-5  # 0 is greedy: float32 logits divided by this leave one token, or equal ones
+MIN_TEMPERATURE = 1e-5  # used in place of 0 (greedy): dividing float32 logits by it leaves only the argmax, or ties
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How probabilities are made from guided logits; see `to_probs`.
+    """How probabilities are computed from guided logits; see `to_probs`.
 
     Args:
-        temperature: 0 or more; 0 is greedy.
-        top_k: 1 to V, or None to keep all.
+        temperature: at least 0; 0 is greedy.
+        top_k: 1 to V; None disables it.
         top_p: in (0, 1].
 
     Raises:
-        ValueError: for values outside these ranges.
+        ValueError: if a value is out of range.
     """
 
     temperature: float = field(default=1.0, metadata={"option": OPTIONS["temperature"]})
@@ -37,16 +37,16 @@ class Sampling:
     top_p: float = field(default=1.0, metadata={"option": OPTIONS["top_p"]})
 
     def __post_init__(self) -> None:
-        for each in fields(self):  # NumPy's numbers become Python's, which JSON knows
+        for each in fields(self):  # convert NumPy numbers, which JSON cannot serialize
             object.__setattr__(self, each.name, each.metadata["option"].check(getattr(self, each.name)))
 
     @property
     def greedy(self) -> bool:
-        """Whether the likeliest token is taken."""
+        """Whether the most probable token is always taken."""
         return self.temperature == 0
 
     def check_vocabulary(self, vocab: int) -> None:
-        """Raise ValueError if `top_k` is larger than the vocabulary."""
+        """Raise ValueError if `top_k` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(
                 f"top_k must be at most the vocabulary of {vocab} tokens, got {short_repr(self.top_k)}; None keeps all"
@@ -59,10 +59,11 @@ def apply_guidance(conditional: Tensor, unconditional: Tensor, scale: float | Te
 
 
 def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Logits `[..., V]` with what the filters drop at -inf.
+    """Set the logits `[..., V]` that the filters remove to -inf.
 
-    top-k keeps everything that is at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
-    p, the crossing one included. Of both, ties stay: what is kept depends on values, not on how a sort orders equal ones.
+    top-k keeps all values that are at least the k-th largest. top-p then keeps the most probable tokens until their sum exceeds
+    p, including the one that crosses it. Ties are kept in both cases, so the result depends on values and not on the order of
+    equal values in a sort.
     """
     kept = min(top_k or logits.shape[-1], logits.shape[-1])
     if top_p < 1.0:
@@ -77,7 +78,7 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
 
 
 def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
-    """Probabilities float32 `[..., V]` of guided logits `[..., V]`."""
+    """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
     if supports_rows(logits) and not torch.is_grad_enabled():
         from vargen.kernels.sampler import sample

@@ -1,4 +1,4 @@
-"""What a run of the decoding loop did, in numbers."""
+"""Statistics of a run of the decoding loop."""
 
 from __future__ import annotations
 
@@ -11,28 +11,29 @@ from typing import Any
 
 @dataclass
 class DecodeStats:
-    """Numbers of one `decode` call.
+    """Statistics of one `decode` call.
 
     Attributes:
         accelerator: name of the preset.
-        images: batch B.
-        tokens: tokens committed, over all images.
-        passes: target passes (number of function evaluations), the prefill included.
-        seconds: wall-clock of the loop, prefill included.
-        accepted_histogram: `[k]` passes times images that committed k tokens (index 0 is unused; the prefill commits 1).
-        fed: `{T: passes}`, how many passes fed T tokens to each image, the prefill left out.
-        siblings: of methods that draft trees, by sibling rank `[offered, accepted]`: how often an accepted slot had a sibling
-            of this rank behind it, and how often that was the accepted one.
-        scorer, scores, candidate_seeds: where a scorer chose: its name, and for each picture the scores and seeds of all its
-            candidates; `images` and `tokens` count these, and `seeds` are those of the chosen.
-        draft_fed: the same of the smaller model's passes, of next-scale models.
-        by_scale: of next-scale models, for each scale its tokens, the model that drew it, the passes that fed it, in how many
-            images it was drafted and how often that was kept, and the seconds of the passes that began with it.
-        relaxation: per image, acceptance granted minus exact acceptance, summed; zeros for exact rules.
-        seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronises.
-        seeds: per image, the one that draws it again: as passed to `decode`; of a pipeline's call, that of a generator.
-        stopped: whether a callback ended it early.
-        threads: of the CPU, that passes ran on.
+        images: batch size B.
+        tokens: number of tokens committed, over all images.
+        passes: number of target passes (function evaluations), including the prefill.
+        seconds: wall-clock time of the loop, including the prefill.
+        accepted_histogram: entry `[k]` counts (pass, image) pairs that committed k tokens (index 0 is unused; the prefill
+            commits 1).
+        fed: `{T: passes}`, number of passes that fed T tokens to each image, excluding the prefill.
+        siblings: for methods that draft trees, `[offered, accepted]` by sibling rank: how often an accepted slot had a child of
+            this rank, and how often that child was accepted.
+        scorer, scores, candidate_seeds: set if a scorer selected the images: its name, and for each image the scores and seeds
+            of all candidates. `images` and `tokens` then count the candidates, and `seeds` are those of the selected images.
+        draft_fed: like `fed`, for passes of the draft model of next-scale models.
+        by_scale: for next-scale models, per scale: number of tokens, the model that generated it, passes that fed it, number of
+            images in which it was drafted and in which the draft was kept, and the seconds of the passes that started with it.
+        relaxation: per image, acceptance probability spent beyond the exact rule, summed; zeros for exact rules.
+        seconds_by_part: prefill, draft, target, accept, commit. On CUDA only with `profile=True`, which synchronizes.
+        seeds: per image, the seed that reproduces it: the one passed to `decode`, or in a pipeline call that of a generator.
+        stopped: whether a callback ended the run early.
+        threads: number of CPU threads that passes used.
     """
 
     accelerator: str
@@ -56,7 +57,7 @@ class DecodeStats:
 
     @staticmethod
     def joined(runs: Sequence[DecodeStats]) -> DecodeStats:
-        """Of several runs made one after the other, as one."""
+        """Combine the statistics of consecutive runs into one."""
         parts = sum((Counter(run.seconds_by_part) for run in runs), Counter())
         columns = zip_longest(*(run.accepted_histogram for run in runs), fillvalue=0)
         return DecodeStats(
@@ -86,26 +87,26 @@ class DecodeStats:
 
     @property
     def tokens_per_pass(self) -> float:
-        """Mean tokens that a pass committed per unfinished image."""
+        """Mean number of tokens that a pass committed per unfinished image."""
         turns = sum(self.accepted_histogram)
         return self.tokens / turns if turns else 0.0
 
     @property
     def sibling_rates(self) -> list[float]:
-        """By rank, how often a sibling was the accepted one where there was one: what tells which tree to draft."""
+        """Acceptance rate of siblings by rank, which determines the best tree to draft."""
         return [accepted / offered if offered else 0.0 for offered, accepted in self.siblings]
 
     @property
     def relaxation_per_token(self) -> float:
-        """Acceptance granted beyond the exact rule, per token; 0 for exact rules."""
+        """Acceptance probability spent beyond the exact rule, per token; 0 for exact rules."""
         return sum(self.relaxation) / self.tokens if self.tokens else 0.0
 
     def picture(self, number: int) -> dict[str, Any]:
-        """What draws picture `number` again, and, where a scorer saw it, how it was scored.
+        """Return what reproduces image `number` and, if a scorer was used, its score.
 
         Returns:
-            `seed`, and with a scorer `scorer` and `score`; of several candidates also `candidates`, the scores of all, and
-            `asked_seed`, which drew the first.
+            `seed`, and with a scorer `scorer` and `score`. If there were several candidates, also `candidates`, the scores of
+                all of them, and `asked_seed`, the seed of the first.
         """
         if self.scorer is None:
             return {"seed": self.seeds[number]}
@@ -115,7 +116,7 @@ class DecodeStats:
         return {"seed": self.seeds[number], "scorer": self.scorer, "score": score, **several}
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, whose keys are text."""
+        """Plain values for JSON, whose keys are strings."""
         fed, drafted = ({str(width): passes for width, passes in each.items()} for each in (self.fed, self.draft_fed))
         rates: dict[str, Any] = {"tokens_per_second": self.tokens_per_second, "tokens_per_pass": self.tokens_per_pass}
         rates["sibling_rates"] = self.sibling_rates
@@ -124,12 +125,12 @@ class DecodeStats:
 
 
 def _sum_tables(tables: list[list[list[int]]]) -> list[list[int]]:
-    """Tables of like columns, row by row; some may have more rows."""
+    """Sum tables with the same columns row by row; the numbers of rows may differ."""
     rows = zip_longest(*tables, fillvalue=[0, 0])
     return [[sum(column) for column in zip(*row, strict=True)] for row in rows]
 
 
 def _merge_scales(scales: tuple[dict[str, Any], ...]) -> dict[str, Any]:
-    """One scale of several runs."""
+    """Combine the statistics of one scale over several runs."""
     counted = {name: sum(scale[name] for scale in scales) for name in ("passes", "drafted", "kept", "seconds")}
     return {**scales[0], **counted}

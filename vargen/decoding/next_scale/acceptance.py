@@ -1,6 +1,6 @@
-"""Rules that judge a drafted scale: all its tokens at once, each independent of the others given the coarser scales.
+"""Acceptance rules for a drafted scale. All its tokens are verified at once; they are independent given the coarser scales.
 
-A scale that a rule changes is still finished by it, exactly, in the same pass; only what was drafted behind it is void.
+If a rule changes a scale, it completes the scale exactly in the same pass; only later drafted scales are discarded.
 
 Shape suffixes: B images, n tokens of a scale, V vocabulary.
 """
@@ -18,18 +18,18 @@ from vargen.decoding.noise import Noise, Purpose, coins, uniform
 from vargen.kernels.categorical import categorical
 
 ScaleJudge = Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
-_MOST_TRIES = 2**17  # then the last one stands: a bias of at most 1 / (e 2^17) = 3e-6, below what float32 tells apart
+_MOST_TRIES = 2**17  # then the last sample is used: a bias of at most 1 / (e 2^17) = 3e-6, too small to matter in float32
 
 
 @dataclass(frozen=True)
 class ScaleRule:
-    """A function that judges a drafted scale.
+    """A function that verifies a drafted scale.
 
     Attributes:
-        judge: of target probabilities p and draft probabilities q `[B, n, V]`, drafted tokens int64 `[B, n]`, and noise at
-            their positions; returns the tokens int64 `[B, n]`, and whether they are the drafted ones, bool `[B]`.
-        exact: whether the tokens follow p.
-        drafts: what the drafts must have been drawn with: coins of their own, or the image's own noise.
+        judge: takes target probabilities p and draft probabilities q `[B, n, V]`, draft tokens int64 `[B, n]`, and noise at
+            their positions; returns tokens int64 `[B, n]`, and whether the draft is unchanged, bool `[B]`.
+        exact: whether the tokens are distributed as p.
+        drafts: the noise that the draft must be sampled with: its own, or the shared noise.
     """
 
     judge: ScaleJudge
@@ -45,16 +45,16 @@ class ScaleRule:
 
 
 def scale_rule(*, exact: bool, drafts: Purpose = Purpose.DRAFT) -> Callable[[ScaleJudge], ScaleRule]:
-    """Make a function a `ScaleRule`."""
+    """Decorate a function as a `ScaleRule`."""
     return lambda judge: ScaleRule(judge, exact, drafts)
 
 
 @scale_rule(exact=True)
 def token_wise(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Speculative sampling of each token by itself: keep it with min(1, p / q), else draw it from norm((p - q)+).
+    """Speculative sampling per token: keep a token with probability min(1, p / q), otherwise sample from norm((p - q)+).
 
-    Leviathan et al. 2023, theorem 1, for n independent tokens. A scale comes through unchanged with the product of the tokens'
-    1 - TV(p, q), which falls fast with n.
+    Leviathan et al. 2023, theorem 1, for n independent tokens. The probability that a scale is unchanged is the product of 1 -
+    TV(p, q) over its tokens, which decreases fast with n.
     """
     at = draft[..., None]
     accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
@@ -64,10 +64,11 @@ def token_wise(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tenso
 
 @scale_rule(exact=True)
 def joint(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Maximal coupling of whole scales: keep all tokens with min(1, P / Q), P and Q their products over the scale.
+    """Maximal coupling of whole scales: keep all tokens with probability min(1, P / Q), the products of p and q over the scale.
 
-    Otherwise the scale is drawn from the residual norm((P - Q)+) by rejection: draw r from P, keep it with
-    max(0, 1 - Q(r) / P(r)). A scale comes through unchanged with 1 - TV(P, Q), the most that any exact rule allows.
+    Otherwise the scale is sampled from the residual norm((P - Q)+) by rejection sampling: sample r from P, accept it with
+    probability max(0, 1 - Q(r) / P(r)). The probability that a scale is unchanged is 1 - TV(P, Q), the maximum for any exact
+    rule.
     """
     likely, drafted = _log_prob(p, draft), _log_prob(q, draft)
     first = noise.position[:, :1]
@@ -85,14 +86,14 @@ def joint(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Te
 
 @scale_rule(exact=True, drafts=Purpose.TOKEN)
 def shared_noise_scales(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Shared noise: the tokens are those that the image's own noise draws from p, so the picture is that without drafts.
+    """Shared noise: use the tokens that the shared noise selects from p, so the image is identical to the one without drafts.
 
-    The drafts are drawn from q with the same noise, which couples them to what p draws.
+    The draft is sampled from q with the same noise, which couples it to the tokens sampled from p.
     """
     tokens = noise.draw(p, Purpose.TOKEN)
     return tokens, (tokens == draft).all(1)
 
 
 def _log_prob(probs: Tensor, tokens: Tensor) -> Tensor:
-    """Of all tokens together, float64 `[B]`."""
+    """Joint log-probability of all tokens, float64 `[B]`."""
     return probs.gather(2, tokens[..., None])[..., 0].double().log().sum(1)

@@ -1,13 +1,13 @@
-"""The next-scale loop: pick the stage; perhaps draft some scales; one pass; draw or judge the scales it fed; commit; repeat.
+"""The next-scale loop: select the stage; draft scales if it does; one pass; sample or verify the scales it fed; commit; repeat.
 
-The tokens of a scale depend on the scales before it alone. So rejecting a draft discards later scales only, and the
-scale at which it is rejected is finished in the same pass. Keys and values of a scale
-depend on what it was fed, the sum of the scales before: they stay valid when its own tokens are redrawn.
+The tokens of a scale depend only on the scales before it. Rejecting a draft therefore discards only later scales, and the
+rejected scale itself is completed in the same pass. Keys and values of a scale depend only on its input, the sum of the scales
+before it; they stay valid when its own tokens are resampled.
 
-The batch advances with its slowest image. Those ahead of it are fed the same tokens again, to no effect: every draw is a
-function of the image's seed and the token's place.
+The batch advances with its slowest image. Images ahead of it are fed the same tokens again without effect, because every sample
+is a function of the image's seed and the token's position.
 
-Shape suffixes: B images, S scales, L tokens of all scales, n tokens of one, V vocabulary.
+Shape suffixes: B images, S scales, L tokens of all scales, n tokens of one scale, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ def decode_scales(
     callback: Callback | None = None,
     profile: bool = False,
 ) -> DecodeOutput:
-    """Draw the tokens of B images.
+    """Generate the tokens of B images.
 
     Args:
         model: see `ScaleModel`.
         condition: passed to `model.start`; B rows.
-        seeds: int64 `[B]`; image i depends on `seeds[i]` and its condition alone, not on the batch around it.
-        schedule: a preset's name or a `ScaleSchedule`.
-        sampling: temperature and filters; default: the plain softmax.
-        given: tokens int64 `[B, n]` of the first scales, which stand and are not drawn: for variations of a picture.
-        keep: tokens that stand at some places of a scale: for drawing a part of a picture anew.
-        callback: called after every pass with a `Progress`; returning False stops the run. It may change, in place, the tokens
-            of the scale that was drawn last.
-        profile: on CUDA, wait for the device between parts so that seconds are known by part.
+        seeds: int64 `[B]`. Image i depends only on `seeds[i]` and its condition, not on the rest of the batch.
+        schedule: the name of a preset, or a `ScaleSchedule`.
+        sampling: temperature and filters. Default: sample from the unfiltered softmax.
+        given: fixed tokens int64 `[B, n]` of the first scales, which are not sampled; for variations of an image.
+        keep: fixed tokens at some positions of a scale; for inpainting.
+        callback: called after every pass with a `Progress`. Returning False stops the run. It may modify the tokens of the last
+            generated scale in place.
+        profile: on CUDA, synchronize between the parts of a step to measure their seconds.
 
     Returns:
-        Tokens `[B, L]`, coarse to fine (`SKIPPED_TOKEN` where a scale was left out), lengths `[B]`, statistics with
-        `by_scale`, and the canvas, the sum of all scales that were drawn.
+        Tokens `[B, L]`, coarse to fine (`SKIPPED_TOKEN` for skipped scales), lengths `[B]`, statistics with `by_scale`, and the
+            canvas, the sum of all generated scales.
 
     Raises:
-        ValueError: for an unknown schedule, one that this model cannot run, a `top_k` over the vocabulary, or tokens given that
-            are none of the model's.
-        TypeError: for a schedule, seeds, a sampling or a callback of another type.
-        NonFiniteLogitsError: with the pass and position of the first non-finite logits.
+        ValueError: if the schedule is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or given tokens are
+            not tokens of the model.
+        TypeError: if the schedule, seeds, sampling or callback has the wrong type.
+        NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
     method: ScaleSchedule = resolve_method(schedule, ScaleSchedule.paradigm)
     sampling = Sampling() if sampling is None else sampling
@@ -92,7 +92,7 @@ def _loop(
     given: Sequence[Tensor],
     keep: Keep | None,
 ) -> tuple[Images, _Players]:
-    """The algorithm. Every pass finishes at least one scale of every image."""
+    """Run the algorithm. Every pass completes at least one scale of every image."""
     images = Images(seeds, model, stages, sampling, keep)
     players = _Players(model, condition, stages)
     images.begin(given)
@@ -116,7 +116,7 @@ def _loop(
 
 
 class _Players:
-    """The models, their states, and how many scales each holds."""
+    """The models, their states, and the number of scales in each cache."""
 
     def __init__(self, model: ScaleModel, condition: Any, stages: Sequence[Stage]):
         self.models = {"target": model, "draft": model.draft_model}
@@ -126,7 +126,10 @@ class _Players:
         self.fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
 
     def logits(self, name: str, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
-        """One pass of a model over what it does not hold of `inputs`: the logits of the last `count` scales."""
+        """Run one pass of a model over those of `inputs` that are not in its cache.
+
+        Returns the logits of the last `count` scales.
+        """
         model = self.models[name]
         assert model is not None
         if name not in self.states:
@@ -138,8 +141,10 @@ class _Players:
         return logits
 
     def rollback(self, scale: int) -> None:
-        """Forget what the models hold of scales from `scale` on, which were fed drafts that are void, and models that no later
-        scale needs."""
+        """Discard cached scales from `scale` on, whose inputs were rejected drafts.
+
+        The states of models that no later scale uses are dropped.
+        """
         needed = {stage.model for stage in self.stages[scale:]} | {"draft" for stage in self.stages[scale:] if stage.drafted}
         for name in [name for name in self.states if name not in needed]:
             del self.states[name], self.held[name]

@@ -1,4 +1,4 @@
-"""The methods of next-scale models by name, each a few lines of data."""
+"""The presets of next-scale models, each a few lines of data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What decoding scale by scale sees of a model.
+"""Interface of the models that next-scale decoding runs.
 
 Shape suffixes: B images, n tokens of a scale, V vocabulary, E width of a code.
 """
@@ -14,17 +14,17 @@ from torch import Tensor
 
 @runtime_checkable
 class ScaleModel(Protocol):
-    """A next-scale model: the tokens of a scale are independent given the coarser scales, and drawn in one pass.
+    """A next-scale model: the tokens of a scale are independent given the coarser scales, and are sampled in one pass.
 
-    What crosses from scale to scale, and between models of one image tokenizer, is the *canvas*: the sum of what the scales
-    before have contributed. Guidance rows, caches and conditions are the model's own business.
+    Scales, and models with the same image tokenizer, exchange only the *canvas*: the accumulated contributions of the scales so
+    far. CFG rows, caches and conditions are internal to the model.
 
     Attributes:
-        vocab: tokens V of the shared codebook.
-        scale_tokens: tokens of every scale, coarse to fine.
-        scale_codes: how many of the V tokens, the first ones, each scale may draw.
-        draft_model: a smaller model of the same image tokenizer; None where there is none.
-        cost_key: as of a `TokenModel`.
+        vocab: number V of tokens in the shared codebook.
+        scale_tokens: number of tokens of every scale, coarse to fine.
+        scale_codes: number of tokens that each scale may use, which are the first ones of the V.
+        draft_model: a smaller model with the same image tokenizer; None if there is none.
+        cost_key: as in `TokenModel`.
     """
 
     @property
@@ -46,29 +46,29 @@ class ScaleModel(Protocol):
     def cost_key(self) -> Hashable: ...
 
     def start(self, condition: Any) -> Any:
-        """The state of B images, which holds no scale. Nothing is run."""
+        """Return the state of B images with no scale in its cache. Runs no pass."""
 
     def canvas(self, batch: int) -> Tensor:
-        """What the scales add up to before the first one."""
+        """Return the canvas before the first scale."""
 
     def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
-        """Add the tokens int64 `[B, n]` of a scale, or nothing for None; nothing is changed in place.
+        """Add the tokens int64 `[B, n]` of a scale to the canvas, or nothing if None. Does not modify its arguments.
 
         Returns:
-            The canvas with them, and what the transformer is fed at the next scale, `[B, n', E]`; None behind the last.
+            The new canvas, and the transformer input at the next scale, `[B, n', E]`; None after the last scale.
         """
 
     def forward(self, state: Any, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
-        """One block-causal pass over the scales that the state does not hold, up to the last of `inputs`; it holds them then.
+        """Run one block-causal pass over the scales that are not in the cache yet, up to the last of `inputs`, and cache them.
 
         Args:
-            inputs: by scale, from 0, which has None: what `add` returned.
-            count: how many of the last scales logits are wanted of, at most those that this pass feeds.
-            guidance: of each of these scales, a factor of the guidance asked for; 0 runs it without the unconditional rows.
+            inputs: what `add` returned, by scale; None for scale 0.
+            count: number of trailing scales to return logits for, at most the number fed in this pass.
+            guidance: for each of these scales, a factor on the requested guidance; 0 skips the unconditional rows.
 
         Returns:
             Guided logits of each of these scales, `[B, n, codes]`.
         """
 
     def rollback(self, state: Any, scale: int) -> None:
-        """Forget all scales from `scale` on."""
+        """Discard all scales from `scale` on."""

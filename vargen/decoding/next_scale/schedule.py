@@ -1,4 +1,4 @@
-"""Schedules of next-scale models as data: which model draws which scales, how, and which scales are drafted or left out."""
+"""Schedules of next-scale models as data: which model generates which scales, how, and which scales are drafted or skipped."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ MODELS = ("target", "draft", "none")
 
 @dataclass(frozen=True)
 class Stage:
-    """Some scales, one behind the other, that are drawn in the same manner.
+    """Consecutive scales that are generated in the same way.
 
     Args:
-        until: the first scale that is not of this stage, counted from 0, or from the end where negative; None: all that remain.
-        model: `"target"`, `"draft"` for the smaller model, or `"none"`: the scales are left out, and add nothing.
-        drafted: scales that the draft model proposes for each pass of the target; 0 drafts none. A pass judges them, and draws
-            the scale behind them if all are kept.
-        rule: what judges drafted scales; see `vargen.decoding.next_scale.acceptance`.
-        guidance: factor of the guidance; 0 runs the scales without the unconditional rows, which halves their work.
-        temperature: factor of the temperature. top_k: at most the call's; the lesser of the two counts.
+        until: the first scale after this stage, counted from 0, or from the end if negative; None: all remaining scales.
+        model: `"target"`, `"draft"` for the draft model, or `"none"` to skip the scales, which then add nothing.
+        drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them, and
+            samples the next scale if all are accepted.
+        rule: verifies drafted scales; see `vargen.decoding.next_scale.acceptance`.
+        guidance: factor on the guidance scale; 0 skips the unconditional rows, which halves the work.
+        temperature: factor on the temperature.
+        top_k: upper limit; the smaller of this and the call's `top_k` applies.
 
     Raises:
-        ValueError, TypeError: for a value that is none of these.
+        ValueError, TypeError: if a value is invalid.
     """
 
     until: int | None = None
@@ -65,12 +66,12 @@ class Stage:
 
     @property
     def exact(self) -> bool:
-        """Whether its scales follow the target's own probabilities."""
+        """Whether its scales follow the target's own distribution."""
         plain = self.guidance == 1 and self.temperature == 1 and self.top_k is None
         return self.model == "target" and plain and (not self.drafted or self.rule.exact)
 
     def sampling(self, asked: Sampling, codes: int) -> Sampling:
-        """The sampling of a scale of so many codes, where a call asks for `asked`."""
+        """Sampling of a scale with `codes` tokens when a call requests `asked`."""
         limits = [limit for limit in (asked.top_k, self.top_k) if limit is not None and limit < codes]
         return Sampling(asked.temperature * self.temperature, min(limits, default=None), asked.top_p)
 
@@ -80,10 +81,11 @@ class ScaleSchedule(Method):
     """A method for next-scale models.
 
     Attributes:
-        stages: one behind the other; the last must reach the last scale.
+        stages: consecutive stages; the last must reach the last scale.
 
     Raises:
-        TypeError: if a stage is no `Stage`. ValueError: for no stage.
+        TypeError: if a stage is not a `Stage`.
+        ValueError: if there is no stage.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
@@ -100,12 +102,12 @@ class ScaleSchedule(Method):
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` when every scale follows the target's own probabilities."""
+        """`"exact"` if every scale follows the target's own distribution, otherwise `"relaxed"`."""
         return "exact" if all(stage.exact for stage in self.stages) else "relaxed"
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the stages set, for people: `until`, `model` and the like, by stage."""
+        """The non-default parameters of the stages, for display, keyed by name and stage number."""
         plain = Stage()
         found = {}
         for number, stage in enumerate(self.stages, 1):
@@ -117,22 +119,22 @@ class ScaleSchedule(Method):
 
     @property
     def drafts(self) -> bool:
-        """Whether it needs the smaller model."""
+        """Whether it needs the draft model."""
         return any(stage.model == "draft" or stage.drafted for stage in self.stages)
 
     def spec(self) -> dict[str, Any]:
-        """What the method is, whole, as plain values: two with equal specs draw alike.
+        """Return the complete method as plain values. Schedules with equal specs generate identical output.
 
         Raises:
-            ValueError: for a rule that cannot be named.
+            ValueError: if a rule cannot be named.
         """
         return {"stages": describe_part(self.stages)}
 
     def check_scales(self, scales: int) -> tuple[Stage, ...]:
-        """The stage of each of so many scales.
+        """Return the stage of each of `scales` scales.
 
         Raises:
-            ValueError: if a stage ends beyond the last scale or has no scale, or the stages do not end with the last one.
+            ValueError: if a stage ends after the last scale or has no scale, or the stages end before the last scale.
         """
         found: list[Stage] = []
         for number, stage in enumerate(self.stages, 1):
@@ -153,20 +155,20 @@ class ScaleSchedule(Method):
         return tuple(found)
 
     def fitted(self, scales: int) -> ScaleSchedule:
-        """The schedule for a model of so many scales: a stage that ends beyond the last one ends with it."""
+        """Return the schedule for a model with `scales` scales: a stage that extends past the last scale ends there."""
         ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
         last = ends.index(None) + 1 if None in ends else len(ends)
         return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
     def resized(self, window: int | str) -> ScaleSchedule:
-        """The schedule itself: it has no window."""
+        """Return this schedule unchanged: it has no window."""
         return self
 
     def bind(self, model: ScaleModel) -> tuple[Stage, ...]:
-        """The stage of each of the model's scales.
+        """Return the stage of each of the model's scales.
 
         Raises:
-            ValueError: if this model cannot run it, saying why.
+            ValueError: if this model cannot run the schedule; says why.
         """
         if self.drafts:
             small = model.draft_model

@@ -1,6 +1,6 @@
-"""The tokens of next-scale images while they are drawn: drafts, judgement, the sum of the scales.
+"""State of next-scale images during generation: drafts, verification, the canvas.
 
-Shape suffixes: B images, L tokens of all scales, n tokens of one, V vocabulary.
+Shape suffixes: B images, L tokens of all scales, n tokens of one scale, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
 
-# What a scale must have at some places: of the canvas before it and its number, tokens int64 [B, n], and which stand [B, n].
+# Fixed tokens of a scale, given the canvas before it and its index: tokens int64 [B, n], and which are fixed, bool [B, n].
 Keep = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-SKIPPED_TOKEN = -1  # token of a scale that a schedule leaves out
+SKIPPED_TOKEN = -1  # token of scales that a schedule skips
 
 
 class Draws(Protocol):
@@ -32,8 +32,10 @@ class Draws(Protocol):
 
 
 class Drafts:
-    """Scales that the draft model proposed, from the present one on: tokens, probabilities, what each feeds the next, and what
-    the scales add up to with it."""
+    """Scales proposed by the draft model, from the current one on.
+
+    Per scale: tokens, probabilities, the transformer input of the next scale, and the canvas after it.
+    """
 
     def __init__(self) -> None:
         self.tokens: list[Tensor] = []
@@ -43,14 +45,15 @@ class Drafts:
 
 
 class Images:
-    """The tokens of B images while they are drawn.
+    """The tokens of B images during generation.
 
     Attributes:
-        tokens: int64 `[B, L]`. length: int64 `[B]`, tokens that are decided.
-        round: int64 `[B]`, the scale at which the image's present drafts began.
+        tokens: int64 `[B, L]`.
+        length: int64 `[B]`, number of tokens decided.
+        round: int64 `[B]`, the scale at which the current draft of the image starts.
         scale: the first scale that is not decided in every image.
-        canvases: what the first k scales add up to, for k from 0 to `scale`.
-        inputs: what the transformers are fed, of scales 0 to `scale`.
+        canvases: the canvas after the first k scales, for k from 0 to `scale`.
+        inputs: transformer inputs of scales 0 to `scale`.
     """
 
     def __init__(self, seeds: Tensor, model: ScaleModel, stages: Sequence[Stage], sampling: Sampling, keep: Keep | None):
@@ -72,16 +75,19 @@ class Images:
         self._clock = time.perf_counter()
 
     def place(self, scale: int) -> slice:
-        """Of a scale's tokens among all."""
+        """Return the slice of a scale's tokens in `tokens`."""
         return slice(self.ends[scale] - self.sizes[scale], self.ends[scale])
 
     def noise(self, scale: int) -> Noise:
-        """At a scale's tokens. The same in every pass: what a void draft was drawn with decided nothing."""
+        """Return the noise at a scale's tokens.
+
+        It is the same in every pass; that is safe because the samples of a discarded draft had no effect.
+        """
         at = self.place(scale)
         return Noise(self.seeds, torch.arange(at.start, at.stop, device=self.seeds.device).expand(len(self.seeds), -1))
 
     def begin(self, given: Sequence[Tensor]) -> None:
-        """Start behind the scales that are given."""
+        """Start after the given scales."""
         for scale, tokens in enumerate(given):
             self.tokens[:, self.place(scale)] = tokens.to(self.tokens)
             self.length = torch.full_like(self.length, self.ends[scale])
@@ -89,7 +95,7 @@ class Images:
             self._add(scale)
 
     def leave_out(self) -> None:
-        """The present scale adds nothing to the pictures."""
+        """Skip the current scale: it adds nothing to the canvas."""
         at = self.place(self.scale)
         self.tokens[:, at] = SKIPPED_TOKEN
         self.length = self.length.clamp(min=at.stop)
@@ -104,11 +110,11 @@ class Images:
         self.scale += 1
 
     def guidance(self) -> list[float]:
-        """Factors of the scales from the present one on."""
+        """Guidance factors of the scales from the current one on."""
         return [stage.guidance for stage in self.stages[self.scale :]]
 
     def probs(self, logits: Tensor, scale: int, canvas: Tensor) -> Tensor:
-        """Of a scale's tokens, `[B, n, V]`: certain where a token must stand."""
+        """Probabilities of a scale's tokens, `[B, n, V]`; one-hot where a token is fixed."""
         probs = to_probs(logits, self.stages[scale].sampling(self.sampling, logits.shape[-1]))
         if self.keep is None:
             return probs
@@ -117,12 +123,14 @@ class Images:
         return torch.where(stands[..., None], certain, probs)
 
     def end_of(self, stage: Stage) -> int:
-        """The first scale behind the present one that is not of its stage."""
+        """Return the first scale after the current one that belongs to another stage."""
         return next((k for k in range(self.scale, len(self.stages)) if self.stages[k] is not stage), len(self.stages))
 
     def drafted(self, players: Draws, stage: Stage) -> Drafts:
-        """The draft model's scales from the present one on, as many as the stage asks for, but for the last of the stage: the
-        pass that judges them draws one more by itself."""
+        """Draft the next scales, up to the number the stage sets, excluding the last scale of the stage.
+
+        The last is excluded because the pass that verifies the draft samples one more scale itself.
+        """
         drafts, canvas = Drafts(), self.canvases[-1]
         for scale in range(self.scale, min(self.scale + stage.drafted, self.end_of(stage) - 1)):
             logits = players.logits("draft", [*self.inputs, *drafts.inputs], 1, [stage.guidance])[0]
@@ -138,10 +146,13 @@ class Images:
         return drafts
 
     def judged(self, logits: Sequence[Tensor], drafts: Drafts) -> int:
-        """Decide the scales that a pass fed, as far as each image's drafts are kept; returns how many more all images have.
+        """Decide the scales that a pass fed, as far as each image's draft is accepted.
 
-        Whether a scale is drafted or drawn by the target itself is counted from where the image's own round began, not from
-        where the batch is, so that an image is drawn as it would be alone.
+        Whether a scale counts as drafted depends on where the image's own round began, not on the position of the batch, so the
+        image equals the one generated alone.
+
+        Returns:
+            Number of scales completed in all images by this pass.
         """
         self._tick()
         stage = self.stages[self.scale]
@@ -164,14 +175,14 @@ class Images:
                 self.by_scale[scale]["drafted"] += int((fresh & judged).sum())
                 self.by_scale[scale]["kept"] += int((fresh & judged & same).sum())
             else:
-                fresh = fresh & ~judged  # of an image whose draft of this scale comes with the next pass
+                fresh = fresh & ~judged  # not for images that draft this scale in the next pass
                 tokens, same = noise.draw(probs, Purpose.TOKEN), going
             self.by_scale[scale]["passes"] += 1
             self.tokens[:, at] = torch.where(fresh[:, None], tokens, self.tokens[:, at])
             self.length = torch.where(fresh, at.stop, self.length)
             self.round = torch.where(fresh & ~(judged & same), scale + 1, self.round)
             going = going & (same | ~fresh)
-        if not drafts.tokens:  # known without waiting for the device
+        if not drafts.tokens:  # known without synchronization
             return 1
         return self.ends.index(int(self.length.amin())) + 1 - self.scale
 
@@ -181,14 +192,14 @@ class Images:
         self._clock = now
 
     def report(self, logits: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """What the harness sees of a pass: a sum that is finite where its logits are, their positions, all tokens."""
+        """Return what the harness needs: values that are finite exactly if the logits are, their positions, and all tokens."""
         sums = torch.cat([each.sum(-1, keepdim=True) for each in logits], dim=1)
         start = self.place(self.scale).start
         position = torch.arange(start, start + sums.shape[1], device=sums.device).expand(len(sums), -1)
         return sums, position, self.tokens
 
     def advance(self, scales: int) -> None:
-        """Add the scales that every image has."""
+        """Add the scales completed in every image to the canvas."""
         self.histogram[sum(self.sizes[self.scale : self.scale + scales])] += len(self.seeds)
         for scale in range(self.scale, self.scale + scales):
             self._add(scale)

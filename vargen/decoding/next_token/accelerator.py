@@ -1,4 +1,4 @@
-"""A method is data: who drafts, in what shape, and which rule accepts."""
+"""A next-token method as data: a drafter, a topology, and an acceptance rule."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _NEEDS = {
 
 @dataclass(frozen=True)
 class Accelerator(Method):
-    """A method of next-token models: a drafter, a topology, and an acceptance rule.
+    """A method for next-token models: a drafter, a topology, and an acceptance rule.
 
     Attributes:
-        drafter: who proposes; None proposes nothing, so each pass commits one token.
-        topology: `"chain"` or `"tree"`, the shape of a draft; None takes the drafter's.
-        acceptance: the rule that judges a draft.
+        drafter: proposes draft tokens; with None, each pass commits one token.
+        topology: `"chain"` or `"tree"`, the shape of the draft; None uses that of the drafter.
+        acceptance: the rule that verifies the draft.
 
     Raises:
-        TypeError: for a drafter or a rule that is none.
-        ValueError: for parts that do not go together, saying why.
+        TypeError: if `drafter` is not a drafter or `acceptance` is not a rule.
+        ValueError: if the parts are incompatible; says why.
     """
 
     drafter: Drafter | None = None
@@ -66,7 +66,7 @@ class Accelerator(Method):
         self._check_offers(self.drafter)
 
     def _check_offers(self, drafter: Drafter) -> None:
-        """Raise ValueError unless the drafter draws as the rule needs it."""
+        """Raise ValueError unless the drafter samples the way the rule requires."""
         offers = drafter.offers if isinstance(drafter, OfferingDrafter) else ()
         for need in self.acceptance.needs if isinstance(self.acceptance, FunctionRule) else ():
             if need not in offers and (need != "replacement" or self.topology == "tree"):
@@ -74,7 +74,7 @@ class Accelerator(Method):
                 raise ValueError(f"{parts}: {_NEEDS[need]}")
 
     def _check_topology(self, drafter: Drafter) -> None:
-        """Raise ValueError unless the drafter proposes the topology and the rule judges it."""
+        """Raise ValueError unless the drafter proposes this topology and the rule can verify it."""
         who = type(drafter).__name__
         if self.topology == "tree" and drafter.topology == "chain":
             raise ValueError(f"topology 'tree' cannot go with {who}: it draws one token per position, which is a chain")
@@ -89,24 +89,24 @@ class Accelerator(Method):
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` when the output follows the target's own probabilities."""
+        """`"exact"` if the output follows the target distribution, otherwise `"relaxed"`."""
         return "exact" if self.acceptance.exact else "relaxed"
 
     def bind(self, model: TokenModel) -> tuple[Drafter[Any] | None, AcceptanceRule]:
-        """Drafter and rule for a model.
+        """Return the drafter and the rule for a model.
 
         Raises:
-            ValueError: if this model cannot run the method, saying why.
+            ValueError: if this model cannot run the method; says why.
         """
         return self.drafter and self.drafter.bind(model), self.acceptance.bind(model)
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the drafts fit a grid of so many tokens, which is known before a weight is read."""
+        """Raise ValueError unless the drafts fit a grid of `tokens` tokens. Needs no weights."""
         if isinstance(self.drafter, SizedDrafter):
             self.drafter.check_grid(tokens)
 
     def fitted(self, tokens: int, vocab: int | None = None) -> Accelerator:
-        """The method with its drafts cut to a grid of so many tokens and, if it is given, to a vocabulary."""
+        """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
         drafter: Drafter | None = self.drafter
         if isinstance(drafter, SizedDrafter):
             drafter = drafter.fitted(tokens)
@@ -115,29 +115,33 @@ class Accelerator(Method):
         return self if drafter is self.drafter else replace(self, drafter=drafter)
 
     def resized(self, window: int | str) -> Accelerator:
-        """The method with another window; see `SizedDrafter`.
+        """Return the method with another window; see `SizedDrafter.resized`.
 
         Raises:
-            ValueError: for an unknown window.
+            ValueError: if the window is unknown.
         """
         return replace(self, drafter=self.drafter.resized(window)) if isinstance(self.drafter, SizedDrafter) else self
 
     def drafting_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds that drafting so many tokens takes beside the target's pass, measured."""
+        """Measured seconds to draft `drafts` tokens per image, in addition to the target pass."""
         return self.drafter.cost(model, condition, images, drafts) if isinstance(self.drafter, PricedDrafter) else 0.0
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The parameters of the drafter and of the rule that are set, by name, as `spec` says them; parts of these as they are
-        written."""
+        """The parameters of the drafter and the rule that are not None, by name.
+
+        Values are plain, as in `spec`; nested dataclasses are given as their repr.
+        """
         parts = [part for part in (self.drafter, self.acceptance) if not isinstance(part, FunctionRule) and is_dataclass(part)]
         said = [(name, value, getattr(part, name)) for part in parts for name, value in init_fields(part).items()]
         return {name: repr(own) if isinstance(value, dict) else value for name, value, own in said if value is not None}
 
     def spec(self) -> dict[str, Any]:
-        """What the method is, whole, as plain values: two methods with equal specs draw alike. For caches and reports.
+        """Return the complete method as plain values, for caches and reports.
+
+        Methods with equal specs generate identical output.
 
         Raises:
-            ValueError: for a part that cannot be named, such as a function without a name of its own.
+            ValueError: if a part cannot be named, such as a lambda.
         """
         return {"drafter": describe_part(self.drafter), "acceptance": describe_part(self.acceptance), "topology": self.topology}

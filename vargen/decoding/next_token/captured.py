@@ -1,18 +1,18 @@
-"""Passes of the token loop as a CUDA graph: one replay a pass, in which the host launches nothing else.
+"""Passes of the token loop as a CUDA graph: one replay per pass, with no other kernel launch from the host.
 
-A pass is some hundred small kernels or more, which the host takes longer to launch than a GPU to run. Captured once, they are
-launched together: drafting, the target, judging, committing, and what the drafter learns of it. That takes shapes that are the
-same in every pass, no value that the host reads, and tensors that stay where they are, which
-`vargen.decoding.next_token.carried` sees to; the device counts the passes, for their coins.
+A pass consists of a hundred or more small kernels, and the host takes longer to launch them than a GPU to run them. Captured
+once, they are launched together: drafting, the target pass, verification, commit, and the update of the drafter. Capture
+requires shapes that are the same in every pass, no value read by the host, and tensors at fixed addresses, which
+`vargen.decoding.next_token.carried` provides. The device counts the passes for their noise.
 
-Asked for by VARGEN_CUDA_GRAPHS=1. Passes that cannot be captured run one by one, as without it, and a warning says why:
+Enabled by VARGEN_CUDA_GRAPHS=1. Passes that cannot be captured run one by one, with a warning that gives the reason:
 
-- where the host chooses in each pass, by a clock or by values, what is drafted. On a GPU windows, lengths and trees that
-  follow measured costs are chosen once, so of vargen's own methods none does;
-- where a pass reads values on the host, or a state holds what only the host can change, such as a generator;
-- where weights are moved between passes, as when they are offloaded, or parts are timed (`profile`).
+- the host selects in each pass what is drafted, by time or by values. On a GPU, windows, lengths and trees that follow measured
+  costs are selected once, so none of vargen's own methods does this;
+- a pass reads values on the host, or a state holds something that only the host can change, such as a generator;
+- weights are moved between passes, as with offloading, or parts are timed (`profile`).
 
-Next-scale models have passes of growing shapes, which are not captured.
+Passes of next-scale models have growing shapes and are not captured.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vargen.decoding.next_token.carried import CannotCarryError, Carried, Snapsh
 logger = logging.getLogger("vargen")
 
 VARIABLE = "VARGEN_CUDA_GRAPHS"
-_WARM = 2  # passes before the capture, at least: what they compile and allocate cannot be made in one
-_PATIENCE = 4  # and at most, until one leaves a state like that before it, and reads nothing any more
+_WARM = 2  # minimum passes before capture: compilation and allocation cannot be captured
+_PATIENCE = 4  # maximum, until a pass leaves the structure of the state unchanged and reads nothing on the host
 
 Pass = Callable[[], tuple[Tensor, ...]]
 
@@ -43,17 +43,17 @@ class Graph(Protocol):
 
     @staticmethod
     def watched() -> AbstractContextManager[list[str]]:
-        """Inside, what the host reads of the device gets into the list."""
+        """Context manager that yields a list of places where the host reads from the device."""
 
     def capture(self, run: Pass) -> tuple[Tensor, ...]:
-        """Record what `run` does, without doing it; returns the tensors that every replay writes."""
+        """Record `run` without executing it. Returns the tensors that every replay writes."""
 
     def replay(self) -> None:
-        """Do it."""
+        """Execute the recorded pass."""
 
 
 def asked_for(device: torch.device) -> bool:
-    """Whether passes on this device are to be captured.
+    """Return whether passes on this device should be captured.
 
     Raises:
         ValueError: if VARGEN_CUDA_GRAPHS is neither 0 nor 1.
@@ -65,7 +65,7 @@ def asked_for(device: torch.device) -> bool:
 
 
 def explain(device: torch.device) -> str:
-    """Whether passes on this device are captured, and why, in words."""
+    """Describe whether passes on this device are captured, and why."""
     if asked_for(device):
         return f"captured, by {VARIABLE}=1, but where the host chooses or reads in each pass, weights are moved, or scales grow"
     if device.type != "cuda":
@@ -74,7 +74,7 @@ def explain(device: torch.device) -> str:
 
 
 class CUDAGraph:
-    """A `Graph` of the present device."""
+    """A `Graph` of the current device."""
 
     def __init__(self) -> None:
         self._graph: Any = torch.cuda.CUDAGraph()
@@ -106,16 +106,16 @@ class CUDAGraph:
 
 
 class Replayed:
-    """A pass that is run a few times, then captured, and replayed from then on; or run each time, where it cannot be.
+    """A pass that runs a few times, is then captured, and is replayed from then on; if capture fails, it runs every time.
 
     Args:
         run: one pass, which returns tensors.
-        roots: by name the objects by which passes leave something to the next ones.
-        graph: makes the graph, when it is needed.
-        refused: why it is not to be captured at all; None: it is.
+        roots: the objects that carry state from pass to pass, by name.
+        graph: factory of the graph.
+        refused: reason not to capture at all; None: capture.
 
     Attributes:
-        refused: also what was found out since.
+        refused: also set when a reason is found later.
     """
 
     def __init__(self, run: Pass, roots: Mapping[str, Any], graph: type[Graph] = CUDAGraph, refused: str | None = None):
@@ -129,7 +129,7 @@ class Replayed:
             self._refuse(refused)
 
     def __call__(self) -> tuple[Tensor, ...]:
-        """Do a pass; what it returns is overwritten by the next one."""
+        """Run a pass. The returned tensors are overwritten by the next one."""
         if self.refused is None and self._carried is None:
             return self._warmed()
         if self.refused is None and self._graph is None:
@@ -140,7 +140,7 @@ class Replayed:
         return self._made
 
     def _warmed(self) -> tuple[Tensor, ...]:
-        """A pass one by one, and whether the next one can be captured."""
+        """Run a pass without a graph, and check whether the next one can be captured."""
         before = self._snapshot()
         with self._kind.watched() as reads:
             made = self.run()
@@ -173,7 +173,7 @@ class Replayed:
         graph = self._kind()
         try:
             self._made = graph.capture(self._carried_pass)
-        except (CannotCarryError, RuntimeError) as error:  # nothing was done: it is done one by one instead
+        except (CannotCarryError, RuntimeError) as error:  # nothing was executed: run the passes one by one instead
             self._carried.restore()
             self._refuse(str(error))
         else:

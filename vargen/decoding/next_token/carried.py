@@ -1,9 +1,9 @@
-"""What one pass leaves to the next, in tensors that stay where they are: found by walking through objects, whatever they are.
+"""State that passes hand on, kept in tensors at fixed addresses; found by walking through arbitrary objects.
 
-A captured pass reads and writes the same memory in every replay, but drafters put new tensors into their state. So after two
-passes that left alike states, the tensors that the second one replaced get places of their own; what a captured pass makes of
-them is copied there at its end, and the objects are put back as they were. Tensors that passes change in place, as those of a
-cache, are left alone, and all else that a state holds has to be what it was: nothing of the host is run again in a replay.
+A captured pass reads and writes the same memory in every replay, but drafters put new tensors into their state. After two
+passes that leave states of the same structure, each tensor that the second one replaced gets a fixed place. At the end of a
+captured pass, its new value is copied there, and the objects are restored. Tensors that passes modify in place, such as those
+of a KV cache, are left alone. Everything else in a state must be unchanged, because host code does not run in a replay.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-# Equal ones are as good as the same; of those below, only the same one is.
+# Compared by equality; those below are compared by identity.
 _VALUES = (
     type(None), bool, int, float, complex, str, bytes, Enum, range, slice, frozenset, set, pathlib.PurePath, re.Pattern,
     torch.dtype, torch.device, torch.layout,
 )  # fmt: skip
 _FIXED = (type, ModuleType, BuiltinFunctionType, nn.Module, functools._lru_cache_wrapper)
-_HIDDEN = (random.Random,)  # what it is made of lies where Python does not look
+_HIDDEN = (random.Random,)  # their state is not visible as Python attributes
 _READ_ONLY = (tuple, functools.partial, MethodType)
 
 
 class CannotCarryError(ValueError):
-    """What passes leave to each other cannot be kept in place."""
+    """The state that passes hand on cannot be kept at fixed addresses."""
 
 
 def _parts(value: Any) -> dict[Any, Any] | None:
-    """What a value is made of, by key; None of what is not looked into."""
+    """Return the parts of a value by key; None for values that are not inspected."""
     if isinstance(value, (*_VALUES, *_FIXED, *_HIDDEN, Tensor, np.ndarray)):
         return None
     if isinstance(value, dict):
@@ -63,7 +63,7 @@ def _names(slots: Any) -> tuple[str, ...]:
 
 
 def _cells(function: FunctionType) -> dict[str, Any]:
-    """The variables that a function shares with the one around it, which have a value."""
+    """Return the closure cells of a function that hold a value."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     return {name: cell for name, cell in cells.items() if cell != type(cell)()}
 
@@ -73,17 +73,17 @@ def _below(path: str, of: Any, key: Any) -> str:
 
 
 def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, Any]]:
-    """Everything that a value is made of, each object once, at the first path that leads to it."""
+    """Yield everything a value consists of, each object once, at the first path that leads to it."""
     yield path, value
     parts = None if id(value) in seen else _parts(value)
     if parts is not None:
-        seen[id(value)] = value  # kept: the number of one that is gone could be another's
+        seen[id(value)] = value  # keep a reference: the id of a freed object can be reused
         for key, part in parts.items():
             yield from _walk(part, _below(path, value, key), seen)
 
 
 class Snapshot:
-    """What some objects are made of at one moment.
+    """The structure of some objects at one moment.
 
     Args:
         roots: the objects, by name.
@@ -92,7 +92,7 @@ class Snapshot:
         tensors: by path, such as `"state.last.probs"`.
 
     Raises:
-        CannotCarryError: for something whose changes would go unseen, such as a generator.
+        CannotCarryError: if an object may change without being noticed, such as a generator.
     """
 
     def __init__(self, roots: Mapping[str, Any]):
@@ -111,7 +111,7 @@ class Snapshot:
                     self._contents.append((value, parts))
 
     def difference(self, other: Snapshot) -> str | None:
-        """What another has differently beside the values of tensors; None: nothing."""
+        """Describe the first difference to another snapshot other than tensor values; None if there is none."""
         mine, its = self.tensors.keys() | self._fixed.keys(), other.tensors.keys() | other._fixed.keys()
         for path in sorted(mine ^ its):
             return f"{path} is there after some passes only"
@@ -125,7 +125,7 @@ class Snapshot:
         return None
 
     def restore(self) -> None:
-        """Make the objects hold again what they held; values of tensors stay what they are."""
+        """Restore the structure of the objects; tensor values are unchanged."""
         for value, parts in self._contents:
             _fill(value, parts)
 
@@ -147,7 +147,7 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _fill(value: Any, parts: Mapping[Any, Any]) -> None:
-    """Put parts, by the keys of `_parts`, into what can be changed."""
+    """Write parts, by the keys of `_parts`, into a mutable value."""
     if isinstance(value, dict):
         value.clear()
         value.update(parts)
@@ -166,7 +166,7 @@ def _fill(value: Any, parts: Mapping[Any, Any]) -> None:
 
 
 def _with(value: Any, path: str, tensors: Mapping[str, Tensor], seen: dict[int, Any]) -> Any:
-    """The value with tensors in place of those at their paths: itself where it can be changed, else a copy."""
+    """Replace the tensors at the given paths: in place if the value is mutable, otherwise in a copy."""
     if path in tensors:
         return tensors[path]
     if id(value) in seen:
@@ -198,13 +198,13 @@ def _frozen(value: Any) -> bool:
 
 
 class Carried:
-    """Objects whose tensors stay where they are from now on, if `settle` is called at the end of each pass.
+    """Objects whose tensors stay at fixed addresses, provided that `settle` is called at the end of each pass.
 
     Args:
-        before, after: snapshots of the same objects around a pass, between which there is no difference.
+        before, after: snapshots of the same objects around a pass, with no difference between them.
 
     Raises:
-        CannotCarryError: where passes replace tensors in something that can be neither changed nor copied.
+        CannotCarryError: if passes replace tensors in something that can be neither modified nor copied.
     """
 
     def __init__(self, before: Snapshot, after: Snapshot):
@@ -217,10 +217,10 @@ class Carried:
         self._kept = Snapshot(after.roots)
 
     def settle(self) -> None:
-        """Copy what a pass made to where its tensors belong, and put these back. Nothing is read of a value.
+        """Copy the tensors of a pass to their fixed places, and restore the objects. Reads no value on the host.
 
         Raises:
-            CannotCarryError: if the pass left anything but tensors otherwise than those before.
+            CannotCarryError: if the pass changed anything but tensors.
         """
         now = Snapshot(self._kept.roots)
         if difference := self._kept.difference(now):
@@ -229,14 +229,14 @@ class Carried:
         if others := made.keys() - self._places.keys():
             raise CannotCarryError(f"{min(others)} is replaced by some passes only")
         held = {_memory(tensor) for tensor in self._places.values()}
-        # First what lies where others are to be written: a state may hand tensors on from one place to another.
+        # Clone sources that overlap a destination first: a state may move tensors from one place to another.
         moved = {path: tensor.clone() if _memory(tensor) in held else tensor for path, tensor in made.items()}
         for path, tensor in moved.items():
             self._places[path].copy_(tensor)
         self.restore()
 
     def restore(self) -> None:
-        """Put the tensors back where passes left others."""
+        """Put the fixed tensors back where passes left others."""
         self._kept.restore()
 
 

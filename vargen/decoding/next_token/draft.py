@@ -1,7 +1,7 @@
-"""The data that flows through a decoding loop: the tree of a pass, a draft, a verdict on it, what the model returned, a step.
+"""Data types of the decoding loop: the tree of a pass, the draft, the model's output, the verdict, and the step.
 
-Shape suffixes: B images, R rows of the network (B times the guidance halves), T fed tokens of one pass (the root, then the
-draft), A slots of the longest path, V vocabulary, D width of the features, W words of ancestors.
+Shape suffixes: B images, R rows of the network (B, times two with CFG), T tokens fed in one pass (the root, then the draft), A
+slots on the longest path, V vocabulary, D feature width, W int64 words of the packed ancestor mask.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from vargen.modes import normal_tensors
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """The shape of a pass: which fed token follows which. A chain is the tree whose parents are -1, 0, 1, 2, ...
+    """The shape of a pass: which fed token follows which. A chain is the tree with parents -1, 0, 1, 2, ...
 
-    Slot 0 is the root, the last committed token; a parent always comes before its children. One tree serves the whole batch, or
-    each image has its own (dynamic trees).
+    Slot 0 is the root, the last committed token. A parent always precedes its children. The batch shares one tree, or each
+    image has its own (dynamic trees).
 
     Attributes:
-        parents: int64 `[T]` or `[B, T]`, the slot that each slot follows; -1 for the root.
-        depth: int64, as `parents`: steps from the root.
-        ancestors: bool `[T, T]` or `[B, T, T]`, `[..., i, j]` True where slot j is slot i or one of its ancestors.
-        longest: slots on the longest path that any image may have, root included.
-        widest: most children of any slot.
-        chain: whether it is a chain, for which models have a shorter way.
+        parents: int64 `[T]` or `[B, T]`, the parent of each slot; -1 for the root.
+        depth: int64, shaped like `parents`: distance from the root.
+        ancestors: bool `[T, T]` or `[B, T, T]`; `[..., i, j]` is True if slot j is slot i or one of its ancestors.
+        longest: number of slots on the longest path of any image, root included.
+        widest: largest number of children of any slot.
+        chain: whether the tree is a chain, for which models have a faster path.
     """
 
     parents: Tensor
@@ -43,59 +43,63 @@ class Tree:
 
     @staticmethod
     def of(parents: tuple[int, ...], device: torch.device | str = "cpu") -> Tree:
-        """One tree for the batch, by the fed slots' parents, root first.
+        """Build one tree for the whole batch from the parents of the slots, root first.
 
         Raises:
-            ValueError: if the first parent is not -1, or another is not an earlier slot.
+            ValueError: if the first parent is not -1, or any other parent is not an earlier slot.
         """
         return _tree(tuple(parents), torch.device(device))
 
     @staticmethod
     def of_chain(draft: int, device: torch.device | str = "cpu") -> Tree:
-        """The root and `draft` tokens in a row."""
+        """Build a chain: the root and `draft` draft tokens."""
         return _tree(tuple(range(-1, draft)), torch.device(device))
 
     @staticmethod
     def per_image(parents: Tensor, longest: int, widest: int | None = None) -> Tree:
-        """A tree for each image; nothing is read from the device.
+        """Build a tree for each image, without reading anything from the device.
 
         Args:
-            parents: int64 `[B, T]`, each row as in `of`; what rows hold is not checked.
-            longest: at least the slots on any row's longest path.
-            widest: at least the children of any slot, which is how many rounds rules of trees take; None: T - 1.
+            parents: int64 `[B, T]`, each row as in `of`; values are not checked.
+            longest: upper bound on the number of slots on the longest path of any row.
+            widest: upper bound on the number of children of any slot, which is the number of rounds that tree rules run. None:
+                T - 1.
         """
         T = parents.shape[1]
         above = torch.nn.functional.one_hot(parents.clamp(min=0), T).bool()
-        above[:, 0] = False  # the root follows nothing
+        above[:, 0] = False  # the root has no parent
         ancestors = above | torch.eye(T, dtype=torch.bool, device=parents.device)
-        for _ in range((longest - 1).bit_length()):  # each product doubles the steps that are known
+        for _ in range((longest - 1).bit_length()):  # each product doubles the distance covered
             ancestors = (ancestors.float() @ ancestors.float()) > 0
         return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, T - 1 if widest is None else widest, chain=False)
 
     @cached_property
     @normal_tensors()
     def words(self) -> Tensor:
-        """The ancestors as bits of int64 words, `[T, W]` or `[B, T, W]`: bit j % 64 of word j // 64 is `ancestors[..., j]`."""
+        """The ancestor mask packed into int64 words, `[T, W]` or `[B, T, W]`.
+
+        Bit j % 64 of word j // 64 is `ancestors[..., j]`.
+        """
         return packed(self.ancestors)
 
     @cached_property
     @normal_tensors()
     def elders(self) -> Tensor:
-        """bool `[T, T]` or `[B, T, T]`, `[..., i, j]` True where slot j is a sibling that lies before slot i."""
+        """bool `[T, T]` or `[B, T, T]`; `[..., i, j]` is True if slot j is an earlier sibling of slot i."""
         return (self.parents[..., :, None] == self.parents[..., None, :]).tril(-1)
 
     @cached_property
     @normal_tensors()
     def rank(self) -> Tensor:
-        """int64, as `parents`: how many siblings lie before each slot."""
+        """int64, shaped like `parents`: number of earlier siblings of each slot."""
         return self.elders.sum(-1)
 
     @cached_property
     @normal_tensors()
     def children(self) -> Tensor:
-        """int64 `[T, widest]` or `[B, T, widest]`: the slots that follow each slot, in order; 0 where there are no more."""
+        """int64 `[T, widest]` or `[B, T, widest]`: the children of each slot in order, padded with 0."""
         T = self.parents.shape[-1]
-        place = (self.parents * self.widest + self.rank)[..., 1:]  # the root is nobody's child
+        place = (self.parents * self.widest + self.rank)[..., 1:]  # the root is not a child
         slots = torch.arange(1, T, device=place.device).expand_as(place)
         table = torch.zeros(*place.shape[:-1], T * self.widest, dtype=torch.int64, device=place.device)
         return table.scatter_(-1, place, slots).unflatten(-1, (T, self.widest))
@@ -103,8 +107,10 @@ class Tree:
     @cached_property
     @normal_tensors()
     def parents_of_rank(self) -> tuple[Tensor, ...]:
-        """For each rank, int64 slots that have a child of it: of one tree for the batch only these, read from the device once;
-        else all."""
+        """For each rank, the int64 indices of slots that have a child of that rank.
+
+        If the batch shares one tree, they are read from the device once. With a tree per image, all slots are returned.
+        """
         if self.children.dim() == 2:
             return tuple(column.nonzero()[:, 0] for column in self.children.unbind(1))
         return (torch.arange(self.children.shape[1], device=self.children.device),) * self.widest
@@ -112,9 +118,11 @@ class Tree:
     @cached_property
     @normal_tensors()
     def postorder(self) -> Tensor:
-        """int64, as `parents`: the place of each slot where children come before their parents, and elder siblings with all
-        that follows them before younger ones."""
-        size = self.ancestors.sum(-2)  # slots that follow it, itself included
+        """int64, shaped like `parents`: the postorder index of each slot.
+
+        Children come before their parent, and an earlier sibling with its whole subtree comes before later siblings.
+        """
+        size = self.ancestors.sum(-2)  # size of each subtree, its own slot included
         before = (self.elders * size[..., None, :]).sum(-1)
         return (self.ancestors * before[..., None, :]).sum(-1) + size - 1
 
@@ -139,8 +147,11 @@ def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
 
 
 class Output(NamedTuple):
-    """What a model returns of a pass: float logits `[B, T, V]` after guidance, and features `[R, T, D]`, conditional rows
-    first, of models that have them."""
+    """Output of a model for one pass.
+
+    Float logits `[B, T, V]` after guidance and, if the model provides them, features `[R, T, D]` with the conditional rows
+    first.
+    """
 
     logits: Tensor
     features: Tensor | None = None
@@ -148,24 +159,25 @@ class Output(NamedTuple):
 
 @dataclass(frozen=True)
 class Draft:
-    """What a drafter proposes for one pass.
+    """The draft of one pass.
 
-    Siblings lie in the order in which they were drawn: that order is what rules judge them in. A tree may be chosen as it is
-    drawn, as long as no token has a say in whether it is itself part of it.
+    Siblings are ordered as they were sampled, and rules verify them in this order. The shape of the tree may depend on sampled
+    tokens, provided that no token influences whether it is itself included.
 
     Attributes:
-        tokens: int64 `[B, T - 1]`, one per slot behind the root.
+        tokens: int64 `[B, T - 1]`, one per slot after the root.
         tree: shape of the pass, root included.
-        probs: float32 `[B, T - 1, V]`, q: the probabilities each token was really drawn with, given what lies before it. Of
-            siblings that were drawn without replacement, the elder ones have none, and the others sum to one; of siblings that
-            were drawn with replacement, all rows are alike. None for a deterministic proposal, whose probability is one on
-            its token.
-        valid: bool `[B, T - 1]`, False where an image has no draft in a slot (its window is shorter than the batch's, or the
-            grid ends): rules refuse it, spend nothing on it, and draw what follows from the target. None: all are.
-        soft: float32 `[B, T, V]`, the target's probabilities behind each fed slot at temperature 1. The loop adds them for
-            relaxed rules where drawing is greedy, because one likeliest token says nothing about those next to it.
-        kept: bool `[B, T - 1]`, drafts that `PooledRule` is to keep whatever has become of their probabilities. No token may
-            have a say in whether it is itself kept.
+        probs: float32 `[B, T - 1, V]`, q: the distribution each token was actually sampled from, given the tokens before it.
+            For siblings sampled without replacement, q is zero on the earlier siblings and renormalized over the rest; for
+            siblings sampled with replacement, all rows are equal. None for a deterministic proposal, which has probability one
+            on its token.
+        valid: bool `[B, T - 1]`, False where an image has no draft token in a slot (its window is shorter than that of the
+            batch, or the grid ends). Rules reject such a slot, spend no relaxation on it, and sample its replacement from the
+            target. None: all slots are valid.
+        soft: float32 `[B, T, V]`, the target distribution after each fed slot at temperature 1. The loop adds it for relaxed
+            rules under greedy sampling, where a one-hot p carries no information about similar tokens.
+        kept: bool `[B, T - 1]`, draft tokens that `PooledRule` keeps regardless of their current probabilities. No token may
+            influence whether it is itself kept.
     """
 
     tokens: Tensor
@@ -177,22 +189,23 @@ class Draft:
 
     @classmethod
     def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
-        """Nothing drafted: a pass of the root alone."""
+        """Return an empty draft: a pass that feeds the root alone."""
         tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
         return cls(tokens, Tree.of_chain(0, device), torch.zeros(images, 0, vocab, device=device))
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a rule decided about one pass.
+    """The decision of an acceptance rule on one pass.
 
     Attributes:
-        path: int64 `[B, A]`, the accepted slots in order, root first; entries at or past `count` are meaningless.
-        count: int64 `[B]`, accepted slots, the root included: at least 1. Also the number of tokens committed.
-        next_token: int64 `[B]`, the token that follows the last accepted slot.
-        relaxation: float32 `[B]`, acceptance granted beyond the exact rule. None for exact rules, which grant none.
-        drawn: int64 `[B, T]`, a token behind each fed slot, drawn from the target's probabilities there, of rules that draw
-            them: what the image's own noise draws, or drafts that stand and what replaces others. Drafters may go on with them.
+        path: int64 `[B, A]`, the accepted slots in order, root first. Entries from index `count` on are undefined.
+        count: int64 `[B]`, number of accepted slots including the root, at least 1. Equals the number of tokens committed.
+        next_token: int64 `[B]`, the token after the last accepted slot.
+        relaxation: float32 `[B]`, acceptance probability spent beyond the exact rule. None for exact rules, which spend none.
+        drawn: int64 `[B, T]`, a sample from the target distribution after each fed slot, if the rule produces them: the tokens
+            selected by the shared noise, or the accepted draft tokens with replacements for the rejected ones. Drafters may
+            reuse them.
     """
 
     path: Tensor
@@ -202,23 +215,24 @@ class Verdict:
     drawn: Tensor | None = None
 
     def committed(self, fed: Tensor) -> Tensor:
-        """int64 `[B, A]`: the tokens that follow the accepted slots of `fed` `[B, T]`; the first `count` are committed."""
-        following = fed.gather(1, self.path.roll(-1, dims=1))  # an accepted draft follows the slot before it
+        """Return the tokens after the accepted slots of `fed` `[B, T]`, int64 `[B, A]`; the first `count` are committed."""
+        following = fed.gather(1, self.path.roll(-1, dims=1))  # an accepted draft token follows its parent slot
         last = torch.arange(following.shape[1], device=fed.device) == self.count[:, None] - 1
         return torch.where(last, self.next_token[:, None], following)
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a pass produced, as drafters see it.
+    """Result of one pass, as seen by drafters.
 
     Attributes:
-        draft: what was judged.
-        probs: float32 `[B, T, V]`, the target's probabilities behind each fed slot.
-        features: of the model's `Output`.
-        verdict: of the rule.
-        noise: of the pass; its positions are those of the tokens that follow each slot.
-        count: int64 `[B]`, tokens committed: the verdict's, less what lay past the grid; 0 for a finished image.
+        draft: the draft that was verified.
+        probs: float32 `[B, T, V]`, the target distribution after each fed slot.
+        features: from the `Output` of the model.
+        verdict: decision of the rule.
+        noise: noise of the pass; its positions are those of the token after each slot.
+        count: int64 `[B]`, number of tokens committed: that of the verdict, minus those past the end of the grid; 0 for a
+            finished image.
     """
 
     draft: Draft

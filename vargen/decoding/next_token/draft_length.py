@@ -1,6 +1,6 @@
-"""How many tokens a pass feeds: always the same number, by recent acceptance, or by that and the measured cost of a pass.
+"""Draft length: how many tokens a pass feeds. Fixed, adapted to recent acceptance, or also to measured pass costs.
 
-More drafts commit more tokens a pass and make the pass dearer; what pays depends on the model, the batch and the machine.
+Longer drafts commit more tokens per pass but make the pass slower; the best length depends on model, batch and machine.
 
 Shape suffixes: B images.
 """
@@ -20,38 +20,41 @@ from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, measure_pass_costs
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import parse_float, parse_int, short_repr, suggest_names
 
-MAX_WINDOW = 4096  # more than any grid has
+MAX_WINDOW = 4096  # larger than any grid
 
 
 class WindowState(Protocol):
-    """A window policy at work on B images."""
+    """State of a window policy for B images."""
 
     def widths(self, length: Tensor) -> tuple[Tensor | None, int]:
-        """Each image's window `[B]` (None: all of it) and the tokens that the pass feeds; `length` `[B]` tokens are drawn."""
+        """Return each image's window `[B]` (None: the full width) and the number of tokens the pass feeds.
+
+        `length` `[B]` is the number of tokens committed.
+        """
 
     def observe(self, count: Tensor, active: Tensor) -> None:
-        """See the tokens committed, int64 `[B]`, and which images are unfinished, bool `[B]`."""
+        """Update the state with the number of tokens committed, int64 `[B]`, and which images are unfinished, bool `[B]`."""
 
 
 @runtime_checkable
 class Window(Protocol):
-    """A policy of windows."""
+    """A policy that sets the width of a pass."""
 
     @property
     def max_fed(self) -> int:
-        """Most fed tokens."""
+        """Maximum number of tokens fed in one pass."""
 
     @property
     def shrinks(self) -> bool:
-        """Whether a smaller grid simply caps it."""
+        """Whether the window is limited automatically on a smaller grid."""
 
     def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
-        """The state of B new images."""
+        """Return the state of B new images."""
 
 
 @dataclass(frozen=True)
 class Fixed:
-    """`max_fed` tokens in every pass."""
+    """Feed `max_fed` tokens in every pass."""
 
     max_fed: int
     shrinks: bool = field(default=False, init=False)
@@ -68,13 +71,14 @@ class Fixed:
 
 @dataclass(frozen=True)
 class Adaptive:
-    """`ahead` times the mean of recently committed tokens, per image.
+    """Feed `ahead` times the running mean of committed tokens, per image.
 
-    Each image's window depends on its own past alone, so a row of a batch equals its solo run. On a CPU a pass feeds as many
-    tokens as the longest window asks for; on a GPU, where a changing shape would wait for the device, always `max_fed`.
+    Each image's window depends only on its own history, so a row of a batch equals its solo run. On a CPU, a pass feeds as many
+    tokens as the longest window requests. On a GPU it always feeds `max_fed`, because a changing shape would require
+    synchronization.
 
     Args:
-        min_fed, max_fed: fed tokens, 2 or more.
+        min_fed, max_fed: limits on the tokens fed, at least 2.
         ahead: factor on the mean.
         memory: weight of the past in the running mean, in [0, 1).
     """
@@ -114,7 +118,7 @@ class _AdaptiveState:
 
     def widths(self, length: Tensor) -> tuple[Tensor, int]:
         own = (self.mean * self.policy.ahead).ceil().long().clamp(min(self.policy.min_fed, self.max_fed), self.max_fed)
-        own = torch.where(length < self.total, own, 2)  # a finished image asks for nothing
+        own = torch.where(length < self.total, own, 2)  # a finished image requests the minimum
         return own, int(own.amax()) if is_eager_cpu(length) else self.max_fed
 
     def observe(self, count: Tensor, active: Tensor) -> None:
@@ -123,18 +127,17 @@ class _AdaptiveState:
 
 @dataclass(frozen=True)
 class Auto:
-    """The window with the most tokens per second, from the measured cost of a pass and recent acceptance; see
-    `WidthController`.
+    """Feed the number of tokens that maximizes tokens per second, from measured pass costs and recent acceptance.
 
-    The choice follows a clock and the batch, so two runs may feed different windows: the distribution of the pictures is the
-    same, and with the rule `shared_noise` the pictures are; with other rules take a fixed or an adaptive window to draw a
-    picture again. On a GPU, as `Adaptive`, always `max_fed`.
+    See `WidthController`. The selection depends on timing and on the batch, so two runs may feed different widths: the
+    distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. With other rules,
+    use a fixed or adaptive window for reproducible images. On a GPU it always feeds `max_fed`, as `Adaptive` does.
 
     Args:
-        max_fed: most fed tokens, 2 or more.
+        max_fed: maximum number of tokens fed, at least 2.
         memory: weight of the past in the running acceptance, in [0, 1).
-        probes: first passes that draft, to learn how often drafts are accepted.
-        promising: acceptance that is worth probing for, above 0; 0.2 is usual, 0.4 twice that. See `Growth`.
+        probes: number of first passes that always draft, to measure acceptance.
+        promising: acceptance at which probing is worthwhile, above 0; 0.2 is typical, 0.4 twice that. See `Growth`.
     """
 
     max_fed: int = 32
@@ -168,7 +171,7 @@ class Auto:
 
 @dataclass
 class _ControlledWindow:
-    """A window that `WidthController` chooses."""
+    """A window whose width `WidthController` selects."""
 
     choice: WidthController
 
@@ -183,10 +186,11 @@ WINDOWS: dict[str, Window] = {"adaptive": Adaptive(), "auto": Auto()}
 
 
 def parse_window(value: int | str | Window) -> Window:
-    """The policy of a number or a name.
+    """Return the policy for a number or a name.
 
     Raises:
-        ValueError: for a number below 2 or an unknown name. TypeError: for anything else.
+        ValueError: if a number is below 2, or a name is unknown.
+        TypeError: if `value` is anything else.
     """
     if isinstance(value, str):
         if value not in WINDOWS:
@@ -205,32 +209,35 @@ def parse_window(value: int | str | Window) -> Window:
 
 
 class AcceptanceEstimate(Protocol):
-    """How many tokens a step commits, learned from the steps before."""
+    """Estimate of the number of tokens that a step commits, learned from earlier steps."""
 
     def tokens(self, fed: int) -> float:
-        """Of a step that feeds so many."""
+        """Expected tokens of a step that feeds `fed` tokens."""
 
     def promising(self, fed: int) -> float:
-        """The same, were drafts accepted as often as is worth a try."""
+        """Expected tokens at the acceptance at which a trial is worthwhile."""
 
     def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
-        """See the tokens committed `[B]`, which images are unfinished `[B]`, and what each was fed."""
+        """Update with the tokens committed `[B]`, which images are unfinished `[B]`, and the number of tokens fed to each."""
 
 
 @dataclass
 class WidthController:
-    """The controller of draft lengths: it feeds what commits most tokens a second.
+    """Select the number of tokens per pass that maximizes tokens per second.
 
-    Where drafting does not pay, as in batches on few cores, one token is fed from there on, which is sequential decoding; where
-    it would not even pay with promising acceptance, nothing is drafted at all. It reads committed counts, so it is for the CPU,
-    or to be asked once.
+    The rate of a width is its expected number of committed tokens divided by its measured seconds. If width 1 wins, as for
+    batches on few cores, drafting stops for the rest of the run, which is then plain autoregressive decoding. If width 1 wins
+    even at an optimistic acceptance rate, drafting never starts.
+
+    The controller reads committed counts on the host. On a GPU it must therefore be asked only once, before the first pass.
 
     Args:
-        seconds: of a step, by the tokens it feeds, drafting included; 1 is among them.
-        expectation: of the tokens that a step commits.
-        probes: first steps that draft whatever is expected.
-        least: tokens that those feed at least.
-        margin: how much better another length has to be: one that shrinks loses drafts that passes have refined.
+        seconds: of a step, by the number of tokens it feeds, including drafting and including width 1.
+        expectation: estimate of the tokens that a step commits.
+        probes: number of first steps that draft whatever the estimate.
+        least: minimum number of tokens that those steps feed.
+        margin: factor by which another width must be faster before switching. Switching to a smaller window discards draft
+            tokens that earlier passes have refined.
     """
 
     seconds: Mapping[int, float]
@@ -245,11 +252,11 @@ class WidthController:
             self.fed = 1
 
     def rate(self, fed: int, tokens: float) -> float:
-        """Tokens a second."""
+        """Return the tokens per second of a width, given its number of tokens."""
         return tokens / self.seconds[fed] * (DRAFTING_EFFICIENCY if fed > 1 else 1.0)
 
     def next(self) -> int:
-        """What the next step feeds."""
+        """Return the number of tokens that the next step feeds."""
         if self.fed == 1:
             return 1
         allowed = [fed for fed in self.seconds if fed >= self.least or self.probes <= 0] or list(self.seconds)
@@ -261,32 +268,33 @@ class WidthController:
         return self.fed
 
     def observe(self, count: Tensor, active: Tensor) -> None:
-        """See the tokens that the last step committed, int64 `[B]`, and which images are unfinished, bool `[B]`."""
+        """Update with the tokens committed by the last step, int64 `[B]`, and which images are unfinished, bool `[B]`."""
         if self.fed > 1 and count.device.type == "cpu" and active.any():
             self.expectation.observe(count, active, self.fed)
 
 
 _GROWTH = 0.75
-_TRUST = 8  # passes after which half of what sets a picture apart from its batch is taken for its own, not for chance
+_TRUST = 8  # passes after which half of an image's deviation from its batch counts as its own, not as noise
 
 
 @dataclass
 class Growth:
-    """Of a Jacobi window W: 1 + s (W - 1)^0.75 tokens, with s from the last passes.
+    """Estimate for a Jacobi window W: 1 + s (W - 1)^0.75 tokens, with s from the last passes.
 
-    On the packaged model with maximal coupling that fits windows of 4, 8, 16 and 24 (1.52, 1.92, 2.63 and 3.11 tokens) with one
-    s. A batch takes as many passes as its slowest picture, so s is that picture's.
+    On the packaged model with maximal coupling, a single s fits windows of 4, 8, 16 and 24 (1.52, 1.92, 2.63 and 3.11 tokens).
+    A batch needs as many passes as its slowest image, so s of that image is used.
 
     Args:
-        hoped: s that is worth probing for. memory: weight of the past in the running mean.
+        hoped: s at which probing is worthwhile.
+        memory: weight of the past in the running mean.
     """
 
     hoped: float
     memory: float
-    mean: float = 0.2  # s, over the pictures
+    mean: float = 0.2  # s, over the images
     passes: int = 0
-    apart: Tensor | float = 0.0  # s of each picture less the mean, summed over the passes
-    slowest: float = 0.0  # s of the slowest picture less the mean
+    apart: Tensor | float = 0.0  # s of each image minus the mean, summed over the passes
+    slowest: float = 0.0  # s of the slowest image minus the mean
 
     def tokens(self, fed: int) -> float:
         return 1 + (self.mean + self.slowest) * (fed - 1) ** _GROWTH
@@ -308,11 +316,13 @@ _MEMORY = 0.9
 
 @dataclass
 class GeometricEstimate:
-    """Of a chain of L drafts, each accepted with probability a: (1 - a^(L + 1)) / (1 - a) tokens (Leviathan et al. 2023,
-    equation 1), with a from the last passes."""
+    """Estimate for a chain of L draft tokens, each accepted with probability a: (1 - a^(L + 1)) / (1 - a) tokens.
 
-    hoped: float = 0.8  # a that is worth probing for
-    accepted: float = 3.0  # of `examined` drafts; starts at 0.6 with the weight of five drafts
+    Leviathan et al. 2023, equation 1, with a from the last passes.
+    """
+
+    hoped: float = 0.8  # a at which probing is worthwhile
+    accepted: float = 3.0  # out of `examined` draft tokens; the prior is 0.6 with the weight of five
     examined: float = 5.0
 
     def tokens(self, fed: int) -> float:

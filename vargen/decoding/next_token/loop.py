@@ -1,8 +1,8 @@
-"""The token loop: prefill; draft; one target pass over the draft; judge; commit; repeat.
+"""The next-token decoding loop: prefill, then repeat: draft, one target pass over the draft, verify, commit.
 
-Each image of a batch keeps its own length.
+Each image of a batch has its own length.
 
-Shape suffixes: B images, N tokens of the grid, T fed tokens of one pass, A slots of the longest path, V vocabulary.
+Shape suffixes: B images, N tokens of the grid, T tokens fed in one pass, A slots on the longest path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -46,26 +46,27 @@ def decode(
     callback: Callback | None = None,
     profile: bool = False,
 ) -> DecodeOutput:
-    """Draw the tokens of B images.
+    """Generate the tokens of B images.
 
     Args:
         model: see `TokenModel`.
         condition: passed to `model.prefill`; B rows.
-        seeds: int64 `[B]`; image i depends on `seeds[i]` and its condition alone, not on the batch around it.
-        accelerator: a preset's name or an `Accelerator`.
-        sampling: temperature and filters; default: the plain softmax.
-        callback: called after every pass with a `Progress`; returning False stops the run. What it raises passes through.
-        profile: on CUDA, wait for the device between parts so that `seconds_by_part` is filled.
+        seeds: int64 `[B]`. Image i depends only on `seeds[i]` and its condition, not on the rest of the batch.
+        accelerator: the name of a preset, or an `Accelerator`.
+        sampling: temperature and filters. Default: sample from the unfiltered softmax.
+        callback: called after every pass with a `Progress`. Returning False stops the run. Its exceptions propagate.
+        profile: on CUDA, synchronize between the parts of a step so that `seconds_by_part` is filled.
 
     Returns:
         Tokens `[B, N]`, lengths `[B]` and `DecodeStats`.
 
     Raises:
-        ValueError: for an unknown accelerator, one that this model cannot run, a `top_k` over the vocabulary, or no seeds.
-        TypeError: for an accelerator, seeds, a sampling or a callback of another type.
-        NonFiniteLogitsError: with the pass and position of the first non-finite logits.
+        ValueError: if the accelerator is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or `seeds` is
+            empty.
+        TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
+        NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    asked_for()  # an unknown VARGEN_KERNELS, or VARGEN_CUDA_GRAPHS, is an error before any work
+    asked_for()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
     captured.asked_for(torch.device("cpu"))
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
@@ -79,12 +80,12 @@ def decode(
         image = _loop(run, model, condition, seeds.to(model.device), method, sampling)
         stats = image.stats(method.name, threads)
         run.close(stats)
-    # Cloned outside of inference mode, so that callers can train on them.
+    # Clone outside inference mode, so that callers can train on the result.
     return DecodeOutput(image.tokens[:, : run.total].clone(), image.length.clone(), stats, finished=not run.stopped)
 
 
 def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling) -> _Images:
-    """The algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
+    """Run the algorithm. Every pass commits at least one token to every unfinished image, whatever was drafted."""
     passes, out = prefill(run, model, condition, seeds, accelerator, sampling)
     images = passes.images
     images.begin(run, out.logits, to_probs(out.logits, sampling))
@@ -94,14 +95,14 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
         logits, position, count = replayed() if replayed else passes(run.passes + 1)
         widths[logits.shape[1]] += 1
         run.record(logits, position, images.tokens[:, : run.total], images.length, count)
-    images.widths = dict(widths)  # only now: what passes find in their objects, a replay finds too
+    images.widths = dict(widths)  # set only now: values of the host must not change between captured passes
     return images
 
 
 def prefill(
     run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
 ) -> tuple[Passes, Output]:
-    """What makes the passes, and the output of the prefill, by which token 0 is drawn."""
+    """Run the prefill. Returns the `Passes` that continue from it, and its output, from which token 0 is sampled."""
     drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
     with run.part("prefill"):
         cache, out = model.prefill(condition, drafter.max_fed)
@@ -112,7 +113,7 @@ def prefill(
 
 @dataclass
 class Passes:
-    """The passes behind the prefill: their parts, and by which objects each leaves something to the next."""
+    """The passes after the prefill: the parts that make one up, and the objects that carry state from each to the next."""
 
     run: Run
     model: TokenModel
@@ -124,7 +125,11 @@ class Passes:
     images: _Images
 
     def __call__(self, step: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Do pass number `step`: its logits `[B, T, V]`, positions `[B, T]` of what they say, committed tokens `[B]`."""
+        """Run pass number `step`.
+
+        Returns:
+            Logits `[B, T, V]`, the positions `[B, T]` of the tokens they predict, and the number of tokens committed `[B]`.
+        """
         run, model, cache, drafter, state = self.run, self.model, self.cache, self.drafter, self.state
         rule, sampling, images = self.rule, self.sampling, self.images
         with run.part("draft"):
@@ -143,10 +148,11 @@ class Passes:
         return out.logits, noise.position, count
 
     def captured(self, refused: str | None = None, graph: type[Graph] = CUDAGraph) -> Replayed:
-        """The same passes, as a graph where they can be captured; the device counts them.
+        """The same passes, replayed as a CUDA graph where they can be captured. The pass number is counted on the device.
 
         Args:
-            refused: why they cannot, if that is known. graph: see `Replayed`.
+            refused: the reason capture is ruled out, if already known.
+            graph: see `Replayed`.
         """
         step = torch.full((), self.run.passes + 1, dtype=torch.int64, device=self.images.seeds.device)
 
@@ -159,7 +165,7 @@ class Passes:
 
 
 def _refused(run: Run, model: TokenModel) -> str | None:
-    """Why passes are not to be captured, as far as that is known before the first."""
+    """Return the reason not to capture passes, if one is known before the first pass."""
     if run.timed_by_part:
         return "their parts are timed"
     for each in (model, model.draft_model):
@@ -169,28 +175,28 @@ def _refused(run: Run, model: TokenModel) -> str | None:
 
 
 def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
-    """The draft, with what relaxed rules need of it where drawing is greedy; see `Draft.soft`."""
+    """Add `Draft.soft` to the draft if the rule is relaxed and sampling is greedy; otherwise return it unchanged."""
     if rule.exact or not sampling.greedy:
         return draft
     return replace(draft, soft=to_probs(logits, replace(sampling, temperature=1.0)))
 
 
 class _Images:
-    """The tokens of B images while they are drawn.
+    """The tokens of B images during generation.
 
     Attributes:
-        tokens: int64 `[B, N + max_fed]`; behind the grid lies what passes near its end write past it.
-        length: int64 `[B]`, tokens drawn.
-        relaxation: float32 `[B]`, granted so far.
-        histogram: int64 `[max_fed + 1]`, at k the number of (pass, image) pairs that committed k tokens.
+        tokens: int64 `[B, N + max_fed]`. The columns past the grid absorb what passes near its end write there.
+        length: int64 `[B]`, number of tokens committed so far.
+        relaxation: float32 `[B]`, relaxation spent so far.
+        histogram: int64 `[max_fed + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
         siblings: int64 `[ranks, 2]`, see `DecodeStats`.
-        widths: passes by the tokens they fed.
+        widths: number of passes by the number of tokens they fed.
     """
 
     def __init__(self, seeds: Tensor, total: int, max_fed: int, model: TokenModel):
         B, device = len(seeds), seeds.device
         self.seeds, self.total, self.model = seeds, total, model
-        with normal_tensors():  # callbacks write to them
+        with normal_tensors():  # callbacks may write to this tensor
             self.tokens = torch.zeros(B, total + max_fed, dtype=torch.int64, device=device)
         self.own = TokenNoise(seeds, total + max_fed)
         self.length = torch.ones(B, dtype=torch.int64, device=device)
@@ -200,7 +206,7 @@ class _Images:
         self.widths: dict[int, int] = {}
 
     def begin(self, run: Run, logits: Tensor, probs: Tensor) -> None:
-        """Token 0, from the prefill's row of logits and probabilities `[B, 1, V]`."""
+        """Sample token 0 from the logits and probabilities of the prefill, both `[B, 1, V]`."""
         B = len(self.seeds)
         if len(logits) != B:
             raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
@@ -211,16 +217,19 @@ class _Images:
         run.record(logits, position, self.tokens[:, : self.total], self.length, torch.ones_like(self.length))
 
     def fed(self, draft: Draft) -> Tensor:
-        """int64 `[B, T]`: the root, then the draft."""
+        """Return the tokens to feed, int64 `[B, T]`: the root, then the draft."""
         return torch.cat([self.tokens.gather(1, self.length[:, None] - 1), draft.tokens], dim=1)
 
     def noise(self, draft: Draft, step: int | Tensor) -> Noise:
-        """Noise for the token after each fed slot."""
+        """Return the noise for the token after each fed slot."""
         return Noise(self.seeds, self.length[:, None] + draft.tree.depth, step, self.own)
 
     def commit(self, fed: Tensor, draft: Draft, verdict: Verdict) -> Tensor:
-        """Keep what was accepted of `fed` `[B, T]`, the root and the draft; returns how many tokens `[B]` that were, 0 for a
-        finished image."""
+        """Commit the accepted tokens of `fed` `[B, T]` (root and draft) and the next token.
+
+        Returns:
+            The number of tokens committed, `[B]`; 0 for a finished image.
+        """
         count = torch.minimum(verdict.count, self.total - self.length)
         committed = verdict.committed(fed)
         self.tokens.scatter_(1, self.length[:, None] + torch.arange(committed.shape[1], device=fed.device), committed)
@@ -235,7 +244,7 @@ class _Images:
         return count
 
     def stats(self, name: str, threads: int) -> DecodeStats:
-        self.histogram[0] = 0  # passes that an image sat out, finished
+        self.histogram[0] = 0  # passes run after an image was finished
         return DecodeStats(
             accelerator=name,
             images=len(self.seeds),
@@ -250,5 +259,5 @@ class _Images:
 
 
 def _longer(table: Tensor, rows: int) -> Tensor:
-    """The table with at least so many rows, new ones of zeros."""
+    """Pad the table with rows of zeros to at least `rows` rows."""
     return torch.nn.functional.pad(table, (0, 0, 0, max(0, rows - len(table))))

@@ -1,4 +1,4 @@
-"""The methods of next-token models by name, each a few lines of data."""
+"""The presets of next-token models, each a few lines of data."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What token-by-token decoding sees of its parts: a model, a drafter, an acceptance rule.
+"""Interfaces of next-token decoding: the model, the drafter, and the acceptance rule.
 
-Shape suffixes: B images, T fed tokens of one pass, N tokens of the grid, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, N tokens of the grid, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ State = TypeVar("State")
 
 @runtime_checkable
 class TokenModel(Protocol):
-    """A next-token model. Guidance rows, caches and conditions are its own business.
+    """A next-token model. CFG rows, caches and conditions are internal to the model.
 
     Attributes:
-        codebook: float `[V, C]`, vectors that say how alike two tokens are; None where there are none.
-        draft_model: a smaller model of the same tokens; None where there is none.
-        cost_key: names what the seconds of a pass depend on beside batch and machine: sizes, dtype, guidance, compilation. None
-            for models whose costs are not to be kept.
+        codebook: float `[V, C]`, embedding vectors that define the similarity of tokens; None if the model has none.
+        draft_model: a smaller model with the same tokens; None if there is none.
+        cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
+            compilation. None disables caching of measured costs.
     """
 
     @property
     def vocab(self) -> int:
-        """Legal image tokens, 0 to V - 1."""
+        """Number V of legal image tokens, 0 to V - 1."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of tokens, decoded in raster order."""
+        """Rows and columns of the token grid, decoded in raster order."""
 
     @property
     def device(self) -> torch.device: ...
@@ -50,59 +50,67 @@ class TokenModel(Protocol):
     def cost_key(self) -> Hashable: ...
 
     def prefill(self, condition: Any, max_fed: int) -> tuple[Any, Output]:
-        """Start B images: the state, and the output whose one row says what token 0 is. No later pass feeds more than `max_fed`
-        tokens."""
+        """Start B images.
+
+        Returns the state, and an output with one position, which predicts token 0. Later passes feed at most `max_fed` tokens.
+        """
 
     def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
-        """Feed tokens `[B, T]` behind what each row holds; the output says what follows each."""
+        """Feed tokens `[B, T]` after those already in the cache of each row.
+
+        The output at each slot predicts the token that follows it.
+        """
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
-        """Keep the first `count` slots of `path` from the last pass (see `Verdict`), forget the others."""
+        """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
 
     def rollback(self, state: Any, length: Tensor) -> None:
-        """Forget all but the first `length` `[B]` tokens that each row was fed."""
+        """Truncate the state of each row to its first `length` `[B]` tokens."""
 
 
 @runtime_checkable
 class MovingModel(Protocol):
-    """A `TokenModel` whose passes may do what cannot be captured in a graph."""
+    """A `TokenModel` whose passes may contain operations that a CUDA graph cannot capture."""
 
     @property
     def moving(self) -> str | None:
-        """What, such as `"weights are moved in a pass"`; None: nothing."""
+        """Name of the operation, such as `"weights are moved in a pass"`; None if there is none."""
 
 
 @runtime_checkable
 class LayeredModel(Protocol):
-    """A `TokenModel` that can run without some of its layers."""
+    """A `TokenModel` that can run with some of its layers skipped."""
 
     @property
     def layers(self) -> int:
-        """How many it has, numbered from 0."""
+        """Number of layers, indexed from 0."""
 
     def skipping(self, layers: Sequence[int]) -> TokenModel:
-        """The model without these layers, with states of its own. Nothing is copied.
+        """Return a view of the model without these layers. It has its own states; weights are not copied.
 
         Raises:
-            ValueError: for layers that it has not, or if it cannot just now, saying why.
+            ValueError: if a layer does not exist, or the model cannot skip layers in its current state; says why.
         """
 
 
 @runtime_checkable
 class ExampleModel(Protocol):
-    """A `TokenModel` that knows tokens of pictures, such as those that it was trained on."""
+    """A `TokenModel` that provides tokens of images, such as its training images."""
 
     @property
     def examples(self) -> Tensor | None:
-        """Integers `[M, N]`, the same tensor for as long as they are the same; None where there are none."""
+        """Integer tensor `[M, N]`; None if there are none.
+
+        The same tensor object is returned as long as its contents are unchanged.
+        """
 
 
 @runtime_checkable
 class LowResModel(Protocol):
-    """Draws a picture at a low resolution and says what it makes likely at the target's.
+    """Generates an image at low resolution and derives from it the token probabilities of the target model.
 
     Attributes:
-        vocab, grid: of the target.
+        vocab, grid: those of the target.
     """
 
     @property
@@ -112,23 +120,25 @@ class LowResModel(Protocol):
     def grid(self) -> tuple[int, int]: ...
 
     def start(self, condition: Any, seeds: Tensor, sampling: Sampling) -> Any:
-        """The state of B images: their pictures at the low resolution."""
+        """Return the state of B images: their low-resolution images."""
 
     def refresh(self, state: Any, tokens: Tensor, committed: Tensor) -> Any:
-        """The state with the pictures at the low resolution as the first `committed` `[B]` of tokens `[B, M]` show them, and
-        drawn anew from there. It depends on nothing else, but for noise that nothing else is drawn with."""
+        """Update the low-resolution images to match the first `committed` `[B]` of tokens `[B, M]`, and resample the remainder.
+
+        Apart from these tokens, the new state may depend only on noise that is used for nothing else.
+        """
 
     def probs(self, state: Any, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, as drafts are drawn from them.
+        """Probabilities float32 `[B, S, V]` of the target's tokens at positions `[B, S]`, from which draft tokens are sampled.
 
-        They may depend on the first `length` `[B]` of tokens `[B, M]`, which are drawn or drafted, and on noise that nothing
-        else is drawn with (`derived`), on nothing else.
+        They may depend only on the first `length` `[B]` of tokens `[B, M]`, whether committed or drafted, and on noise that is
+        used for nothing else (`derived`).
         """
 
 
 @runtime_checkable
 class UpscaledModel(Protocol):
-    """A `TokenModel` that has, or may have, a low-resolution model beside it."""
+    """A `TokenModel` that may come with a low-resolution model."""
 
     @property
     def low_res(self) -> LowResModel | None: ...
@@ -136,71 +146,79 @@ class UpscaledModel(Protocol):
 
 @runtime_checkable
 class Drafter(Protocol[State]):
-    """Proposes tokens. Holds no state of its own between images: what it needs lives in the object `start` returns."""
+    """Proposes draft tokens. Keeps no state of its own between images; all state lives in the object that `start` returns."""
 
     @property
     def max_fed(self) -> int:
-        """Most tokens T that a pass feeds, the root included."""
+        """Maximum number T of tokens fed in one pass, root included."""
 
     @property
     def topology(self) -> str:
-        """`"chain"` or `"tree"`, what it proposes."""
+        """Shape of its drafts: `"chain"` or `"tree"`."""
 
     def bind(self, model: TokenModel) -> Drafter[State]:
-        """The drafter for a model, before anything is allocated.
+        """Return the drafter for a model; called before anything is allocated.
 
         Raises:
-            ValueError: if it cannot draft for this model, saying why.
+            ValueError: if it cannot draft for this model; says why.
         """
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> State:
-        """The state of B new images, behind the prefill, whose output is `first`."""
+        """Return the state of B new images after the prefill, whose output is `first`."""
 
     def propose(self, state: State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """The draft of pass `step`, a number for `Noise`, of the host or of the device. `tokens` `[B, N + max_fed]` are
-        meaningful up to `length` `[B]`; the last is the root."""
+        """Return the draft of pass `step`.
+
+        Args:
+            tokens: int64 `[B, N + max_fed]`, valid up to `length` `[B]`. The last valid token is the root.
+            step: pass number, used by `Noise`; an int or a device tensor.
+        """
 
     def observe(self, state: State, step: Step) -> None:
-        """See what the pass made of the draft."""
+        """Update the state with the result of the pass."""
 
 
 @runtime_checkable
 class SizedDrafter(Protocol):
-    """A drafter whose drafts have a length, which a grid may not hold."""
+    """A drafter whose drafts have a length that may exceed the grid."""
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the drafts fit a grid of so many tokens, or shrink to it."""
+        """Raise ValueError unless the drafts fit, or can be shortened to, a grid of `tokens` tokens."""
 
     def fitted(self, tokens: int) -> Drafter[Any]:
-        """The drafter with its drafts cut to a grid of so many tokens."""
+        """Return the drafter with its drafts limited to a grid of `tokens` tokens."""
 
     def resized(self, window: int | str) -> Drafter[Any]:
-        """The drafter with another window: fed tokens of a pass, or the name of a rule. What has no window stays."""
+        """Return the drafter with another window: the number of tokens fed per pass, or the name of a policy that selects it.
+
+        A drafter without a window is returned unchanged.
+        """
 
 
 @runtime_checkable
 class PricedDrafter(Protocol):
-    """A drafter that takes time beside the target's passes."""
+    """A drafter whose own cost adds to that of the target passes."""
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds of drafting so many tokens for each of `images`, measured."""
+        """Measured seconds to draft `drafts` tokens for each of `images` images."""
 
 
 @runtime_checkable
 class BranchingDrafter(Protocol):
-    """A drafter whose slots have several children."""
+    """A drafter that proposes several children per slot."""
 
     def narrowed(self, vocab: int) -> Drafter[Any]:
-        """The drafter with no more children of a slot than a vocabulary of so many tokens has."""
+        """Return the drafter with at most `vocab` children per slot."""
 
 
 @runtime_checkable
 class OfferingDrafter(Protocol):
-    """A drafter that says how it draws, for rules that need more than to know q.
+    """A drafter that declares how it samples, for rules that need more than q.
 
     Attributes:
-        offers: `"fresh"` if every draft is drawn anew in every pass, with coins that no other draft depends on, in this pass or
-            another; `"replacement"` if siblings are drawn independently of each other, and as many whatever is drawn.
+        offers: `"fresh"` if every draft token is resampled in every pass, with uniforms that no other draft token of this or
+            any other pass depends on; `"replacement"` if siblings are sampled independently of each other and their number does
+            not depend on the samples.
     """
 
     @property
@@ -209,11 +227,11 @@ class OfferingDrafter(Protocol):
 
 @runtime_checkable
 class AcceptanceRule(Protocol):
-    """A pure function of the target's probabilities behind each fed slot, the draft, the noise, and the relaxation so far.
+    """A pure function of the target distribution after each fed slot, the draft, the noise, and the relaxation spent so far.
 
     Attributes:
-        exact: whether the output follows the target's probabilities.
-        topologies: what it can judge, `"chain"` and `"tree"`.
+        exact: whether the output is distributed as the target.
+        topologies: which drafts it can verify, of `"chain"` and `"tree"`.
     """
 
     @property
@@ -223,30 +241,30 @@ class AcceptanceRule(Protocol):
     def topologies(self) -> tuple[str, ...]: ...
 
     def bind(self, model: TokenModel) -> AcceptanceRule:
-        """The rule for a model: it fills in what it needs to know of it, such as its codebook. Most need nothing.
+        """Return the rule for a model, with whatever it needs from it, such as the codebook. Most rules need nothing.
 
         Raises:
-            ValueError: if the model lacks it.
+            ValueError: if the model lacks what the rule needs.
         """
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """Judge a draft.
+        """Verify a draft.
 
         Args:
-            probs: float32 `[B, T, V]`; row t is the target's behind fed slot t.
+            probs: float32 `[B, T, V]`; row t is the target distribution after fed slot t.
             draft: T - 1 tokens per image.
-            noise: its positions `[B, T]` are those of the token that follows each slot.
-            relaxation: float32 `[B]`, granted to the image by earlier passes. Exact rules ignore it.
+            noise: its positions `[B, T]` are those of the token after each slot.
+            relaxation: float32 `[B]`, relaxation that the image spent in earlier passes. Ignored by exact rules.
         """
 
 
 @runtime_checkable
 class AutoregressiveHead(Protocol):
-    """A trained drafter that continues a target's features token by token (EAGLE).
+    """A trained draft head that extrapolates the target's features one token at a time (EAGLE).
 
-    Slot j takes a token and the feature that predicted it, and returns what predicts the next: the target's features where it
-    has seen the token before, its own beyond. Guidance rows and caches are its own business, as are the target's norm and
-    output layer, with which it makes logits.
+    Slot j takes a token and the feature that predicted it, and outputs what predicts the next token. The input features are the
+    target's own for tokens that the target has processed, and the head's outputs after that. CFG rows and caches are internal
+    to the head, as are the target's final norm and output layer, which produce the logits.
     """
 
     @property
@@ -256,19 +274,22 @@ class AutoregressiveHead(Protocol):
     def grid(self) -> tuple[int, int]: ...
 
     def start(self, images: int, max_fed: int) -> Any:
-        """The state of B images that hold nothing. No later passes feed more than `max_fed` slots between two commits."""
+        """Return the empty state of B images. At most `max_fed` slots are fed between two commits."""
 
     def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
-        """Feed tokens `[B, T]` with features `[R, T, D]`: the last T slots of `tree`, of which passes since the last commit
-        have fed the others. Logits `[B, T, V]` after guidance, and features `[R, T, D]`, say what follows each."""
+        """Feed tokens `[B, T]` with features `[R, T, D]`.
+
+        They are the last T slots of `tree`; the earlier slots were fed by previous calls since the last commit. Returns logits
+        `[B, T, V]` after guidance and features `[R, T, D]`, which predict the token after each slot.
+        """
 
     def commit(self, state: Any, count: Tensor) -> None:
-        """Keep the first `count` `[B]` slots of what was fed, forget the others."""
+        """Keep the first `count` `[B]` of the slots fed since the last commit and discard the others."""
 
 
 @runtime_checkable
 class ParallelHeads(Protocol):
-    """Trained heads that predict several tokens ahead from one feature of a target (Medusa)."""
+    """Trained draft heads that predict several tokens ahead from one feature of the target (Medusa)."""
 
     @property
     def vocab(self) -> int: ...
@@ -278,19 +299,21 @@ class ParallelHeads(Protocol):
 
     @property
     def heads(self) -> int:
-        """Tokens ahead, h."""
+        """Number h of tokens predicted ahead."""
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
-        """Logits `[B, h, V]` after guidance, of the h tokens that follow tokens `[B]` at positions `[B]`, which the target drew
-        by its features `[R, 1, D]`; none given the others."""
+        """Logits `[B, h, V]` after guidance for the h tokens that follow tokens `[B]` at positions `[B]`.
+
+        The target sampled these tokens from its features `[R, 1, D]`. The h predictions are independent of each other.
+        """
 
 
 @runtime_checkable
 class HeadedModel(Protocol):
-    """A `TokenModel` that has, or may have, drafters trained on its features.
+    """A `TokenModel` that may come with draft heads trained on its features.
 
     Attributes:
-        eagle, medusa: those; None where there is none.
+        eagle, medusa: the draft heads; None if absent.
     """
 
     @property

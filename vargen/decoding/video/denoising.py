@@ -1,7 +1,11 @@
-"""Flow matching for few-step models: pure functions on latents, noise levels and timesteps.
+"""Denoising of video blocks: flow matching for few-step models, block generation by one model, and when its cache is updated.
 
-Latents at noise level s are (1 - s) clean + s noise; a network predicts the velocity, noise minus clean. Sources: Lipman et
-al. 2023 (arXiv:2210.02747); the warped table of Wan2.1 as Huang et al. 2025, "Self Forcing" (arXiv:2506.08009), use it.
+Latents at noise level s are (1 - s) clean + s noise; the network predicts the velocity, noise minus clean. Sources: Lipman et
+al. 2023 (arXiv:2210.02747); the warped timestep table of Wan2.1 as used by Huang et al. 2025, "Self Forcing"
+(arXiv:2506.08009).
+
+The cache holds keys and values computed from *clean* latents. Every finished block must therefore pass through each model once,
+whichever model generated it, before that model generates its next block.
 """
 
 from __future__ import annotations
@@ -18,16 +22,16 @@ from vargen.decoding.noise import gaussian
 from vargen.decoding.video.protocols import BlockModel
 from vargen.values import parse_int, short_repr
 
-TIMESTEPS = 1000  # a timestep is a noise level times this
-STEPS = (1000, 750, 500, 250)  # of the distilled models, before warping
+TIMESTEPS = 1000  # timestep = noise level * TIMESTEPS
+STEPS = (1000, 750, 500, 250)  # timesteps of the distilled models, before warping
 SHIFT = 5.0
 
 
 def warp(level: float, shift: float = SHIFT) -> float:
-    """The noise level that takes the place of `level`: s -> shift s / (1 + (shift - 1) s).
+    """Warped noise level: s -> shift s / (1 + (shift - 1) s).
 
     Raises:
-        ValueError: for a level outside [0, 1], or a shift that is not above 0.
+        ValueError: if the level is outside [0, 1], or the shift is not above 0.
     """
     if not 0 <= level <= 1 or not 0 < shift < float("inf"):
         raise ValueError(f"level must be from 0 to 1 and shift above 0, got {level!r} and {shift!r}")
@@ -35,10 +39,10 @@ def warp(level: float, shift: float = SHIFT) -> float:
 
 
 def shifted_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tuple[float, ...]:
-    """Noise levels of timesteps that are given before warping: 1, 0.9375, 0.8333, 0.625 for the distilled models.
+    """Warp timesteps to noise levels: 1, 0.9375, 0.8333, 0.625 for the distilled models.
 
     Raises:
-        ValueError: unless the steps fall, from 1000 at most, to above 0.
+        ValueError: unless the steps decrease, from at most 1000 to above 0.
     """
     if not steps or not all(a > b for a, b in pairwise(steps)) or not 0 < steps[-1] <= steps[0] <= TIMESTEPS:
         raise ValueError(f"steps must fall from at most {TIMESTEPS} to above 0, got {list(steps)}")
@@ -46,24 +50,24 @@ def shifted_levels(steps: Sequence[float] = STEPS, shift: float = SHIFT) -> tupl
 
 
 def add_noise(clean: Tensor, noise: Tensor, level: float | Tensor) -> Tensor:
-    """Latents at a noise level: (1 - s) clean + s noise."""
+    """Return latents at a noise level: (1 - s) clean + s noise."""
     return (1 - level) * clean + level * noise
 
 
 def predict_clean(noisy: Tensor, velocity: Tensor, level: float | Tensor) -> Tensor:
-    """The clean latents that a velocity points to: noisy - s velocity, computed in float32 at least."""
+    """Clean latents implied by a velocity: noisy - s velocity, computed in at least float32."""
     wide = noisy.float() if noisy.element_size() < 4 else noisy
     return (wide - level * velocity.to(wide.dtype)).to(noisy.dtype)
 
 
-OnPass = Callable[[], None]  # after every pass; what it raises ends the run
+OnPass = Callable[[], None]  # called after every pass; an exception ends the run
 
 
 def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    """Noise float32 `[1, *shape]` of a step of a block: the same for every model, and whatever was drawn before.
+    """Noise float32 `[1, *shape]` for a step of a block: the same for every model, independent of earlier generation.
 
     Args:
-        step: 0 for what a block starts from, k for what is added before its step k.
+        step: 0 for the initial noise of a block, k for the noise added before its step k.
     """
     seeds = torch.tensor([seed], dtype=torch.int64, device=device)
     count = int(torch.Size(shape).numel())
@@ -71,8 +75,10 @@ def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], d
 
 
 def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int, noise: Callable[[int], Tensor]) -> Tensor:
-    """What step `step + 1` is fed, after `step` went from `noisy` to the estimate `clean`: the estimate with fresh noise, or,
-    for a model that follows its velocity, the point on the line between the two."""
+    """Return the input of step `step + 1`, after `step` took `noisy` to the estimate `clean`.
+
+    It is the estimate with fresh noise or, for a model that follows its velocity, the point on the line between the two.
+    """
     level, following = model.levels[step], model.levels[step + 1]
     if model.fresh_noise:
         return add_noise(clean, noise(step + 1), following)
@@ -80,16 +86,18 @@ def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int,
 
 
 class BlockGenerator:
-    """A model in one video.
+    """Block generation of one model in one video, and its KV cache.
 
     Args:
-        commit: when it sees finished blocks. frames: latent frames that the video may have.
-        fused: blocks that wait share the pass of the next block's first step, if the cache has room for all.
+        commit: when finished blocks are written to the cache.
+        frames: maximum number of latent frames of the video.
+        fused: pending blocks share the pass of the next block's first step, if the cache has room for all.
         on_pass: called after every pass.
 
     Attributes:
-        passes: made so far, clean passes included. fed: blocks that they fed, which is what they cost on a busy machine.
-        waiting: finished blocks that it has not seen.
+        passes: number of passes so far, including cache updates.
+        fed: number of blocks fed by them, which determines their cost on a busy machine.
+        waiting: finished blocks that are not in the cache yet.
     """
 
     def __init__(
@@ -111,7 +119,7 @@ class BlockGenerator:
         self.passes = self.fed = 0
 
     def see(self, latents: Tensor, last: bool = False) -> None:
-        """A block `[1, F, C, Y, X]` is finished. `last`: the video ends with it, so no pass is made for it."""
+        """Add a finished block `[1, F, C, Y, X]`. If `last`, the video ends with it, and no pass is run for it."""
         self.waiting.append(latents)
         if self.commit.renews():
             self._kept = self.commit.kept([*self._kept, latents])
@@ -120,32 +128,33 @@ class BlockGenerator:
             self.catch_up()
 
     def switch(self, condition: Any) -> None:
-        """Go on with another prompt: what waits was made under the old one, and is seen under it."""
+        """Switch to another prompt. Pending blocks were generated under the old prompt and are cached under it first."""
         self.catch_up()
         self.condition = condition
         self.model.switch(self.state, condition)
 
     def catch_up(self, leave: int = 0) -> None:
-        """See what waits, but for the last `leave` blocks, in as few passes as the cache has room for."""
+        """Write pending blocks to the cache, except the last `leave`, in as few passes as the cache has room for."""
         block = self.model.block_shape[0]
         while len(self.waiting) > leave:
             room, count = self.model.room(self.state), 1
-            if self.waiting[0].shape[1] == block:  # others, such as a given picture, go alone: blocks are aligned
+            if self.waiting[0].shape[1] == block:  # others, such as a given image, are fed alone: blocks are aligned
                 count = max(1, min(len(self.waiting) - leave, room // block))
             self._forward(self.waiting[:count])
             del self.waiting[:count]
 
     def prepare(self) -> None:
-        """Make the passes that `draw` would begin with: see finished blocks."""
+        """Run the cache updates that `draw` would start with."""
         if not self._ready:
             self._carried, self._ready = self._before(), True
 
     def draw(self, noise: Callable[[int], Tensor], first: int = 0, draft: Tensor | None = None) -> Tensor:
-        """Denoise the block behind the finished ones: its latents float32 `[1, F, C, Y, X]`.
+        """Denoise the block after the finished ones: latents float32 `[1, F, C, Y, X]`.
 
         Args:
-            noise: by step; see `make_block_noise`.
-            first: the step to begin with. draft: what is noised to its level then; None starts from noise.
+            noise: function of the step; see `make_block_noise`.
+            first: the step to start with.
+            draft: latents to which noise is added to the level of that step; None starts from noise.
         """
         model = self.model
         self.prepare()
@@ -160,9 +169,9 @@ class BlockGenerator:
         return x
 
     def _before(self) -> list[Tensor]:
-        """See finished blocks, but for those that the first step is to carry, which are returned."""
+        """Update the cache. Returns the blocks that the first denoising step feeds instead."""
         if self.commit.renews():
-            self.state, self.waiting = None, list(self._kept)  # freed before the new one is made
+            self.state, self.waiting = None, list(self._kept)  # free the old state before the new one is allocated
             self.state = self.model.start(self.condition, self._most)
         block = self.model.block_shape[0]
         while self.fused and self.waiting and self.waiting[0].shape[1] == block:
@@ -183,26 +192,26 @@ class BlockGenerator:
 
 @runtime_checkable
 class Commit(Protocol):
-    """How a model follows the video.
+    """When the KV cache of a model is updated with finished blocks.
 
     Attributes:
-        exact: whether the model then sees what it would if it had seen each block when it was finished.
+        exact: whether the model then attends to the same content as if the cache were updated after every block.
     """
 
     @property
     def exact(self) -> bool: ...
 
     def frames(self, model: BlockModel, frames: int) -> int:
-        """How many latent frames a state must hold in a video of so many."""
+        """Number of latent frames that a state must hold for a video of `frames`."""
 
     def due(self, waiting: int, last: bool) -> bool:
-        """Whether the blocks that wait must be seen now, `last` being whether the video ends with them."""
+        """Return whether pending blocks must be written to the cache now; `last`: the video ends with them."""
 
     def renews(self) -> bool:
-        """Whether each block is drawn from a state of its own."""
+        """Whether each block is generated from a new state."""
 
     def kept(self, seen: list[Tensor]) -> list[Tensor]:
-        """Those of the finished blocks that a renewed state is made of."""
+        """Select the finished blocks from which a new state is built."""
 
 
 def _check(value: Any, name: str) -> None:
@@ -212,7 +221,7 @@ def _check(value: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class Eager:
-    """A clean pass behind every block but the last."""
+    """Update the cache with a clean pass after every block except the last."""
 
     exact = True
 
@@ -231,14 +240,15 @@ class Eager:
 
 @dataclass(frozen=True)
 class Lazy:
-    """Blocks wait until the model is needed, and then share as few passes as the cache allows: what comes after the model's
-    last block is never run. Equal to `Eager` but for the order in which sums are rounded.
+    """Delay cache updates until the model is needed, and then use as few passes as the cache allows.
+
+    Blocks after the last one that this model generates are never fed. Equal to `Eager` up to floating-point rounding.
 
     Args:
-        most: blocks that wait at most, so that memory stays flat.
+        most: maximum number of pending blocks, which bounds memory.
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if the number is below 1.
     """
 
     most: int = 16
@@ -262,11 +272,12 @@ class Lazy:
 
 @dataclass(frozen=True)
 class Window:
-    """Before each block of its own, the model sees the latest `blocks` of them anew, as if the video began there (as Krea's
-    realtime model does): accepted drafts cost it nothing. Only for models that were trained to draw so.
+    """Before each block it generates, recompute the cache from the latest `blocks` blocks, as if the video started there.
+
+    Krea's realtime model does this. Accepted drafts cost the model nothing. Only for models trained this way.
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if the number is below 1.
     """
 
     blocks: int = 1

@@ -1,7 +1,7 @@
-"""A video that is being made: perhaps draft a block, decode and score it; keep it, or let the large model draw.
+"""The block loop: draft a block if the policy says so, decode and score it; accept it, or let the target generate the block.
 
-Latents cross between models, keys and values never do. A refused draft needs no undoing: the small model's cache holds finished
-blocks alone, and the decoder's state is an immutable value, so going on from the older one takes the block back.
+Models exchange latents, never keys and values. A rejected draft needs no undo: the caches hold only finished blocks, and the
+decoder state is immutable, so continuing from the previous state discards the block.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from vargen.values import parse_int, short_repr
 
 
 class NonFiniteLatentsError(RuntimeError):
-    """A model drew NaN or infinite latents; no frame is made of them."""
+    """A model returned NaN or infinite latents; no frame is returned."""
 
 
 class Progress(NamedTuple):
-    """What a callback sees after every pass: the block that is being made, and how many passes were made in all."""
+    """State passed to a callback after every pass: the current block, the number of blocks, and the total number of passes."""
 
     block: int
     blocks: int
@@ -49,7 +49,10 @@ class Block:
     """A finished block.
 
     Attributes:
-        number: from 0. latents: float32 `[F, C, Y, X]`. frames: float32 `[F', 3, Y, X]` in [0, 1]. row: how it was made.
+        number: from 0.
+        latents: float32 `[F, C, Y, X]`.
+        frames: float32 `[F', 3, Y, X]` in [0, 1].
+        row: record of how it was generated.
     """
 
     number: int
@@ -63,15 +66,15 @@ class Block:
 
 
 class _Stopped(Exception):
-    """A callback, or `cancel`, ends the run."""
+    """A callback or `cancel` ends the run."""
 
 
 class BlockStream(Iterator[Block]):
-    """A video that is being made; see `decode_video`.
+    """Iterator over the blocks of a video during generation; see `decode_video`.
 
     Attributes:
-        stats: a row for each finished block. target, drafter: the models in this video; None behind its end, and where the
-            method has no drafter.
+        stats: one record for each finished block.
+        target, drafter: the generators of the two models; None after the end of the video, and if the method has no drafter.
     """
 
     def __init__(
@@ -98,15 +101,15 @@ class BlockStream(Iterator[Block]):
         self._condition, self._given = condition, given
         self._number = self._run = self._rejected = self._off = 0
         self._cancelled = False
-        self._threads: int | None = None  # of the CPU, by measurement
+        self._threads: int | None = None  # number of CPU threads, selected by measurement
         self.target: BlockGenerator | None = None
         self.drafter: BlockGenerator | None = None
 
-    # -- what may be done while the video is made ------------------------------------------------------------------------
+    # -- control during generation -------------------------------------------------------------------------------------------
 
     @property
     def tau(self) -> float | None:
-        """The threshold just now, None where the method has none; what is set counts from the next decision on."""
+        """The current threshold, None if the method has none. A new value applies from the next decision on."""
         return self.router.tau
 
     @tau.setter
@@ -116,10 +119,10 @@ class BlockStream(Iterator[Block]):
         self.router.tau = validate_threshold(value)
 
     def switch(self, condition: Any, score: Score | None = None) -> None:
-        """Go on with another prompt from the next block on; what was made stays. `score` must be of the new prompt.
+        """Switch to another prompt from the next block on; finished blocks are unchanged. `score` must be for the new prompt.
 
         Raises:
-            ValueError: if the method scores, and no `score` is given.
+            ValueError: if the method scores drafts, and no `score` is given.
         """
         if score is None and self.score is not None:
             raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
@@ -129,16 +132,16 @@ class BlockStream(Iterator[Block]):
                 follower.switch(condition)
 
     def cancel(self) -> None:
-        """End the run within a pass; the block that is being made is dropped."""
+        """End the run within one pass; the current block is discarded."""
         self._cancelled = True
 
     def close(self) -> None:
-        """Free caches; nothing more is made."""
+        """Free the caches; no further block is generated."""
         self.target = self.drafter = None
         self._full.state = None
         self._number = self.blocks
 
-    # -- making it -------------------------------------------------------------------------------------------------------
+    # -- generation ----------------------------------------------------------------------------------------------------------
 
     def __next__(self) -> Block:
         if self._number >= self.blocks:
@@ -197,7 +200,7 @@ class BlockStream(Iterator[Block]):
                 self._cheap.keep(latents)
 
     def _made(self, row: BlockRecord) -> tuple[Tensor, Tensor]:
-        """The algorithm: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]` of a block."""
+        """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
         draft = None
         if self._drafting(row):
             draft = self._draw("draft")
@@ -212,7 +215,7 @@ class BlockStream(Iterator[Block]):
         return latents, self._kept(latents, row)
 
     def _drafting(self, row: BlockRecord) -> bool:
-        """Whether the block is drafted; else `row` says why not."""
+        """Return whether the block is drafted; if not, set the reason in `row`."""
         routing = self.routing
         if self.drafter is None or row.number in routing.forced:
             row.verdict = "forced" if self.drafter is not None else "undrafted"
@@ -235,7 +238,7 @@ class BlockStream(Iterator[Block]):
             return follower.draw(lambda step: make_block_noise(self.seed, self._number, step, shape, device), first, draft)
 
     def _accepted(self, row: BlockRecord, draft: Tensor) -> bool:
-        """Whether a draft stands."""
+        """Verify a draft and record the verdict in `row`."""
         row.tau = self.router.tau
         if not isinstance(self.routing.policy, SingleModel) and not bool(draft.isfinite().all()):
             row.note, stands = "the drafter's latents are not finite", False
@@ -256,7 +259,7 @@ class BlockStream(Iterator[Block]):
             return scored(self.score, self.routing.aggregate, View(number, latents[0], frames, pixels.last))
 
     def _refined_from(self, row: BlockRecord, draft: Tensor | None) -> int:
-        """The target's first step: 0 draws the block anew."""
+        """Return the step at which the target starts; 0 generates the block from noise."""
         margin = self.routing.refine_margin
         if draft is None or not bool(draft.isfinite().all()):
             return 0
@@ -265,7 +268,7 @@ class BlockStream(Iterator[Block]):
         return self.routing.refine
 
     def _kept(self, latents: Tensor, row: BlockRecord) -> Tensor:
-        """The frames of a block that stands."""
+        """Keep a block and return its frames."""
         if not bool(latents.isfinite().all()):
             who = "drafter" if row.maker == "draft" else "target"
             raise NonFiniteLatentsError(
@@ -278,19 +281,19 @@ class BlockStream(Iterator[Block]):
             return self._full.keep(latents)
 
     def _see(self, latents: Tensor, last: bool) -> None:
-        """Both models see a finished block, each when it wants to."""
+        """Pass a finished block to both models; each decides when to update its cache."""
         with self._part("commit"):
             for _, follower in self._followers():
                 follower.see(latents, last)
 
     def _count(self, row: BlockRecord) -> None:
-        """Runs of drafts that stood, and of rejections."""
+        """Count consecutive accepted drafts and consecutive rejections."""
         self._run = self._run + 1 if row.verdict == "accepted" else 0
         self._off = max(0, self._off - 1) if row.verdict == "undrafted" else self._off
         if row.verdict in ("accepted", "rejected"):
             self._rejected = self._rejected + 1 if row.verdict == "rejected" else 0
             if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
-                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # one more, and it is off again
+                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # the next pauses again
 
     def _followers(self) -> list[tuple[str, BlockGenerator]]:
         named = (("target", self.target), ("draft", self.drafter))
@@ -331,23 +334,25 @@ def decode_video(
     callback: Callback | None = None,
     profile: bool = False,
 ) -> BlockStream:
-    """Make a video of `blocks` blocks, one at a time, as the result is iterated over.
+    """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
 
     Args:
-        model: the large model, with the small one as its `draft_model`.
-        condition: passed to `start` of both.
-        seed: of all noise. A block's depends on seed, block and step alone, so no decision shifts the noise of later blocks.
-        method: a preset's name or a `VideoMethod`.
-        decoder: of the frames that come out. preview: a cheaper one, of the frames that are scored.
-        score: of drafts, for methods that ask for it. What it raises, or a score that is not finite, is a rejection.
-        given: latents `[1, F', C, Y, X]` that the video begins with, such as those of a picture; they are not yielded.
+        model: the target, with the small model as its `draft_model`.
+        condition: passed to `start` of both models.
+        seed: seed of all noise. The noise of a block depends only on seed, block and step, so no decision changes the noise of
+            later blocks.
+        method: the name of a preset, or a `VideoMethod`.
+        decoder: decodes the returned frames.
+        preview: a cheaper decoder for the frames that are scored.
+        score: scores drafts, for methods that need it. An exception or a non-finite score rejects the draft.
+        given: latents `[1, F', C, Y, X]` that the video starts with, such as those of an image; they are not yielded.
         callback: called after every pass; returning False ends the run before the block is finished.
-        profile: on CUDA, wait for the device between parts so that seconds are known by part.
+        profile: on CUDA, synchronize between the parts of a step to measure their seconds.
 
     Raises:
-        ValueError: for an unknown method or one that these models cannot run, or a number out of range.
-        TypeError: for arguments of another type.
-        NonFiniteLatentsError: while iterating, where the target's latents are not finite, or a draft's in the method `draft`.
+        ValueError: if the method is unknown or cannot run on these models, or a number is out of range.
+        TypeError: if an argument has the wrong type.
+        NonFiniteLatentsError: during iteration, if latents of the target are not finite, or of a draft in the method `draft`.
     """
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")

@@ -1,4 +1,4 @@
-"""Methods for block-wise video as data: who draws which block, what a draft is judged by, and when models see the result."""
+"""Methods for block-wise video as data: which model generates which block, how drafts are scored, when caches are updated."""
 
 from __future__ import annotations
 
@@ -21,18 +21,20 @@ class VideoMethod(Method):
     """A method for block-wise video models.
 
     Attributes:
-        policy: which blocks are drafted, and which drafts stand.
-        aggregate: from scores of frames to one number.
-        forced: blocks that the target draws whatever the policy says: 0 fixes the composition of a video.
-        longest_run: after so many drafts that stood in a row, the target draws a block, which bounds drift; None for no bound.
-        off_after: after so many rejections in a row no block is drafted for `off_blocks` blocks; None never stops drafting.
-        refine: a rejected draft is noised to the level of this step of the target, and finished by it from there; 0 draws the
-            block anew. refine_margin: only of drafts that miss the threshold by at most so much; None of all.
-        commit: when the target sees finished blocks. fused: whether they share the pass of the next block's first step, in both
-            models.
+        policy: which blocks are drafted, and which drafts are accepted.
+        aggregate: reduces scores of frames to one number.
+        forced: blocks that the target always generates; block 0 sets the composition of the video.
+        longest_run: after this many consecutive accepted drafts, the target generates a block, which bounds drift; None: no
+            limit.
+        off_after: after this many consecutive rejections, drafting pauses for `off_blocks` blocks; None: never.
+        refine: the target finishes a rejected draft from this step, after noise is added to the level of that step; 0 generates
+            the block from noise.
+        refine_margin: refine only drafts that miss the threshold by at most this much; None: all.
+        commit: when the target's cache is updated with finished blocks.
+        fused: whether cache updates share the pass of the next block's first step, in both models.
 
     Raises:
-        TypeError, ValueError: for a part that is none, naming it.
+        TypeError, ValueError: if a part is invalid; names it.
     """
 
     policy: Policy = _ALWAYS
@@ -69,24 +71,25 @@ class VideoMethod(Method):
 
     @property
     def drafts(self) -> bool:
-        """Whether it needs the smaller model."""
+        """Whether it needs the small model."""
         return not (isinstance(self.policy, SingleModel) and not self.policy.draft)
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
-        """`"exact"` when every block is the target's own, as it would draw it alone."""
+        """`"exact"` if every block is what the target would generate alone, otherwise `"relaxed"`."""
         return "exact" if not self.drafts and self.commit.exact else "relaxed"
 
     @property
     def threshold(self) -> float | None:
-        """The `tau` of the policy, None where it has none."""
+        """The `tau` of the policy; None if it has none."""
         return getattr(self.policy, "tau", None)
 
     def with_tau(self, tau: float) -> VideoMethod:
-        """The method with another threshold.
+        """Return the method with another threshold.
 
         Raises:
-            ValueError: if it has none, or for NaN. TypeError: for what is no number.
+            ValueError: if the method has no threshold, or for NaN.
+            TypeError: if `tau` is not a number.
         """
         value = validate_threshold(tau)
         if self.threshold is None:
@@ -95,7 +98,7 @@ class VideoMethod(Method):
         return replace(self, policy=replace(policy, tau=value))
 
     def check(self, model: BlockModel, scored: bool) -> None:
-        """Raise ValueError unless a model, and a scorer where `scored`, can run it."""
+        """Raise ValueError unless a model, with a scorer if `scored`, can run the method."""
         draft = model.draft_model
         if self.drafts and draft is None:
             raise ValueError(f"accelerator {self.name!r} needs a model to draft with, and this one has none")
@@ -111,7 +114,7 @@ class VideoMethod(Method):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What it sets, for people."""
+        """The non-default parameters, for display."""
         plain = VideoMethod()
         found = {f"policy {name}": value for name, value in _plain(self.policy).items()}
         for each in fields(self):
@@ -122,12 +125,12 @@ class VideoMethod(Method):
         return found
 
     def spec(self) -> dict[str, Any]:
-        """What the method is, whole, as plain values; see `Accelerator.spec`."""
+        """Return the complete method as plain values; see `Accelerator.spec`."""
         said = [each.name for each in fields(self) if each.name not in ("name", "summary", "source", "experimental")]
         return {name: describe_part(getattr(self, name)) for name in said}
 
 
 def _plain(part: Any) -> dict[str, Any]:
-    """The fields of a policy."""
+    """Return the fields of a policy that are set."""
     found = {each.name: getattr(part, each.name) for each in fields(part)} if hasattr(part, "__dataclass_fields__") else {}
     return {name: value for name, value in found.items() if value is not None and value != ()}

@@ -1,4 +1,7 @@
-"""What a policy for video is: it starts a router for each video, which decides by block and keeps what it has seen."""
+"""Policies for video: a policy starts a router for each video, which decides block by block.
+
+The router keeps what it has observed in that video.
+"""
 
 from __future__ import annotations
 
@@ -16,33 +19,34 @@ from vargen.values import parse_float, parse_int, short_repr
 
 
 class Router:
-    """What a policy decides in one video. By default: draft all blocks, and accept those that score `tau` at least.
+    """Decisions of a policy in one video. By default: draft all blocks, and accept those that score at least `tau`.
 
     Attributes:
-        tau: the threshold just now; None where none is used. May be set while the video is made.
+        tau: the current threshold; None if none is used. May be set during generation.
     """
 
     def __init__(self, tau: float | None = None):
         self.tau = tau
 
     def drafts(self, block: int) -> bool:
-        """Whether the small model is to propose this block."""
+        """Return whether the small model proposes this block."""
         return True
 
     def accepts(self, block: int, score: float | None) -> bool:
-        """Whether a draft stands; `score` is finite, or None where the policy is not `scored`."""
+        """Return whether a draft is accepted; `score` is finite, or None if the policy is not `scored`."""
         return self.tau is None or (score is not None and score >= self.tau)
 
     def observe(self, row: BlockRecord) -> None:
-        """See a finished block."""
+        """Update the state with a finished block."""
 
 
 @runtime_checkable
 class Policy(Protocol):
-    """Starts routers.
+    """Factory of routers.
 
     Attributes:
-        scored: whether drafts must be scored. reference: whether block 0 must be, whoever made it.
+        scored: whether drafts must be scored.
+        reference: whether block 0 must be scored, whichever model generated it.
     """
 
     @property
@@ -55,10 +59,11 @@ class Policy(Protocol):
 
 
 def validate_threshold(value: Any, name: str = "tau") -> float:
-    """A threshold as a float; infinite ones accept all or nothing.
+    """Return a threshold as a float; infinite values accept all or nothing.
 
     Raises:
-        ValueError: for NaN. TypeError: for what is no number.
+        ValueError: for NaN.
+        TypeError: if it is not a number.
     """
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number, got {short_repr(value)}")
@@ -73,15 +78,16 @@ def validate_share(value: Any, name: str) -> None:
         raise ValueError(f"{name} must be from 0 to 1, got {short_repr(value)}")
 
 
-TAU = -0.7  # of the paper, on ImageReward's scale, whose scores of its training data have mean 0 and deviation 1
+TAU = -0.7  # as in the paper, on the scale of ImageReward: mean 0, deviation 1 on its training data
 
 
 @dataclass(frozen=True)
 class Threshold:
-    """Accept a draft that scores `tau` at least.
+    """Accept a draft that scores at least `tau`.
 
     Raises:
-        ValueError: for NaN. TypeError: for what is no number.
+        ValueError: for NaN.
+        TypeError: if it is not a number.
     """
 
     tau: float = TAU
@@ -96,13 +102,14 @@ class Threshold:
 
 @dataclass(frozen=True)
 class RelativeThreshold:
-    """Accept a draft that scores at most `delta` less than block 0, which the large model draws: scores depend on the prompt
-    more than on anything else, and this one is of the same prompt.
+    """Accept a draft that scores at most `delta` less than block 0, which the target generates.
 
-    Where block 0 could not be scored, nothing is accepted.
+    Scores depend on the prompt more than on anything else, and block 0 has the same prompt. If block 0 could not be scored, no
+    draft is accepted.
 
     Raises:
-        ValueError: for NaN. TypeError: for what is no number.
+        ValueError: for NaN.
+        TypeError: if it is not a number.
     """
 
     delta: float = 0.5
@@ -127,10 +134,10 @@ class _Relative(Router):
 
 @dataclass(frozen=True)
 class QuantileThreshold:
-    """Accept a draft unless it is among the worst share `reject` of the latest `memory` drafts of this video, itself included.
+    """Reject a draft if it is in the lowest fraction `reject` of the latest `memory` drafts of this video, itself included.
 
     Raises:
-        ValueError: for a share outside [0, 1], or a memory below 2.
+        ValueError: if the fraction is outside [0, 1], or the memory is below 2.
     """
 
     reject: float = 0.3
@@ -155,22 +162,24 @@ class _Quantile(Router):
         if score is None:
             return False
         self.seen.append(score)
-        worst = math.floor(self.reject * len(self.seen))  # a draft among so many of the lowest is refused
+        worst = math.floor(self.reject * len(self.seen))  # number of lowest scores that are rejected
         return worst == 0 or score > sorted(self.seen)[worst - 1]
 
 
 @dataclass(frozen=True)
 class AdaptiveThreshold:
-    """A threshold that is moved after each judged block, so that a share `acceptance` of drafts is accepted, or a block takes
-    `seconds` in the mean: integral control, within bounds.
+    """Integral control of the threshold, within bounds, toward an acceptance rate or a mean number of seconds per block.
 
-    With `seconds` the video depends on measured time, so it cannot be made again from its seed alone; see `Replay`.
+    The threshold moves after each verified block toward the rate `acceptance` or, if `seconds` is given, that time per block.
+    With `seconds` the video depends on measured time and cannot be reproduced from its seed alone; see `Replay`.
 
     Args:
-        tau: where it starts. gain: how far one block moves it. low, high: bounds.
+        tau: initial value.
+        gain: change per block.
+        low, high: bounds.
 
     Raises:
-        ValueError: unless one of `acceptance` and `seconds` is given, and the numbers are in order.
+        ValueError: unless exactly one of `acceptance` and `seconds` is given, and the numbers are in order.
     """
 
     acceptance: float | None = 0.7
@@ -218,10 +227,10 @@ class _Budget(Router):
 
 @dataclass(frozen=True)
 class SingleModel:
-    """The large model draws all blocks, or the small one.
+    """Generate all blocks with the target, or all with the small model if `draft`.
 
     Raises:
-        TypeError: for a `draft` that is no truth value.
+        TypeError: if `draft` is not a bool.
     """
 
     draft: bool = False
@@ -236,7 +245,7 @@ class SingleModel:
 
 
 class _Places(Router):
-    """Drafts at some places, and accepts what was drafted."""
+    """Draft selected blocks, and accept all drafts."""
 
     def __init__(self, chosen: Any):
         super().__init__()
@@ -248,10 +257,10 @@ class _Places(Router):
 
 @dataclass(frozen=True)
 class Stride:
-    """The large model draws every `every`-th block, from block 0 on; nothing is scored (StrideAR).
+    """Generate every `every`-th block with the target, from block 0 on; nothing is scored (StrideAR).
 
     Raises:
-        ValueError: for a number below 1.
+        ValueError: if the number is below 1.
     """
 
     every: int = 3
@@ -267,10 +276,10 @@ class Stride:
 
 @dataclass(frozen=True)
 class RandomShare:
-    """The small model draws a share of the blocks, by coins of the video's seed; nothing is scored.
+    """Generate a random fraction of blocks with the small model, determined by the video's seed; nothing is scored.
 
     Raises:
-        ValueError: for a share outside [0, 1].
+        ValueError: if the fraction is outside [0, 1].
     """
 
     acceptance: float = 0.7
@@ -286,13 +295,13 @@ class RandomShare:
 
 @dataclass(frozen=True)
 class Replay:
-    """Make each block by whom it was made before: the same video from the same seed, without scoring.
+    """Generate each block with the model that generated it before: the same video from the same seed, without scoring.
 
     Args:
-        makers: by block, as `VideoStats.makers` has them; blocks behind them are the large model's.
+        makers: by block, as in `VideoStats.makers`; the target generates all later blocks.
 
     Raises:
-        ValueError: for a maker that is none.
+        ValueError: if a maker is unknown.
     """
 
     makers: tuple[str, ...] = ()

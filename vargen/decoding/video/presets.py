@@ -1,4 +1,4 @@
-"""The methods of block-wise video models by name, each a few lines of data."""
+"""The presets of block-wise video models, each a few lines of data."""
 
 from __future__ import annotations
 

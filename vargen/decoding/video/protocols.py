@@ -1,4 +1,4 @@
-"""What decoding of video block by block sees of a model.
+"""Interface of the models that block-wise video decoding runs.
 
 Shape suffixes: F latent frames of a block, C latent channels, Y/X latent rows and columns.
 """
@@ -14,14 +14,18 @@ from torch import Tensor
 
 @runtime_checkable
 class BlockModel(Protocol):
-    """A model that makes video block by block: a few denoising steps for each, which see clean earlier blocks through a cache.
+    """A block-wise video model.
 
-    Latents cross between models, keys and values never do. Prompts and caches are the model's own business.
+    Each block takes a few denoising steps, which attend to clean earlier blocks through a KV cache. Models exchange latents,
+    never keys and values. Prompts and caches are internal to the model.
 
     Attributes:
-        block_shape: `(F, C, Y, X)` of the latents of a block. levels: noise level of each step, falling, the first one 1.
-        fresh_noise: whether a step's estimate is noised anew for the next one (distilled models); else velocity is followed.
-        draft_model: a smaller model of the same latents; None where there is none. cost_key: as of a `TokenModel`.
+        block_shape: `(F, C, Y, X)` of the latents of a block.
+        levels: noise level of each step, decreasing from 1.
+        fresh_noise: whether fresh noise is added to the estimate of a step for the next one (distilled models); otherwise the
+            sampler follows the velocity.
+        draft_model: a smaller model with the same latents; None if there is none.
+        cost_key: as in `TokenModel`.
     """
 
     @property
@@ -43,22 +47,24 @@ class BlockModel(Protocol):
     def cost_key(self) -> Hashable: ...
 
     def start(self, condition: Any, frames: int) -> Any:
-        """The state of one video of at most so many latent frames, which holds none. Nothing is run but what is done once per
-        prompt."""
+        """Return the empty state of one video of at most `frames` latent frames. Runs only the work done once per prompt."""
 
     def switch(self, state: Any, condition: Any) -> None:
-        """Go on with another prompt. What the state holds stays as it is."""
+        """Switch to another prompt. The content of the cache is unchanged."""
 
     def room(self, state: Any) -> int:
-        """How many latent frames one pass may feed, at least a block: more would evict what some of them see."""
+        """Maximum number of latent frames that one pass may feed, at least a block.
+
+        Feeding more would evict frames that some of them attend to.
+        """
 
     def forward(self, state: Any, clean: Sequence[Tensor], noisy: Tensor | None = None, level: float = 0.0) -> Tensor | None:
-        """One pass over the frames that follow those which the state holds.
+        """Run one pass over the frames that follow those in the cache.
 
         Args:
-            clean: finished blocks `[1, F, C, Y, X]`, or a single one of any number of frames; the state holds them then.
-            noisy: the block behind them, at the noise level `level`; it is not held, and fed anew in every step.
+            clean: finished blocks `[1, F, C, Y, X]`, or a single one with any number of frames; they are written to the cache.
+            noisy: the next block, at noise level `level`; it is not cached and is fed again in every step.
 
         Returns:
-            What the clean latents of `noisy` are estimated to be, float32 `[1, F, C, Y, X]`; None without it.
+            The estimated clean latents of `noisy`, float32 `[1, F, C, Y, X]`; None without `noisy`.
         """

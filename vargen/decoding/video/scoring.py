@@ -1,4 +1,4 @@
-"""Latents to frames, block by block, where a block may be taken back."""
+"""Decoding of video blocks to frames and their scoring, where a block may be discarded again."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vargen.values import parse_float, short_repr
 
 
 class BlockDecoder(Protocol):
-    """Latents to pixels in [-1, 1], block by block; a state is never changed, so that a block can be taken back."""
+    """Decodes latents to pixels in [-1, 1], block by block. States are immutable, so that a block can be discarded."""
 
     def decode_block(self, latents: Tensor, state: Any = None) -> tuple[Tensor, Any]:
-        """Pixels `[1, F', 3, Y, X]` of the next latents, and the state behind them; None stands for the start of a video."""
+        """Return the pixels `[1, F', 3, Y, X]` of the next latents and the state after them; state None starts a video."""
 
 
 class DecodedBlock(NamedTuple):
@@ -26,7 +26,7 @@ class DecodedBlock(NamedTuple):
 
 
 class BlockPixels:
-    """A decoder in one video: where it is, and the last frame that it made of a block that stands."""
+    """The decoder of one video: its state, and the last frame of the last accepted block."""
 
     def __init__(self, decoder: BlockDecoder):
         self.decoder, self.state = decoder, None
@@ -34,14 +34,17 @@ class BlockPixels:
         self._latest: tuple[Tensor, DecodedBlock] | None = None
 
     def decoded(self, latents: Tensor) -> DecodedBlock:
-        """The next block. What was decoded to be scored is not decoded again to be kept."""
+        """Decode the next block.
+
+        The result is cached, so that a block decoded for scoring is not decoded again when it is kept.
+        """
         if self._latest is None or self._latest[0] is not latents:
             pixels, state = self.decoder.decode_block(latents, self.state)
             self._latest = latents, DecodedBlock((pixels[0].float() / 2 + 0.5).clamp(0, 1), state)
         return self._latest[1]
 
     def keep(self, latents: Tensor) -> Tensor:
-        """The block stands; its frames."""
+        """Advance past the block and return its frames."""
         frames, self.state = self.decoded(latents)
         self.last, self._latest = frames[-1].clone(), None
         return frames
@@ -51,26 +54,26 @@ Aggregator = Callable[[Tensor], float]  # of float32 [T], finite
 
 
 def lowest(scores_T: Tensor) -> float:
-    """The worst frame decides (SDVG, arXiv:2604.17397): one broken frame is seen."""
+    """Minimum over frames (SDVG, arXiv:2604.17397): a single broken frame is visible."""
     return float(scores_T.min())
 
 
 def mean(scores_T: Tensor) -> float:
-    """The mean over frames."""
+    """Mean over frames."""
     return float(scores_T.mean())
 
 
 def last(scores_T: Tensor) -> float:
-    """The last frame, which the next block goes on from."""
+    """Score of the last frame, from which the next block continues."""
     return float(scores_T[-1])
 
 
 @dataclass(frozen=True)
 class LowerQuantile:
-    """A low quantile over frames: as `lowest`, but blocks of more frames are not judged more harshly.
+    """A low quantile over frames. Like `lowest`, but not stricter for blocks with more frames.
 
     Raises:
-        ValueError: for a share outside [0, 1].
+        ValueError: if `share` is outside [0, 1].
     """
 
     share: float = 0.25
@@ -85,12 +88,13 @@ class LowerQuantile:
 
 
 class View(NamedTuple):
-    """What a scorer sees of a block.
+    """Input of a scorer for one block.
 
     Attributes:
-        number: of the block. latents: float `[F, C, Y, X]`.
-        frames: float32 `[T, 3, Y, X]` in [0, 1]; with a preview decoder, its frames.
-        previous: the frame before them, `[3, Y, X]`, by the same decoder; None at the start of a video.
+        number: index of the block.
+        latents: float `[F, C, Y, X]`.
+        frames: float32 `[T, 3, Y, X]` in [0, 1], from the preview decoder if there is one.
+        previous: the frame before them from the same decoder, `[3, Y, X]`; None at the start of a video.
     """
 
     number: int
@@ -99,14 +103,16 @@ class View(NamedTuple):
     previous: Tensor | None
 
 
-Score = Callable[[View], Tensor]  # scores [T] of the frames, or of anything: they are aggregated
+Score = Callable[[View], Tensor]  # scores [T], one per frame or otherwise; they are aggregated
 
 
 class Scored(NamedTuple):
-    """What became of scoring a block.
+    """Result of scoring a block.
 
     Attributes:
-        score: finite; None where there is none. by_frame: what the scorer gave. trouble: what went wrong, in words.
+        score: finite; None if scoring failed.
+        by_frame: output of the scorer.
+        trouble: error message, if scoring failed.
     """
 
     score: float | None
@@ -115,13 +121,13 @@ class Scored(NamedTuple):
 
 
 def scored(score: Score, aggregate: Aggregator, view: View) -> Scored:
-    """Score a block. What the scorer raises, or a number that is not finite, is told and not raised."""
+    """Score a block. Exceptions of the scorer and non-finite scores are reported in the result, not raised."""
     try:
         scores = torch.as_tensor(score(view)).detach().float().reshape(-1).cpu()
         if not scores.numel() or not scores.isfinite().all():
             return Scored(None, [], f"the scorer gave {short_repr(scores.tolist())}, not finite numbers")
         value = float(aggregate(scores))
-    except Exception as error:  # someone else's code: the block is the target's then, and the row says so
+    except Exception as error:  # user code: the target generates this block, and its record reports the error
         return Scored(None, [], f"the scorer raised {type(error).__name__}: {error}")
     if not math.isfinite(value):
         return Scored(None, scores.tolist(), f"aggregating the scores gave {value}")

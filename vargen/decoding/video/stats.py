@@ -1,4 +1,4 @@
-"""What a run of the block loop did: a row for each block, and the sums."""
+"""Statistics of a run of the block loop: a record for each block, and totals."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ Verdict = Literal["accepted", "rejected", "forced", "undrafted"]
 
 @dataclass
 class BlockRecord:
-    """One block of a video.
+    """Record of one block of a video.
 
     Attributes:
-        number: from 0. seed: of the video; with `number` it is all that the block's noise depends on.
-        maker: whose latents stand: the target's, the draft's, or the draft's refined by the target.
-        verdict: on the draft: accepted, rejected; forced where the target had to draw it, undrafted where the policy, or a
-            series of rejections, left no draft.
-        score: of the draft (of the target's block where that was scored), None where nothing was. scores: by frame.
-        tau: the threshold that it was compared with, None where there was none.
-        passes: by model, `target` and `draft`, clean passes included. fed: blocks that these passes fed.
-        seconds: of the block. seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled.
-        note: why a draft was refused unjudged: what a scorer, or the drafter, got wrong.
+        number: from 0.
+        seed: of the video; with `number` it determines the noise of the block.
+        maker: source of the latents: the target, the draft, or the draft refined by the target.
+        verdict: outcome of the draft: accepted or rejected; forced if the target had to generate the block; undrafted if the
+            policy, or a series of rejections, skipped drafting.
+        score: of the draft (or of the target's block if that was scored); None if nothing was scored.
+        scores: by frame.
+        tau: the threshold it was compared with; None if there was none.
+        passes: by model, `target` and `draft`, including cache updates.
+        fed: number of blocks fed by these passes.
+        seconds: of the block.
+        seconds_by_part: draft, decode, score, target, commit; on CUDA only when profiled.
+        note: why a draft was rejected without verification: an error of the scorer or the drafter.
     """
 
     number: int
@@ -43,19 +47,22 @@ class BlockRecord:
     note: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON, which has no infinite numbers: such a `tau` is text."""
+        """Plain values for JSON, which has no infinite numbers: an infinite `tau` becomes a string."""
         tau = self.tau if self.tau is None or abs(self.tau) < float("inf") else str(self.tau)
         return {**asdict(self), "tau": tau}
 
 
 @dataclass
 class VideoStats:
-    """Numbers of one video.
+    """Statistics of one video.
 
     Attributes:
-        accelerator: name of the method. seed: of the video. blocks: a row each, those that were finished.
-        seconds: wall-clock of making the blocks; what the caller does between them does not count.
-        stopped: whether a callback ended it early. threads: of the CPU.
+        accelerator: name of the method.
+        seed: of the video.
+        blocks: a record for each finished block.
+        seconds: wall-clock time of generating the blocks, excluding the caller's time between them.
+        stopped: whether a callback ended the run early.
+        threads: number of CPU threads.
     """
 
     accelerator: str
@@ -67,18 +74,18 @@ class VideoStats:
 
     @property
     def makers(self) -> tuple[Maker, ...]:
-        """By block; see `Replay`."""
+        """Source of each block; see `Replay`."""
         return tuple(row.maker for row in self.blocks)
 
     @property
     def acceptance(self) -> float | None:
-        """Share of the drafts that were accepted; None without any."""
+        """Fraction of drafts that were accepted; None if there were none."""
         judged = [row.verdict == "accepted" for row in self.blocks if row.verdict in ("accepted", "rejected")]
         return sum(judged) / len(judged) if judged else None
 
     @property
     def passes(self) -> dict[str, int]:
-        """By model."""
+        """Number of passes by model."""
         return dict(sum((Counter(row.passes) for row in self.blocks), Counter()))
 
     @property
@@ -90,28 +97,30 @@ class VideoStats:
 
     @property
     def failures(self) -> list[str]:
-        """What went wrong with drafts and scores, by block; the target made these blocks."""
+        """Errors of drafts and scores, by block; the target generated these blocks."""
         return [f"block {row.number}: {row.note}" for row in self.blocks if row.note]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Plain values for JSON."""
         sums = {"acceptance": self.acceptance, "passes": self.passes, "seconds_by_part": self.seconds_by_part}
         rows = [row.to_dict() for row in self.blocks]
         return {**{k: v for k, v in vars(self).items() if k != "blocks"}, **sums, "failures": self.failures, "blocks": rows}
 
 
 def mean_acceptance(runs: Sequence[VideoStats]) -> float | None:
-    """Over several videos, of all their drafts."""
+    """Acceptance rate over all drafts of several videos."""
     return VideoStats("", 0, [row for run in runs for row in run.blocks]).acceptance
 
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Seconds, each of one block.
+    """Costs in seconds, each per block.
 
     Attributes:
-        target, draft: a pass over one. decode: by the full decoder. preview: by the preview decoder, None where drafts are
-            decoded in full. score: all frames of a block.
+        target, draft: one pass over a block.
+        decode: full decoder.
+        preview: preview decoder; None if drafts are decoded in full.
+        score: all frames of a block.
     """
 
     target: float
@@ -121,7 +130,7 @@ class BlockCosts:
     preview: float | None = None
 
     def predicted(self, stats: VideoStats, scored: bool) -> float:
-        """Seconds of a video, from its passes and verdicts alone.
+        """Predict the seconds of a video from its passes and verdicts alone.
 
         Args:
             scored: whether the method scores drafts.
@@ -133,40 +142,42 @@ class BlockCosts:
         looked = scored and row.verdict in ("accepted", "rejected")
         seconds = passes + self.decode + (self.score if looked else 0.0)
         if self.preview is not None:
-            return seconds + (self.preview if scored else 0.0)  # of every block: a scorer sees the frame before
+            return seconds + (self.preview if scored else 0.0)  # for every block: the scorer also gets the previous frame
         return seconds + (self.decode if looked and row.verdict == "rejected" else 0.0)
 
     def drafted_block(self, steps: int, acceptance: float, seen: float = 1.0) -> float:
-        """Seconds of a block that is drafted and scored, in the mean.
+        """Expected seconds of a block that is drafted and scored.
 
         Args:
-            steps: of both models. acceptance: share of drafts that stand. seen: c above.
+            steps: denoising steps of both models.
+            acceptance: fraction of drafts that are accepted.
+            seen: target passes per accepted draft, for the cache update.
         """
         fixed = (steps + 1) * self.draft + self.decode + self.score + (self.preview or 0.0)
         return fixed + (1 - acceptance) * self._redrawn(steps) + acceptance * seen * self.target
 
     def _redrawn(self, steps: int) -> float:
-        """Seconds that a refusal costs."""
+        """Extra seconds of a rejection."""
         return (steps + 1) * self.target + (self.decode if self.preview is None else 0.0)
 
     def target_block(self, steps: int) -> float:
-        """Seconds of a block by the target alone."""
+        """Seconds of a block generated by the target alone."""
         return (steps + 1) * self.target + self.decode
 
     def break_even_acceptance(self, steps: int, seen: float = 1.0) -> float:
-        """The acceptance above which drafting pays; above 1 where it never does."""
+        """Acceptance rate above which drafting pays off; above 1 if it never does."""
         none, all_ = self.drafted_block(steps, 0.0, seen), self.drafted_block(steps, 1.0, seen)
         return (none - self.target_block(steps)) / (none - all_)
 
 
 def estimate_block_costs(target: Iterable[VideoStats], draft: Iterable[VideoStats], routed: Iterable[VideoStats]) -> BlockCosts:
-    """Costs from videos by the target alone, by the drafter alone, and by a method that scores all drafts and accepts none.
+    """Estimate costs from videos of the target alone, of the drafter alone, and of a method that scores and rejects all drafts.
 
-    Each is a median over blocks, so that one that was interrupted does not count. Seconds by part must be known: on CUDA, of
+    Each cost is a median over blocks, so a single interrupted block has no effect. Seconds by part must be known: on CUDA, use
     profiled runs.
 
     Raises:
-        ValueError: where videos of one kind are missing.
+        ValueError: if one kind of video is missing.
     """
     own, small, both = list(target), list(draft), list(routed)
     decode = _median(row.seconds_by_part.get("decode", 0.0) for run in own for row in run.blocks)

@@ -1,4 +1,4 @@
-"""Acceptance rules: pure, batched functions from the target's probabilities and a draft to a `Verdict`."""
+"""Acceptance rules: pure, batched functions from the target distribution and a draft to a `Verdict`."""
 
 from vargen.decoding.next_token.acceptance.base import FunctionRule, acceptance_rule
 from vargen.decoding.next_token.acceptance.exact import (
@@ -20,7 +20,7 @@ from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Sibl
 from vargen.decoding.next_token.acceptance.traversal import traversal
 from vargen.decoding.next_token.protocols import AcceptanceRule
 
-# By name, as method strings give them; each with its default settings.
+# Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {
     "exact": exact,
     "shared-noise": shared_noise,

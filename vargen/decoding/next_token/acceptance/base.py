@@ -1,4 +1,4 @@
-"""A function as an acceptance rule."""
+"""Turn a function into an acceptance rule."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Judge = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
 
 @dataclass(frozen=True)
 class FunctionRule:
-    """An `AcceptanceRule` that is one function, and needs to know nothing of a model."""
+    """An `AcceptanceRule` given by a single function that needs nothing from the model."""
 
     judge: Judge
     exact: bool
     topologies: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # of how drafts are drawn; see `OfferingDrafter`
+    needs: tuple[str, ...] = ()  # what it requires of the drafter's sampling; see `OfferingDrafter`
 
     @property
     def __name__(self) -> str:
@@ -37,6 +37,11 @@ class FunctionRule:
 def acceptance_rule(
     *, exact: bool, topologies: tuple[str, ...] = ("chain",), needs: tuple[str, ...] = ()
 ) -> Callable[[Judge], FunctionRule]:
-    """Make a function an `AcceptanceRule`: does it keep the target's probabilities, what can it judge, and what does it need of
-    how drafts are drawn (see `OfferingDrafter`)?"""
+    """Decorate a function as an `AcceptanceRule`.
+
+    Args:
+        exact: whether the output is distributed as the target.
+        topologies: which drafts it can verify, of `"chain"` and `"tree"`.
+        needs: what it requires of how drafts are sampled; see `OfferingDrafter`.
+    """
     return lambda judge: FunctionRule(judge, exact, topologies, needs)

@@ -1,6 +1,6 @@
-"""Speculative sampling: p/q acceptance and the residual, and the pieces that other rules of chains are made of.
+"""Speculative sampling with p/q acceptance and residual resampling, shared noise, and the building blocks of chain rules.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from vargen.decoding.noise import Noise, Purpose
 
 @acceptance_rule(exact=True)
 def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Speculative sampling: accept a draft d while u < p(d) / q(d), draw norm((p - q)+) at the first refusal.
+    """Speculative sampling: accept draft token d if u < p(d) / q(d); at the first rejection, sample from norm((p - q)+).
 
-    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. What follows a fully accepted draft is drawn from p. The
-    output follows the target if q is what the draft was really drawn with. Arguments: see `AcceptanceRule`.
+    Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. If the whole draft is accepted, the next token is sampled
+    from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
+    Arguments: see `AcceptanceRule`.
     """
     if fused.applies(probs):
         return fused.judged_chain(probs, draft, noise)
@@ -30,48 +31,56 @@ def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
 
 
 def chances(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
-    """What p and q gave each drafted token, `[B, T - 1]` each; q of a deterministic draft is 1."""
+    """Return the probabilities of each draft token under p and q, `[B, T - 1]` each. q of a deterministic draft is 1."""
     return probability(probs[:, :-1], draft.tokens), probability(draft.probs, draft.tokens)
 
 
 def probability(probs: Tensor | None, tokens: Tensor) -> Tensor:
-    """What probabilities `[B, S, V]` give tokens `[B, S]`; one for those of a deterministic proposal, None."""
+    """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones for a deterministic proposal (None)."""
     return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
 
 
 def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:
-    """q as `[B, T - 1, V]`, one-hot for a deterministic draft."""
+    """q as `[B, T - 1, V]`; one-hot for a deterministic draft."""
     return draft.probs if draft.probs is not None else torch.zeros_like(probs[:, 1:]).scatter_(2, draft.tokens[..., None], 1.0)
 
 
 def residual(p: Tensor, q: Tensor) -> Tensor:
-    """(p - q)+, not normalised, `[..., V]`; p itself where nothing is left, that is where p equals q up to rounding."""
+    """Unnormalized residual (p - q)+, `[..., V]`; p itself where the residual is zero (p equals q up to rounding)."""
     left = (p - q).clamp_min_(0)
     return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
 
 
 def resample_rejected(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tensor | None = None) -> Tensor:
-    """int64 `[B, T]`: behind every fed slot the draft, where it is kept, and a draw from norm((p - q)+) where it is not; from p
-    where there is no valid draft, where it is to be drawn `anew`, and behind the last slot. Masks are bool `[B, T - 1]`.
+    """Replace rejected draft tokens, at all slots at once.
 
-    If drafts are kept with chance min(1, p / q) it is a maximal coupling, whose tokens have the probabilities p.
+    Returns one token per slot, int64 `[B, T]`. A kept draft token is returned unchanged; a rejected one is replaced by a sample
+    from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: the slot has no valid
+    draft token, `anew` is set, or the slot is the last.
+
+    If draft tokens are kept with probability min(1, p / q), the old and new tokens form a maximal coupling, and every returned
+    token is distributed as p.
+
+    Args:
+        kept: bool `[B, T - 1]`, which draft tokens are accepted.
+        anew: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
     """
     coupled = torch.ones_like(kept) if draft.valid is None else draft.valid
     if anew is not None:
         coupled = coupled & ~anew
-    left = probs.clone()  # in place, because these are wide
+    left = probs.clone()  # updated in place to save memory: V is large
     left[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
-    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: the draft stands
+    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
     drawn = noise.draw(left, Purpose.REDRAW)
     drawn[:, :-1] = torch.where(kept & coupled | empty, draft.tokens, drawn[:, :-1])
     return drawn
 
 
 def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
-    """The verdict of a chain whose drafts passed or failed their own tests, `accepted` bool `[B, T - 1]`.
+    """Return the verdict on a chain, given which draft tokens passed their own test, `accepted` bool `[B, T - 1]`.
 
-    Commits up to the first failure, where the residual is drawn; behind the last draft, and where an image has none, the
-    target's probabilities are.
+    Tokens up to the first rejection are committed, and the next token is sampled from the residual there. After a fully
+    accepted draft, and where an image has no draft token, it is sampled from the target distribution.
     """
     B, T, _ = probs.shape
     if draft.valid is not None:
@@ -92,19 +101,19 @@ def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdi
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"))
 def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Exact, and the sequential picture itself: a draft stands where it equals what its position's noise draws.
+    """Exact, and identical to sequential decoding: accept a draft token if it equals the token that the shared noise selects.
 
     With the Gumbel noise G fixed per image and position, the token at a position *is* argmax(log p + G) (Maddison et al. 2014);
-    a draft is accepted exactly when it is that token. With an empty draft this is sequential sampling. The draft's own
-    probabilities do not matter. Arguments: see `AcceptanceRule`.
+    a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
+    probabilities q are not used. Arguments: see `AcceptanceRule`.
     """
-    drawn = noise.draw(probs, Purpose.TOKEN)  # [B, T]: what follows each slot
+    drawn = noise.draw(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
     if fused.applies(probs):
         return fused.matched(drawn, draft)
     tree = draft.tree
     agrees = drawn.new_ones(drawn.shape).bool()
     agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))
-    if tree.widest > 1:  # siblings may be alike
+    if tree.widest > 1:  # siblings may hold the same token: accept only the first
         agrees = agrees & ~(agrees[:, None, :] & tree.elders).any(-1)
     path, count, _ = followed(agrees, tree)
     last = path.gather(1, count[:, None] - 1)

@@ -1,6 +1,6 @@
-"""Rules as kernels: the same verdicts in one launch, where `vargen.kernels.dispatch` says that kernels run.
+"""Fused acceptance kernels: the same verdicts in one launch, where `vargen.kernels.dispatch` enables kernels.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vargen.kernels.dispatch import supports_rows
 
 
 def applies(probs: Tensor) -> bool:
-    """Whether kernels judge drafts by these probabilities `[B, T, V]`."""
+    """Return whether kernels verify drafts for these probabilities `[B, T, V]`."""
     return supports_rows(probs) and not torch.is_grad_enabled()
 
 
@@ -27,7 +27,7 @@ def judged_chain(
     budget: float | None = None,
     tightening: float = 0.0,
 ) -> Verdict:
-    """The verdict of `exact` or, with the chances `wanted` `[B, T - 1]`, of a relaxed rule on a chain."""
+    """Verdict of `exact` on a chain or, given acceptance probabilities `wanted` `[B, T - 1]`, of a relaxed rule."""
     from vargen.kernels.accept_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
@@ -37,7 +37,7 @@ def judged_chain(
 
 
 def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
-    """The verdict of `recursive_rejection`."""
+    """Verdict of `recursive_rejection`."""
     from vargen.kernels.accept_tree import verify_recursive_rejection
 
     given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.longest)
@@ -45,7 +45,7 @@ def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
 
 
 def matched(drawn: Tensor, draft: Draft) -> Verdict:
-    """The verdict of `shared_noise`, whose noise draws int64 `[B, T]` behind the slots."""
+    """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
     from vargen.kernels.accept_tree import verify_shared_noise
 
     path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
@@ -53,7 +53,7 @@ def matched(drawn: Tensor, draft: Draft) -> Verdict:
 
 
 def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
-    """The verdict of `traversal`."""
+    """Verdict of `traversal`."""
     from vargen.kernels.accept_traversal import verify_traversal
 
     tree = draft.tree

@@ -1,6 +1,6 @@
-"""GroupedRule speculative decoding (GSD): a draft is judged by the mass of the tokens around it.
+"""Grouped speculative decoding (GSD): verify a draft token by the total probability of a group of tokens around it.
 
-Shape suffixes: B images, T fed tokens of one pass, G members of a group, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, G members of a group, V vocabulary.
 """
 
 from __future__ import annotations
@@ -19,29 +19,32 @@ from vargen.values import parse_float, parse_int, short_repr
 
 @dataclass(frozen=True)
 class GroupedRule(RelaxedRule):
-    """RelaxedRule: a draft is judged by the mass of a group of tokens around it instead of by its own.
+    """Relaxed rule of GSD: accept a draft token by the total probability of its group instead of its own probability.
 
-    GroupedRule speculative decoding (So et al. 2025, GSD, section 3): the `size` tokens whose probabilities under the present
-    p are nearest in rank to the draft's, half of them above and half below, less those that differ by `delta` or more in
-    probability or by `distance` or more in code. Accepts while u < min(1, sum p / sum q) over draft and group, keeps the draft
-    itself, and draws norm((p - q)+) at a refusal. The output does not follow the target: each acceptance granted beyond
-    min(1, p / q) is relaxation, reported per image. The sums can also fall *below* p / q; then p / q counts, because refusing
-    more would bias the output for nothing. Tokens that the filters leave without probability join no group.
+    Grouped speculative decoding (So et al. 2025, GSD, section 3). The group consists of the `size` tokens nearest in rank to
+    the draft token when sorted by the current p, half above and half below it. Tokens that differ by `delta` or more in
+    probability, or by `distance` or more in codebook space, are excluded, as are tokens that the sampling filters set to
+    probability zero.
+
+    The draft token is accepted if u < min(1, sum p / sum q), summed over the token and its group; it is committed unchanged. A
+    rejection samples from norm((p - q)+). The output is not distributed as the target: acceptance probability beyond min(1, p /
+    q) is relaxation, reported per image. Where the ratio of sums is *below* p / q, we use p / q, because rejecting more than
+    the exact rule would add bias for no gain.
 
     Args:
-        size: most tokens in a group besides the draft, 1 or more.
-        delta: in (0, 1]; 1 switches this filter off.
-        distance: squared Euclidean distance of codebook vectors (unit vectors: 0 to 4); None switches this filter off.
+        size: maximum number of tokens in a group besides the draft token, at least 1.
+        delta: in (0, 1]; 1 disables this filter.
+        distance: squared Euclidean distance of codebook vectors (0 to 4 for unit vectors); None disables this filter.
         budget, tightening: see `RelaxedRule`.
 
     Raises:
-        ValueError: for values outside these ranges.
+        ValueError: if a value is out of range.
     """
 
     size: int = 14
     delta: float = 0.15
     distance: float | None = None
-    codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, which `bind` sets
+    codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, set by `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -58,10 +61,10 @@ class GroupedRule(RelaxedRule):
             object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> GroupedRule:
-        """This rule with the model's codebook.
+        """Return the rule with the model's codebook.
 
         Raises:
-            ValueError: if `distance` is set and the model has none.
+            ValueError: if `distance` is set and the model has no codebook.
         """
         if self.distance is not None and model.codebook is None:
             raise ValueError("distance needs a model with a codebook; pass distance=None to group whatever the codes")
@@ -70,13 +73,16 @@ class GroupedRule(RelaxedRule):
         return bound
 
     def members(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """int64 `[B, T - 1, G]` groups of `tokens` `[B, T - 1]` under `p`; the draft itself stands for who is left out."""
+        """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`.
+
+        Excluded members are replaced by the draft token itself.
+        """
         own = p.gather(2, tokens[..., None])
         others = p.scatter(2, tokens[..., None], -1.0)
         below = min((self.size + 1) // 2, p.shape[-1] - 1)
         above = min(self.size // 2, p.shape[-1] - 1)
         low, index = torch.where(others <= own, others, -1.0).topk(below, dim=2)
-        high, higher = torch.where(others > own, -others, -2.0).topk(above, dim=2)  # the smallest of the larger
+        high, higher = torch.where(others > own, -others, -2.0).topk(above, dim=2)  # the smallest above own
         value, member = torch.cat([low, -high], 2), torch.cat([index, higher], 2)
         joins = (value > 0) & (value <= 1) & ((value - own).abs() < self.delta)
         if self.distance is not None and self.codebook is not None:

@@ -1,6 +1,6 @@
-"""NeighborhoodRule acceptance (LANTERN): a draft is judged by the mass of the tokens that look like it.
+"""Neighborhood acceptance (LANTERN): verify a draft token by the total probability of similar tokens.
 
-Shape suffixes: B images, S drafts, K neighbours, V vocabulary.
+Shape suffixes: B images, S draft tokens, K neighbors, V vocabulary.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ from vargen.values import parse_float, parse_int, short_repr
 
 @dataclass(frozen=True)
 class NeighborhoodRule(RelaxedRule):
-    """RelaxedRule: a draft x is accepted while u < (p(x) + p(A)) / q(x), A the tokens whose codes are nearest to that of x.
+    """Relaxed rule of LANTERN: accept x if u < (p(x) + p(A)) / q(x), A being the nearest neighbors of x in the codebook.
 
     LANTERN (Jang et al. 2024, section 4) and LANTERN++ (Park et al. 2025). A is the longest prefix of the `size` nearest
-    tokens, x itself not among them, whose mass p(A) stays within the bounds that are set: `delta` (LANTERN), (ratio - 1) p(x)
-    (LANTERN++), so that what x counts for is at most `ratio` p(x). The draft itself is kept, and a refusal draws
-    norm((p - q)+), which is the optimal residual of every relaxed rule (see `relaxation`). Neither bound limits how far the
-    output is from p in sum, because every draft has an A of its own: that is what is reported, and what `budget` is for.
-    A draft that the filters leave without probability is never accepted, whatever its neighbours have.
+    tokens, excluding x, whose total probability p(A) stays within the configured bounds: `delta` (LANTERN), and (ratio - 1)
+    p(x) (LANTERN++), which limits p(x) + p(A) to `ratio` p(x). An accepted draft token is committed unchanged. A rejection
+    samples from norm((p - q)+), the optimal residual of every relaxed rule (see `relaxed`). Neither bound limits the total
+    distance of the output from p, because every draft token has its own A; that distance is reported as relaxation and limited
+    by `budget`. A draft token that the filters set to probability zero is never accepted, whatever its neighbors.
 
-    Where drawing is greedy (temperature 0), masses are those at temperature 1, and a draft is accepted if p(x) + p(A) is at
-    least the probability of the likeliest other token (LANTERN's greedy form). Each such token that is not the likeliest itself
-    counts as a relaxation of one.
+    Under greedy sampling (temperature 0), probabilities are taken at temperature 1, and a draft token is accepted if p(x) +
+    p(A) is at least the largest probability of any other token (LANTERN's greedy form). Each accepted token that is not the
+    argmax counts as a relaxation of one.
 
     Args:
-        size: most neighbours, 1 or more; where the codebook has fewer, all.
-        ratio: lambda, above 1, or None for no such bound.
-        delta: in (0, 1], or None for no such bound.
+        size: maximum number of neighbors, at least 1; limited by the size of the codebook.
+        ratio: lambda, above 1; None disables this bound.
+        delta: in (0, 1]; None disables this bound.
         budget, tightening: see `RelaxedRule`.
 
     Raises:
-        ValueError: for values outside these ranges, or if neither bound is set.
+        ValueError: if a value is out of range, or neither bound is set.
     """
 
     size: int = 10
     ratio: float | None = 5.0
     delta: float | None = None
-    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`, by `bind`
+    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,17 +72,17 @@ class NeighborhoodRule(RelaxedRule):
             object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> NeighborhoodRule:
-        """This rule with the neighbours in the model's codebook, which are made the first time.
+        """Return the rule with the neighbor table of the model's codebook, which is computed on first use.
 
         Raises:
-            ValueError: if the model has no codebook, or one that is none.
+            ValueError: if the model has no codebook, or an invalid one.
         """
         bound = replace(self)
         object.__setattr__(bound, "nearest", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
+        """Total neighbor probability p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
         if self.nearest is None:
             raise ValueError("this rule is bound to no model: call bind(model) first")
         reached = p.gather(2, self.nearest[tokens].long()).cumsum(2)
@@ -109,20 +109,20 @@ class NeighborhoodRule(RelaxedRule):
 
 logger = logging.getLogger("vargen")
 
-_AT_ONCE = 2**24  # distances that are held at a time
+_AT_ONCE = 2**24  # number of distances in memory at a time
 
 
 def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
-    """The `count` nearest tokens of each, without itself, nearest first: `[V, K]`, int16 where token numbers fit, else int32.
+    """Return the `count` nearest neighbors of each token, nearest first: `[V, K]`, int16 if token ids fit, otherwise int32.
 
-    K is V - 1 where that is less. Distances are Euclidean; of equal ones the smaller token comes first, so that a codebook with
-    codes that are alike, as unused ones are, has one table everywhere.
+    A token is not its own neighbor. K is min(count, V - 1). Distances are Euclidean, and ties are broken by token id, so that a
+    codebook with duplicate codes, such as unused ones, has the same table on every machine.
 
     Args:
-        codebook: float `[V, C]`, of finite numbers.
+        codebook: float `[V, C]`, finite.
 
     Raises:
-        ValueError: for a codebook that is no such matrix.
+        ValueError: if the codebook is not a finite matrix with at least two rows.
     """
     if codebook.dim() != 2 or len(codebook) < 2 or not codebook.isfinite().all():
         raise ValueError(f"codebook must be a matrix [V, C] of finite numbers and at least 2 codes, got {list(codebook.shape)}")
@@ -132,10 +132,10 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
 
 
 def require_codebook(model: TokenModel) -> Tensor:
-    """The codebook `[V, C]` that says which of a model's tokens look alike.
+    """Return the codebook `[V, C]` that defines the similarity of a model's tokens.
 
     Raises:
-        ValueError: if there is none, or one of another vocabulary.
+        ValueError: if there is none, or it belongs to another vocabulary.
     """
     if model.codebook is None:
         raise ValueError("neighbourhoods need a model with a codebook, whose vectors say how alike two tokens are")
@@ -145,12 +145,12 @@ def require_codebook(model: TokenModel) -> Tensor:
 
 
 def digest(codebook: Tensor) -> str:
-    """Changes with any number of a float32 codebook on the CPU, and with its shape."""
+    """Return a hash of the values and shape of a float32 codebook on the CPU."""
     return hashlib.sha256(f"{list(codebook.shape)}".encode() + codebook.numpy().tobytes()).hexdigest()[:16]
 
 
 class _Codes:
-    """A codebook that equals another one of the same digest, as a key of what is kept."""
+    """A codebook as a cache key; equal to any other codebook with the same digest."""
 
     def __init__(self, codes: Tensor, name: str):
         self.codes, self.name = codes, name
@@ -177,23 +177,23 @@ def _made(codes: Tensor, count: int) -> Tensor:
     table = torch.empty(len(codes), count, dtype=torch.int16 if len(codes) <= 2**15 else torch.int32)
     high = codes.double()
     for rows in torch.arange(len(codes)).split(max(1, _AT_ONCE // len(codes))):
-        # By differences: a product would round equal distances apart, differently on every machine.
+        # Without matrix products: their rounding separates equal distances, differently on every machine.
         gap = torch.cdist(high[rows], high, compute_mode="donot_use_mm_for_euclid_dist")
-        gap[torch.arange(len(rows)), rows] = torch.inf  # not its own neighbour, though another code may be as near
+        gap[torch.arange(len(rows)), rows] = torch.inf  # exclude the token itself; a duplicate code may be at distance 0
         farthest = gap.topk(count, largest=False).values[:, -1:]
         nearer, even = gap < farthest, gap == farthest
         chosen = nearer | (even & (even.cumsum(1) <= count - nearer.sum(1, keepdim=True)))
-        member = chosen.nonzero()[:, 1].view(len(rows), count)  # by token
+        member = chosen.nonzero()[:, 1].view(len(rows), count)  # sorted by token id
         order = gap.gather(1, member).argsort(dim=1, stable=True)
         table[rows] = member.gather(1, order).to(table.dtype)
     return table
 
 
-# -- what is kept on disk ---------------------------------------------------------------------------------------------
+# -- disk cache -------------------------------------------------------------------------------------------------------
 
 
 def _read(path: Path, book: _Codes, count: int) -> Tensor | None:
-    """A table of this codebook with at least `count` columns; None if the file holds none, whatever it is."""
+    """Load a table of this codebook with at least `count` columns; None if the file is missing, invalid, or another table."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             name, table = str(stored["codebook"]), stored["nearest"]
@@ -210,5 +210,5 @@ def _write(path: Path, book: _Codes, table: Tensor) -> None:
     try:
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, codebook=book.name, nearest=table.numpy())
-    except OSError as error:  # a home that cannot be written
+    except OSError as error:  # the cache folder is not writable
         logger.debug("the table of nearest codes is not kept: %s", error)

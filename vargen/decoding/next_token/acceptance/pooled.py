@@ -1,7 +1,9 @@
-"""PooledRule acceptance with local repair (MuLo-SD): a draft stands if it and the tokens that look like it have enough
-probability together; what does not stand is drawn anew, with the drafts around it, and the others wait for their turn.
+"""Pooled acceptance with local repair (MuLo-SD).
 
-Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, K neighbours, V vocabulary.
+A draft token is accepted if it and its codebook neighbors together have enough probability. A rejected token is resampled
+together with the draft tokens around it; the remaining draft stays for the next pass.
+
+Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, K neighbors, V vocabulary.
 """
 
 from __future__ import annotations
@@ -23,29 +25,30 @@ from vargen.values import parse_float, parse_int, short_repr
 
 @dataclass(frozen=True)
 class PooledRule(RelaxedRule):
-    """RelaxedRule: a draft x is accepted if p(x) and the p of its `size` nearest tokens in codebook space sum to `threshold`.
+    """Relaxed rule of MuLo-SD: accept a draft token if it and its `size` nearest codebook neighbors sum to p >= `threshold`.
 
-    MuLo-SD 2026, arXiv 2601.05149. Drafts below it are judged exactly, where MuLo refuses them: refusing more
-    than p / q asks biases the output for nothing. Past the first refusal MuLo keeps what stands and draws the rest anew, which
-    here is a coupling: a draft that is not reached yet is kept with the chance that the rule gives it, else drawn from
-    norm((p - q)+), so that its probabilities are p, but for what was granted. That is counted where it is granted, for drafts
-    that were not reached as well.
+    MuLo-SD 2026, arXiv 2601.05149. Two differences from the paper avoid needless bias. (1) Below the threshold we apply the
+    exact test min(1, p / q) instead of rejecting: rejecting more than the exact rule adds bias for no gain. (2) After the first
+    rejection, MuLo keeps the draft tokens that pass and resamples the others. Here this is a coupling: a draft token that was
+    not reached is kept with the probability that the rule gives it, otherwise resampled from norm((p - q)+), so it is
+    distributed as p except for the relaxation spent. Relaxation is counted where it is spent, also on draft tokens that were
+    not reached.
 
-    Drafts up to `radius` rows or columns behind a refused one, behind in raster order, are drawn anew from p whether they stand
-    or not (MuLo's local expansion). Those before it are not: their p has not seen it, and to let the fate of a later token
-    decide over an earlier one would bias it.
+    Draft tokens within `radius` rows and columns of a rejected token, and after it in raster order, are resampled from p
+    whether they pass or not (the paper's local expansion). Tokens before it are left alone: their p does not depend on it, and
+    letting a later token decide about an earlier one would bias the output.
 
-    Drafts that their drafter wants kept (`Draft.kept`, as `Wavefront` does) stand in any case; that is granted, and counted.
+    Draft tokens that the drafter marks in `Draft.kept`, as `Wavefront` does, are always accepted; this counts as relaxation.
 
     Args:
-        size: neighbours, 0 or more; where the codebook has fewer, all.
-        threshold: tau, above 0; above 1 nothing passes by its mass.
-        radius: 0 or more.
-        budget, tightening: see `RelaxedRule`. With a budget of 0 it is the exact rule with a maximal coupling.
+        size: number of neighbors, at least 0; limited by the size of the codebook.
+        threshold: tau, above 0; above 1 no token passes by its pooled probability.
+        radius: at least 0.
+        budget, tightening: see `RelaxedRule`. With a budget of 0 this is the exact rule with a maximal coupling.
 
     Raises:
-        ValueError: for values outside these ranges; by `bind` for a radius that the grid does not have, or if it needs a
-            codebook and the model has none, or one of another vocabulary.
+        ValueError: if a value is out of range. `bind` raises it if the radius exceeds the grid, or if the rule needs a codebook
+            and the model has none or one for another vocabulary.
     """
 
     topologies = ("chain",)
@@ -53,8 +56,8 @@ class PooledRule(RelaxedRule):
     size: int = 10
     threshold: float = 0.3
     radius: int = 0
-    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`, by `bind`
-    columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, by `bind`
+    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
+    columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, set by `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -71,7 +74,7 @@ class PooledRule(RelaxedRule):
             object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> PooledRule:
-        """This rule with the grid and the neighbours in the model's codebook, which are made the first time."""
+        """Return the rule with the grid and the neighbor table of the model's codebook, which is computed on first use."""
         rows, columns = model.grid
         if self.radius and self.radius >= max(rows, columns):
             raise ValueError(f"radius must be less than the grid of {rows} x {columns}, got {self.radius}")
@@ -82,7 +85,7 @@ class PooledRule(RelaxedRule):
         return bound
 
     def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
-        """p of `tokens` `[B, S]` and of their neighbours under p `[B, S, V]`: float `[B, S]`."""
+        """Total probability of `tokens` `[B, S]` and their neighbors under p `[B, S, V]`: float `[B, S]`."""
         own = probability(p, tokens)
         return own if self.nearest is None else own + p.gather(2, self.nearest[tokens].long()).sum(2)
 
@@ -94,7 +97,7 @@ class PooledRule(RelaxedRule):
         return granted if siblings.kept is None else torch.where(siblings.kept, 1 - siblings.exact_chance, granted)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`. `drawn` holds the drafts that stand, and others in the place of those that do not."""
+        """See `AcceptanceRule`. `Verdict.drawn` holds the draft tokens, with rejected ones replaced."""
         verdict, drafted, granted = self.along_chain(probs, draft, noise, relaxation)
         kept, again = self._standing(verdict, drafted, granted, draft, noise)
         drawn = resample_rejected(probs, draft, noise, kept, again)
@@ -103,8 +106,10 @@ class PooledRule(RelaxedRule):
     def _standing(
         self, verdict: Verdict, drafted: Siblings, granted: Tensor, draft: Draft, noise: Noise
     ) -> tuple[Tensor, Tensor]:
-        """Of drafts, bool `[B, S]` each: which stand, and which are near behind a refused one; neither says anything of those
-        that are committed."""
+        """Return two masks over draft tokens, bool `[B, S]` each: which are kept, and which lie close after a rejected one.
+
+        Entries of committed tokens are undefined.
+        """
         slot = torch.arange(granted.shape[1], device=granted.device)
         kept = noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] < drafted.exact_chance + granted
         if draft.valid is not None:
@@ -112,15 +117,15 @@ class PooledRule(RelaxedRule):
         reached = slot < verdict.count[:, None] - 1  # accepted
         if not self.radius:
             return kept, torch.zeros_like(kept)
-        first = slot == verdict.count[:, None] - 1  # the one refused by the verdict, whose coin is another
+        first = slot == verdict.count[:, None] - 1  # rejected by the verdict, which used other uniforms
         refused = (first | ~kept) & ~reached
         if draft.valid is not None:
             refused &= draft.valid
         return kept, self._near(refused, noise.position[:, :-1]) & ~reached & ~first
 
     def _near(self, refused: Tensor, position: Tensor) -> Tensor:
-        """Which places `[B, S]`, in raster order, are at most `radius` rows and columns away from, and behind, one of those."""
+        """bool `[B, S]`: positions after a rejected one in raster order, within `radius` rows and columns of it."""
         row, column = position // self.columns, position % self.columns
-        down, across = row[:, :, None] - row[:, None, :], column[:, :, None] - column[:, None, :]  # of a place from another
+        down, across = row[:, :, None] - row[:, None, :], column[:, :, None] - column[:, None, :]  # from one to another
         behind = position[:, :, None] > position[:, None, :]
         return (behind & (down <= self.radius) & (across.abs() <= self.radius) & refused[:, None, :]).any(2)

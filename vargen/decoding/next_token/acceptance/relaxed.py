@@ -1,12 +1,14 @@
-"""Relaxation: acceptance granted beyond the exact rule's min(1, p / q), in one place for every relaxed rule.
+"""Relaxation: acceptance beyond the exact probability min(1, p / q), implemented once for all relaxed rules.
 
-A relaxed rule says how likely it wants each draft x accepted, f(x); the frame here grants f(x) - min(1, p(x) / q(x)) where that
-is above 0, tapers it with the depth of the draft, caps it by the budget, and sums what was granted. Wherever f is at least
-the exact chance, (p - q f)+ is (p - q)+: the exact rule's residual is the optimal one of every relaxed rule, and the total
-variation between what one step draws and p is then exactly the extra acceptance, the sum over x of q(x) (f(x) - min(1, p / q)),
-whatever the rule. So what rules differ in is not how far the output is from p, but in which direction.
+A relaxed rule specifies the probability f(x) with which it wants to accept draft token x. The base class spends the excess f(x)
+- min(1, p(x) / q(x)) where it is positive, tapers it with depth, limits it by the budget, and sums it.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Where f is at least the exact acceptance probability, (p - q f)+ equals (p - q)+, so the residual of the exact rule is optimal
+for every relaxed rule. The total variation between the output of one step and p is then exactly the excess acceptance, the sum
+over x of q(x) (f(x) - min(1, p / q)), for any rule. Relaxed rules of equal relaxation are therefore equally far from p and
+differ only in the direction.
+
+Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,16 +31,16 @@ from vargen.values import parse_float, short_repr
 
 @dataclass(frozen=True, kw_only=True)
 class RelaxedRule:
-    """What relaxed rules share; each of them says in `wanted` how likely it wants a draft accepted.
+    """Base class of relaxed rules. A subclass defines `wanted`, its acceptance probability for a draft token.
 
     Args:
-        budget: most relaxation per image, 0 or more; past it the rule is exact. None: no limit.
-        tightening: nu, 0 or more: draft i of a path, counted from 0, is granted exp(-nu i) of what the rule would grant, so
-            early drafts are judged loosely and late ones tightly (the schedule of Cool-SD; its nu is 0.7). Late drafts are
-            reached less often, so relaxation buys less there. 0: all alike.
+        budget: maximum relaxation per image, at least 0; once it is spent, the rule is exact. None: no limit.
+        tightening: nu, at least 0. Draft token i of a path, counted from 0, gets exp(-nu i) of the relaxation, so early tokens
+            are verified loosely and late ones tightly (the schedule of Cool-SD, where nu is 0.7). Late tokens are reached less
+            often, so relaxation gains less there. 0: no tapering.
 
     Raises:
-        ValueError: for values outside these ranges.
+        ValueError: if a value is out of range.
     """
 
     exact: ClassVar[bool] = False
@@ -60,31 +62,32 @@ class RelaxedRule:
         return self
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        """RandomShare f to accept each of the drafted `tokens` `[B, S]`; above 1 counts as 1, below the exact chance as that.
+        """Probability f of accepting each draft token of `tokens` `[B, S]`, clamped to between the exact probability and 1.
 
         Args:
-            p, q: float32 `[B, S, V]`, probabilities of target and draft at each; q None for a deterministic proposal.
+            p, q: float32 `[B, S, V]`, target and draft distributions; q is None for a deterministic proposal.
         """
         raise NotImplementedError
 
     def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
-        """As `wanted`, where the likeliest token is drawn: p is one on it, `soft` `[B, S, V]` is the target's at temperature 1.
+        """Like `wanted`, for greedy sampling: p is one-hot, and `soft` `[B, S, V]` is the target distribution at temperature 1.
 
-        Rules that have no such form judge by p.
+        Rules without a greedy form use p.
         """
         return self.wanted(p, q, tokens)
 
     def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
-        """Acceptance beyond the exact rule's for each draft, tapered with its depth, `[B, S]`; the budget comes later."""
+        """Relaxation of each draft token, `[B, S]`, tapered with depth but not yet limited by the budget."""
         p, q, token, soft = siblings.p, siblings.q, siblings.token, siblings.soft
         wanted = self.wanted(p, q, token) if soft is None else self.wanted_greedily(p, q, token, soft)
         extra = (wanted.clamp(max=1.0) - siblings.exact_chance).clamp_min(0)
         return extra * (-self.tightening * (depth - 1)).exp() if self.tightening else extra
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`; `relaxation` counts against the budget.
+        """See `AcceptanceRule`; `relaxation` counts toward the budget.
 
-        Of siblings, a later one is judged by what the refusal of the elder ones leaves of p, as by `recursive_rejection`.
+        As in `recursive_rejection`, a later sibling is tested against the p that remains after the rejection of earlier
+        siblings.
         """
         if not draft.tree.chain:
             test = partial(self._test, draft.tree)
@@ -97,13 +100,13 @@ class RelaxedRule:
         return replace(verdict, relaxation=sum_relaxation(granted, verdict, draft))
 
     def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
-        """The verdict on a chain, without its relaxation; the drafts, and what each is granted, `[B, T - 1]`."""
+        """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
         soft = None if draft.soft is None else draft.soft[:, :-1]
         drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.kept)
         granted = cap_to_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
-        return judged(accepted, probs, draft, noise), drafted, granted  # as the walk over a tree, without its copies of p
+        return judged(accepted, probs, draft, noise), drafted, granted  # as on a tree, but without its copies of p
 
     def _test(self, tree: Tree, siblings: Siblings) -> SiblingDecision:
         depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
@@ -114,13 +117,14 @@ class RelaxedRule:
 
 
 def cap_to_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
-    """What may be granted to each draft of a chain, float `[B, T - 1]`: nothing to invalid ones, and in sum along the chain no
-    more than the budget leaves.
+    """Limit the relaxation of each draft token of a chain, float `[B, T - 1]`.
+
+    Invalid draft tokens get none, and the sum along the chain does not exceed the remaining budget.
 
     Args:
-        granted: float `[B, T - 1]`, at least 0, what the rule would grant.
-        relaxation: float32 `[B]`, granted by earlier passes.
-        budget: most relaxation of an image; None: no limit.
+        granted: float `[B, T - 1]`, nonnegative, relaxation before the limit.
+        relaxation: float32 `[B]`, spent in earlier passes.
+        budget: maximum relaxation per image; None: no limit.
     """
     if draft.valid is not None:
         granted = granted * draft.valid
@@ -131,7 +135,7 @@ def cap_to_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: flo
 
 
 def sum_relaxation(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
-    """Relaxation of a pass, float `[B]`: what was granted to the drafts that were examined, the first refused one included."""
+    """Relaxation of a pass, float `[B]`: the sum over the draft tokens that were tested, including the first rejected one."""
     examined = torch.arange(granted.shape[1], device=granted.device) < verdict.count[:, None]
     if draft.valid is not None:
         examined = examined & draft.valid
@@ -140,18 +144,18 @@ def sum_relaxation(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
 
 @dataclass(frozen=True)
 class RatioRule(RelaxedRule):
-    """RelaxedRule: accept a draft x while u < ratio p(x) / q(x), draw norm((p - q)+) at a refusal.
+    """Relaxed rule: accept a draft token x if u < ratio p(x) / q(x); a rejection samples from norm((p - q)+).
 
-    The plainest relaxed rule, which every other one has to beat at equal relaxation: it grants most to drafts that the target
-    finds likely, and asks nothing else. With `tightening` it is the rule of Cool-SD, whose ratio falls with the depth, here
-    towards 1 and not below: a ratio below 1 would refuse more than the exact rule, which biases the output for nothing.
+    The simplest relaxed rule and the baseline at equal relaxation: it spends most on tokens that are likely under the target
+    and uses no other information. With `tightening` it is the rule of Cool-SD, whose ratio decreases with depth. Here it
+    decreases toward 1 and not below: a ratio below 1 rejects more than the exact rule, which adds bias for no gain.
 
     Args:
-        ratio: 1 (exact) or more.
+        ratio: at least 1; 1 is exact.
         budget, tightening: see `RelaxedRule`.
 
     Raises:
-        ValueError: for values outside these ranges.
+        ValueError: if a value is out of range.
     """
 
     ratio: float = 2.0
@@ -169,20 +173,20 @@ class RatioRule(RelaxedRule):
 
 @dataclass(frozen=True)
 class TypicalRule(RelaxedRule):
-    """RelaxedRule: accept a draft x surely where p(x) > min(epsilon, alpha exp(-H)), H the entropy of p in nats.
+    """Relaxed rule: always accept a draft token x with p(x) > min(epsilon, alpha exp(-H)), H being the entropy of p in nats.
 
-    TypicalRule acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other drafts are judged exactly, where Medusa refuses them:
-    refusing more than p / q asks biases the output for nothing. Image models are uncertain, so the second bound rules: at an
-    entropy of 6 nats, tokens of 0.0007 are typical. The defaults are those of Medusa's helper, alpha about the square root of
-    epsilon; its `generate` passes the two exchanged.
+    Typical acceptance (Cai et al. 2024, Medusa, section 2.3.1). Other draft tokens get the exact test, where Medusa rejects
+    them: rejecting more than the exact rule adds bias for no gain. Image models have high entropy, so the second bound
+    dominates: at 6 nats, tokens with p = 0.0007 are typical. Defaults are those of Medusa's helper function, with alpha about
+    the square root of epsilon; its `generate` passes the two swapped.
 
     Args:
         epsilon: in (0, 1].
-        alpha: above 0; the paper takes about the square root of epsilon.
+        alpha: above 0; the paper uses about the square root of epsilon.
         budget, tightening: see `RelaxedRule`.
 
     Raises:
-        ValueError: for values outside these ranges.
+        ValueError: if a value is out of range.
     """
 
     epsilon: float = 0.09

@@ -1,10 +1,13 @@
-"""Sibling by sibling: what rules have in common that judge the drafts behind a token one after the other, on any tree.
+"""Verification of draft trees, one sibling at a time.
 
-A rule says what it makes of one draft behind every fed slot (`SiblingRule`); here the drafts of one rank, first, second, ...,
-are tested at all slots at once, whether or not the slots will be reached, so that no step waits for a decision: as many rounds
-as any slot has children. Chains are trees whose slots have one child.
+Several rules verify the children of a slot in order: the first accepted child extends the path; a rejected one changes the
+distribution that the next sibling is tested against. A rule supplies only the test of one child (`SiblingRule`); this module
+applies it to the tree.
 
-Shape suffixes: B images, T fed tokens of one pass, R of them, A slots of the longest path, V vocabulary.
+To avoid host synchronization, round k tests the k-th child of *every* slot, including slots that turn out not to be reached.
+The number of rounds is the largest number of children of any slot. A chain is a tree with one child per slot.
+
+Shape suffixes: B images, T tokens fed in one pass, R of these slots, A slots on the longest path, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,17 +24,16 @@ from vargen.decoding.noise import Noise, Purpose
 
 
 class Siblings(NamedTuple):
-    """Drafts of one rank, behind R of the fed slots; where a slot has none, what stands here does not matter.
+    """The children of one rank after R of the fed slots. Entries of slots without such a child are undefined.
 
     Attributes:
-        p: float `[B, R, V]`, the target's probabilities behind each slot, less what the refusal of elder siblings left out;
-            sums to one.
-        q: float `[B, R, V]`, the probabilities that the draft was drawn with; None: it was not drawn, so its own is one.
-        token: int64 `[B, R]`, the draft.
-        slot: int64 `[B, R]` or `[1, R]`, the slot that it is fed at, 0 where there is none.
-        room: float `[B, R]`, most relaxation that this test may grant; None: no limit.
-        soft: float `[B, R, V]`, the target's behind each slot at temperature 1, where drawing is greedy; see `Draft`.
-        kept: bool `[B, R]`, of drafts of a chain, see `Draft`.
+        p: float `[B, R, V]`, the target distribution after each slot, updated for rejected earlier siblings; sums to one.
+        q: float `[B, R, V]`, the distribution that the child was sampled from; None: deterministic, q of the child is one.
+        token: int64 `[B, R]`, the draft token.
+        slot: int64 `[B, R]` or `[1, R]`, the slot of the child, 0 if there is none.
+        room: float `[B, R]`, maximum relaxation that this test may spend; None: no limit.
+        soft: float `[B, R, V]`, the target distribution after each slot at temperature 1, for greedy sampling; see `Draft`.
+        kept: bool `[B, R]`, for chains only; see `Draft`.
     """
 
     p: Tensor
@@ -44,32 +46,32 @@ class Siblings(NamedTuple):
 
     @property
     def own(self) -> tuple[Tensor, Tensor]:
-        """What p and q give the draft itself, `[B, R]` each."""
+        """Probabilities of the draft token under p and q, `[B, R]` each."""
         p = self.p.gather(-1, self.token[..., None])[..., 0]
         return p, torch.ones_like(p) if self.q is None else self.q.gather(-1, self.token[..., None])[..., 0]
 
     @property
     def exact_chance(self) -> Tensor:
-        """min(1, p / q) of the draft, `[B, R]`; 0 where q is 0."""
+        """Exact acceptance probability min(1, p / q) of the draft token, `[B, R]`; 0 where q is 0."""
         p, q = self.own
         return torch.where(q > 0, p / q, 0.0).clamp(max=1.0)
 
     @property
     def left(self) -> Tensor:
-        """(p - q)+, not normalised, `[B, R, V]`: what the exact rule leaves of p at a refusal."""
+        """Unnormalized residual (p - q)+ of the exact rule, `[B, R, V]`."""
         if self.q is None:
             return self.p.scatter(-1, self.token[..., None], 0.0)
         return (self.p - self.q).clamp_min_(0)
 
 
 class SiblingDecision(NamedTuple):
-    """What a rule makes of `Siblings`.
+    """Decision of a rule on `Siblings`.
 
     Attributes:
-        chance: float `[B, R]`, with which the draft is accepted; may exceed 1.
-        left: float `[B, R, V]`, what a refusal leaves of p, at least 0; need not sum to one. Where nothing is left, p stays.
-            None: what the exact rule leaves, which is then computed only where it is needed.
-        granted: float `[B, R]`, acceptance beyond the exact rule; None: none.
+        chance: float `[B, R]`, acceptance probability; may exceed 1.
+        left: float `[B, R, V]`, nonnegative residual after a rejection; need not sum to one. Where it is zero, p is unchanged.
+            None: the residual of the exact rule, which is then computed only where needed.
+        granted: float `[B, R]`, acceptance probability beyond the exact rule; None: none.
     """
 
     chance: Tensor
@@ -82,8 +84,11 @@ SiblingRule = Callable[[Siblings], SiblingDecision]
 
 @dataclass
 class _SlotDecisions:
-    """Of every draft, by its slot, `[B, T]` each: whether it stands once its parent does, whether it is tested then, and the
-    acceptance granted to it; entry 0 is meaningless."""
+    """Decisions on every draft token by slot, `[B, T]` each.
+
+    Given that its parent is accepted: whether the token is accepted, whether it is tested, and the relaxation spent on it.
+    Entry 0 is undefined.
+    """
 
     stands: Tensor
     examined: Tensor
@@ -98,16 +103,16 @@ def verify_siblings(
     relaxation: Tensor | None = None,
     budget: float | None = None,
 ) -> Verdict:
-    """The verdict of a rule that tests siblings one after the other and, if all are refused, draws from what they leave of p.
+    """Verify a draft by testing siblings in order. If all children of a slot are rejected, sample from the residual of p.
 
     Args:
-        test: of one draft behind each of some slots. It is asked again for the last slot that is accepted and, with a `budget`,
-            of which it has to grant at most `room`, once more for all.
+        test: decides on one child of each of several slots. It is called again for the last accepted slot. With a `budget`, it
+            is called once more for all slots and must spend at most `room` on each.
         probs, draft, noise, relaxation: see `AcceptanceRule`.
-        budget: most relaxation of an image; None: no limit.
+        budget: maximum relaxation per image; None: no limit.
 
     Returns:
-        The verdict; with `relaxation` where that is given.
+        The verdict, with `relaxation` set if that argument is given.
     """
     judged, room = _judge(test, probs, draft, noise, None), None
     if budget is not None:
@@ -139,20 +144,20 @@ def _judge(test: SiblingRule, probs: Tensor, draft: Draft, noise: Noise, room: T
         tested = test(siblings)
         open_ = there & ~taken[:, slots]
         hit = (noise.branch(rank).uniform(Purpose.ACCEPT)[:, slots] < tested.chance) & open_
-        # Slots without a draft of this rank write to entry 0.
+        # Slots without a child of this rank write to entry 0.
         stands, examined = stands.scatter(1, child, hit), examined.scatter(1, child, open_)
         taken = taken.index_copy(1, slots, taken[:, slots] | hit)
         if tested.granted is not None:
             granted = granted.scatter(1, child, tested.granted * there)
         if rank + 1 < tree.widest:
             further = tree.parents_of_rank[rank + 1]
-            kept = torch.searchsorted(slots, further)  # whoever has a child of the next rank has one of this
+            kept = torch.searchsorted(slots, further)  # a slot with a child of the next rank also has one of this rank
             p = _refused(siblings, tested, there, kept if len(further) < len(slots) else None)
     return _SlotDecisions(stands, examined, granted)
 
 
 def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> tuple[Siblings, Tensor]:
-    """The drafts at slots `child` `[B, R]`, and bool `[B, R]`, where there is a valid one; `p` as in `Siblings`."""
+    """Return the children at slots `child` `[B, R]`, and whether each is valid, bool `[B, R]`; `p` as in `Siblings`."""
     at = (child - 1).clamp(min=0)
     there = child > 0 if draft.valid is None else (child > 0) & draft.valid.gather(1, at)
     image = torch.arange(len(at), device=at.device)[:, None]
@@ -164,7 +169,7 @@ def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> t
 
 
 def _refused(siblings: Siblings, tested: SiblingDecision, there: Tensor, rows: Tensor | None = None) -> Tensor:
-    """What is left of p once these drafts are refused, normalised: of all rows, or of some."""
+    """Return p after the rejection of these children, normalized, for all rows or only for `rows`."""
     left = tested.left
     if rows is not None:
         q = None if siblings.q is None else siblings.q[:, rows]
@@ -177,7 +182,7 @@ def _refused(siblings: Siblings, tested: SiblingDecision, there: Tensor, rows: T
 
 
 def _left_behind(test: SiblingRule, probs: Tensor, draft: Draft, slot: Tensor, room: Tensor | None) -> Tensor:
-    """What all drafts behind a slot `[B, 1]` of each image leave of p, `[B, 1, V]`."""
+    """Return p after the rejection of all children of a slot `[B, 1]` of each image, `[B, 1, V]`."""
     B, T, _ = probs.shape
     image = torch.arange(B, device=probs.device)[:, None]
     children, p = draft.tree.children.expand(B, T, -1)[image, slot], probs[image, slot]
@@ -188,48 +193,49 @@ def _left_behind(test: SiblingRule, probs: Tensor, draft: Draft, slot: Tensor, r
 
 
 def _rooms(granted: Tensor, tree: Tree, allowed: Tensor) -> Tensor:
-    """What each draft may be granted, `[B, T]`, so that no path spends more than `allowed` `[B]`: tests are paid in the order
-    in which they are made, those of elder siblings of the draft and of its ancestors first."""
+    """Maximum relaxation of each draft token, `[B, T]`, such that no path spends more than `allowed` `[B]`.
+
+    The budget is spent in the order of the tests: earlier siblings of a token and of its ancestors come first.
+    """
     T = granted.shape[1]
     tested = tree.elders.float() + torch.eye(T, device=granted.device)
-    tested[..., 0, :] = 0  # the root is no draft
-    before = tree.ancestors.float() @ tested  # [.., T, T]: the tests that are made before a draft stands, its own included
+    tested[..., 0, :] = 0  # the root is not a draft token
+    before = tree.ancestors.float() @ tested  # [.., T, T]: the tests up to the acceptance of a draft token, its own included
     upto = (before.to(granted.dtype) @ granted[..., None])[..., 0]
     limit = allowed[:, None].to(granted.dtype)
     return torch.minimum(upto, limit) - torch.minimum(upto - granted, limit)
 
 
 def followed(stands: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
-    """The path `[B, A]` of accepted slots, their number `[B]`, and bool `[B, T]`, True at each of them.
+    """Return the accepted path `[B, A]`, its number of slots `[B]`, and a mask of its slots, bool `[B, T]`.
 
     Args:
-        stands: bool `[B, T]`, by slot; of siblings at most one. That of the root does not matter.
+        stands: bool `[B, T]`, which slots pass; at most one per group of siblings. The entry of the root is ignored.
     """
     stands = stands.index_fill(1, torch.zeros(1, dtype=torch.int64, device=stands.device), True)
     if tree.chain:
         accepted = stands.cumprod(1).bool()
         return torch.arange(tree.longest, device=stands.device).expand_as(stands), accepted.sum(1), accepted
-    accepted = (stands[:, None, :] | ~tree.ancestors).all(-1)  # itself and every ancestor stand
+    accepted = (stands[:, None, :] | ~tree.ancestors).all(-1)  # the slot and all its ancestors pass
     return _path(accepted, tree), accepted.sum(1), accepted
 
 
 def trace_path(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
-    """The path `[B, A]` to a slot `[B]` of each image, and the number of slots on it `[B]`."""
+    """Return the path `[B, A]` to a slot `[B]` of each image, and its number of slots `[B]`."""
     accepted = tree.ancestors.expand(len(slot), -1, -1)[torch.arange(len(slot), device=slot.device), slot]
     return _path(accepted, tree), accepted.sum(1)
 
 
 def _path(accepted: Tensor, tree: Tree) -> Tensor:
-    """Accepted slots first. Stable: parents before children."""
+    """List accepted slots first. The sort is stable, so parents precede children."""
     return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
 
 
 def count_sibling_acceptance(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
-    """int64 `[longest, widest, 2]`: by the depth of an accepted slot and the rank of a child, how many had such a child, and
-    how many times it was accepted too.
+    """Count offered and accepted children by the depth of their accepted parent and their rank: int64 `[longest, widest, 2]`.
 
     Args:
-        active: bool `[B]`, which images count.
+        active: bool `[B]`, which images to count.
     """
     tree = draft.tree
     B, T = len(draft.tokens), draft.tokens.shape[1] + 1

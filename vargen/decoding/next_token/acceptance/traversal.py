@@ -1,6 +1,6 @@
-"""Traversal verification: a tree is judged from its leaves to its root, whole paths at a time.
+"""Traversal verification: verify a tree from its leaves to its root, by whole paths.
 
-Shape suffixes: B images, T fed tokens of one pass, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from vargen.decoding.noise import Noise, Purpose
 
 @acceptance_rule(exact=True, topologies=("chain", "tree"), needs=("fresh",))
 def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Accept the first path, from the leaves on, that passes (Weng et al. 2025, traversal verification).
+    """Accept the first path that passes, starting from the leaves (Weng et al. 2025, traversal verification).
 
-    Each slot has a reach r, 1 for the root; a child's is min(1, r p(x) / q(x)) of its parent's r and p. A slot is accepted,
-    with all before it, while u < r, its children first. A child that fails leaves its parent p' = norm((r p - q)+) and, with S
-    the sum of (r p - q)+, r' = S / (S + 1 - r). On a chain this is block verification (Sun et al. 2024).
+    Each slot has a reach probability r, 1 for the root. For a child it is min(1, r p(x) / q(x)), with r and p of its parent. A
+    slot is accepted, with all its ancestors, if u < r; its children are tested first. When a child is rejected, its parent gets
+    p' = norm((r p - q)+) and r' = S / (S + 1 - r), where S is the sum of (r p - q)+. On a chain this is block verification (Sun
+    et al. 2024).
 
-    A refused path has been looked at to its leaf, so all drafts have to be drawn anew in every pass, and each branch with coins
-    of its own. Reaches do not depend on the rule's coins, so slots are gone through once, in order, and then the first that
-    passes is found. Arguments: see `AcceptanceRule`.
+    A path is inspected to its leaf before it is rejected, so all draft tokens must be resampled in every pass, each branch with
+    its own uniforms. Reach probabilities do not depend on the rule's uniforms, so one ordered sweep over the slots computes
+    them, and then the first slot that passes is selected. Arguments: see `AcceptanceRule`.
     """
     if fused.applies(probs):
         return fused.traversed(probs, draft, noise)
@@ -44,9 +45,9 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
             q = draft.probs[:, slot - 1]
             chance, rest = own / q.gather(1, token)[:, 0], (reachable - q).clamp_min_(0)
         total = rest.sum(1)
-        fixed = torch.where((total > 0) | (r < 1), total / (total + 1 - r), 1.0)  # p equals q: the child never fails
+        fixed = torch.where((total > 0) | (r < 1), total / (total + 1 - r), 1.0)  # p equals q: the child is never rejected
         rest = torch.where(total[:, None] > 0, rest / total[:, None], p)
-        chance = chance.clamp(max=1.0).nan_to_num(0.0)  # q is 0 of what was not drawn
+        chance = chance.clamp(max=1.0).nan_to_num(0.0)  # q is 0 for tokens that were not sampled
         if draft.valid is not None:
             valid = draft.valid[:, slot - 1]
             chance, fixed = torch.where(valid, chance, 0.0), torch.where(valid, fixed, r)

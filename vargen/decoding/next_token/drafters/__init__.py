@@ -1,4 +1,4 @@
-"""Drafters: who proposes tokens, and with which probabilities."""
+"""Drafters, which propose tokens together with their probabilities."""
 
 from vargen.decoding.next_token.drafters.base import Sequential
 from vargen.decoding.next_token.drafters.draft_model import LayerSkip, Speculative, best_layers

@@ -1,4 +1,4 @@
-"""No drafts: each pass feeds the last token and commits the next one."""
+"""Base classes of drafters: `Sequential`, which proposes nothing, and `TreeDrafter`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vargen.values import short_repr
 
 @dataclass(frozen=True)
 class Sequential:
-    """Proposes nothing."""
+    """Empty draft: each pass feeds the last token and commits the next one."""
 
     max_fed: int = 1
     topology: str = "chain"
@@ -37,35 +37,35 @@ class Sequential:
 
 
 class TreeDrafter:
-    """A drafter, a frozen dataclass with a field `shape`, of which `tree` says what it stands for; see `SizedDrafter`."""
+    """Base class of tree drafters: frozen dataclasses with a field `shape`, which `tree` resolves; see `SizedDrafter`."""
 
     @property
     @abstractmethod
     def tree(self) -> TreeShape | AutoTree:
-        """The shape."""
+        """The resolved shape."""
 
     @property
     def max_fed(self) -> int:
         return self.tree.nodes + 1
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the tree's longest path fits behind the first of so many tokens."""
-        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # which shrinks
+        """Raise ValueError unless the longest path of the tree fits after the first token of a grid of `tokens` tokens."""
+        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # automatic trees shrink
             raise ValueError(
                 f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, "
                 f"got {short_repr(self.tree.depth)}"
             )
 
     def fitted(self, tokens: int) -> Self:
-        """The drafter with a tree that fits behind the first of so many tokens."""
+        """Return the drafter with a tree that fits after the first token of a grid of `tokens` tokens."""
         return self._shaped(self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
 
     def narrowed(self, vocab: int) -> Self:
-        """The drafter with no more children of a slot than so many tokens."""
+        """Return the drafter with at most `vocab` children per slot."""
         return self._shaped(self.tree.narrowed(vocab)) if self.tree.children > vocab else self
 
     def resized(self, window: int | str) -> Self:
-        """This drafter: windows are for chains of Jacobi drafts."""
+        """Return this drafter unchanged: windows apply only to Jacobi chains."""
         return self
 
     def _shaped(self, shape: Any) -> Self:

@@ -1,8 +1,8 @@
-"""Speculative drafting: a smaller model of the same vocabulary draws a chain that the target then judges.
+"""Speculative drafting: a smaller model with the same vocabulary samples a chain, which the target verifies.
 
-Leviathan et al. 2023; Chen et al. 2023. The small model keeps a cache of its own, rolled back by moving its pointer.
+Leviathan et al. 2023; Chen et al. 2023. The draft model has its own cache, which is rolled back by moving its length pointer.
 
-Shape suffixes: B images, S drafts, V vocabulary.
+Shape suffixes: B images, S draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -21,11 +21,14 @@ from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import parse_float, parse_int, short_repr
 
-_LONGEST = 8  # drafts of an automatic chain
+_LONGEST = 8  # maximum number of draft tokens of an automatic chain
 
 
 def _drafting(small: dict[int, float], drafts: int) -> float:
-    """Seconds of the small model's passes behind a chain: one over two tokens (see `propose`), then one a draft."""
+    """Return the seconds the draft model spends on a chain.
+
+    It runs one pass over two tokens (see `propose`), then one per further draft token.
+    """
     return small[2] + (drafts - 1) * small[1] if drafts else 0.0
 
 
@@ -42,21 +45,20 @@ class _State:
 
 @dataclass(frozen=True)
 class Speculative:
-    """Drafts from a smaller model.
+    """Draft a chain with a smaller model.
 
     Args:
-        length: drafted tokens a pass, 1 or more; each takes a pass of the small model. Or `"auto"`: up to 8, whatever draws
-            most tokens a second by the measured cost of both models' passes and recent acceptance, and none from where
-            drafting does not pay. That follows a clock and the batch, as the window `Auto` does: the
-            distribution is the same, but a picture repeats only with the rule `shared_noise`. On a GPU the length is settled
-            before the first pass.
-        model: the small model. None: the target's own `draft_model`, as a pipeline with a `draft_transformer` has it.
-        shared_noise: draw drafts with the image's own noise, which couples them to what the target draws with it: for the rule
-            `shared_noise`. Otherwise the drafts have coins of their own.
+        length: draft tokens per pass, at least 1; each takes one pass of the draft model. `"auto"` selects up to 8, maximizing
+            tokens per second according to measured pass costs of both models and recent acceptance; where drafting does not pay
+            off, it stops. This depends on timing and on the batch, like the window `Auto`: the distribution is unchanged, but
+            an image is reproducible only with the rule `shared_noise`. On a GPU the length is fixed before the first pass.
+        model: the draft model. None: `draft_model` of the target, set by pipelines with a `draft_transformer`.
+        shared_noise: sample draft tokens with the shared noise, which couples them to those of the target; for the rule
+            `shared_noise`. By default draft tokens have their own uniforms.
 
     Raises:
-        ValueError: for a length below 1; by `bind` for one that the grid does not hold, if there is no small model, or one of
-            another vocabulary or grid.
+        ValueError: if the length is below 1. `bind` raises it if the chain does not fit the grid, or the draft model is missing
+            or has another vocabulary or grid.
     """
 
     length: int | Literal["auto"] = 4
@@ -93,10 +95,10 @@ class Speculative:
         return () if self.shared_noise else ("fresh",)
 
     def small_model(self, model: TokenModel) -> TokenModel:
-        """The small model that drafts for `model`.
+        """Return the draft model for `model`.
 
         Raises:
-            ValueError: if there is none, or it has another vocabulary or grid.
+            ValueError: if there is none, or its vocabulary or grid differs.
         """
         small = self.model or model.draft_model
         if small is None:
@@ -112,27 +114,27 @@ class Speculative:
         return small
 
     def bind(self, model: TokenModel) -> Speculative:
-        """This drafter.
+        """Return this drafter.
 
         Raises:
-            ValueError: if there is no small model that fits, or the chain does not fit behind the first token of the grid.
+            ValueError: if there is no matching draft model, or the chain does not fit after the first token of the grid.
         """
         self.small_model(model)
         self.check_grid(model.grid[0] * model.grid[1])
         return self
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
         if not isinstance(self.length, str) and self.length >= tokens:
             given = short_repr(self.length)
             raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
 
     def fitted(self, tokens: int) -> Speculative:
-        """The drafter with a chain that fits behind the first of so many tokens."""
+        """Return the drafter with a chain that fits after the first token of a grid of `tokens` tokens."""
         return replace(self, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
 
     def resized(self, window: int | str) -> Speculative:
-        """`"auto"` sets the length; numbers are for windows, and a chain has none."""
+        """Set the length to `"auto"` if `window` is; numbers apply to windows and leave a chain unchanged."""
         return replace(self, length="auto") if window == "auto" else self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
@@ -148,12 +150,14 @@ class Speculative:
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds of the small model's passes behind a chain of `drafts`, measured."""
+        """Measured seconds of the draft model's passes for a chain of `drafts` tokens."""
         return _drafting(measure_pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """Feeds the last two committed tokens, because the small model has not seen the last draft of a fully accepted chain;
-        then each draft but the last."""
+        """Feed the last two committed tokens, then every draft token except the last.
+
+        Two, because the draft model has not processed the last draft token of a fully accepted chain.
+        """
         model, held, device = state.model, state.held, tokens.device
         if state.length == 0:
             return Draft.empty(len(tokens), model.vocab, device)
@@ -180,7 +184,10 @@ class Speculative:
         return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
 
     def observe(self, state: _State, step: Step) -> None:
-        """Of the drafts nothing: the next proposal rolls the small model back to what was committed."""
+        """Update the controller.
+
+        Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
+        """
         if state.choice and step.count.device.type == "cpu":
             state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
             state.length = state.choice.next() - 1
@@ -188,17 +195,19 @@ class Speculative:
 
 @dataclass(frozen=True)
 class LayerSkip(Speculative):
-    """Drafts from the target itself, some of whose layers are skipped (Zhang et al. 2023, Draft & Verify).
+    """Draft a chain with the target itself, skipping some of its layers (Zhang et al. 2023, Draft & Verify).
 
-    The network with fewer layers is a small model that needs neither training nor memory for weights; its cache is its own.
+    The reduced network is a draft model that needs no training and no memory for weights; it has its own cache.
 
     Args:
         length, shared_noise: see `Speculative`.
-        skip: the share of the layers that is left out, above 0 and below 1: as many, evenly spread between the first two and
-            the last, which matter most. Or which, as numbers from 0, `(3, 5, 6)` or `"3+5+6"`; `best_layers` finds a model's.
+        skip: fraction of layers to skip, between 0 and 1 exclusive, spread evenly while keeping the first two and the last,
+            which matter most. Alternatively explicit layer indices from 0, `(3, 5, 6)` or `"3+5+6"`; `best_layers` finds them
+            for a model.
 
     Raises:
-        ValueError: for a share or numbers that are none; by `bind` if the model cannot skip layers, or has not these.
+        ValueError: if the fraction or the indices are invalid. `bind` raises it if the model cannot skip layers, or lacks
+            these.
     """
 
     model: TokenModel | None = field(default=None, init=False, repr=False)
@@ -222,7 +231,7 @@ class LayerSkip(Speculative):
         object.__setattr__(self, "skip", share)
 
     def layers(self, count: int) -> tuple[int, ...]:
-        """Those of `count` that are skipped."""
+        """Return the indices of the skipped layers out of `count`."""
         if isinstance(self.skip, tuple):
             return self.skip
         assert isinstance(self.skip, float)
@@ -231,10 +240,10 @@ class LayerSkip(Speculative):
         return tuple(torch.linspace(last, first, left_out).round().int().sort().values.tolist())
 
     def small_model(self, model: TokenModel) -> TokenModel:
-        """The target without the skipped layers.
+        """Return the target without the skipped layers.
 
         Raises:
-            ValueError: if it cannot skip layers, or has not these.
+            ValueError: if it cannot skip layers, or lacks these.
         """
         if not isinstance(model, LayeredModel) or model.layers < 3:
             raise ValueError("skipping layers needs a model that can, and has at least three of them")
@@ -248,19 +257,19 @@ def _layer(given: Any) -> int | None:
 def best_layers(
     model: LayeredModel, condition: Any, tokens: Tensor, sampling: Sampling, most: int
 ) -> list[tuple[tuple[int, ...], float]]:
-    """Which layers to skip: one at a time, the one without which drafts are accepted most often.
+    """Search for the layers to skip, greedily: add the layer whose removal keeps acceptance highest.
 
-    SWIFT (Xia et al. 2024) searches for the layers whose drafts match what is drawn; here what counts is the mean acceptance,
-    the sum of min(p, q), over the positions of pictures that the model has drawn. Sets are found greedily: n (n - 1) / 2 passes
-    over whole pictures at most for n layers.
+    SWIFT (Xia et al. 2024) searches for layers whose drafts match the generated tokens. Here the objective is the mean
+    acceptance rate, the sum of min(p, q), over the positions of images that the model generated. The search takes at most n (n
+    - 1) / 2 passes over whole images for n layers.
 
     Args:
-        condition: of the pictures, B rows.
+        condition: of the images, B rows.
         tokens: int64 `[B, N]`.
-        most: sets of 1 to so many layers are found.
+        most: largest number of layers to skip.
 
     Returns:
-        Of each size the layers, in order, and their acceptance.
+        For each number of layers from 1, their sorted indices and the acceptance rate.
     """
 
     def probs(each: Any) -> Tensor:

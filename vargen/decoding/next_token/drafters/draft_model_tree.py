@@ -1,6 +1,6 @@
-"""Speculative drafting of trees: a smaller model of the same vocabulary grows a tree that the target then judges.
+"""Speculative drafting of trees: a smaller model with the same vocabulary grows a tree, which the target verifies.
 
-Shape suffixes: B images, F slots of one level, E slots that were expanded so far, V vocabulary.
+Shape suffixes: B images, F slots of one level, E slots expanded so far, V vocabulary.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vargen.decoding.sampling import Sampling, to_probs
 
 @dataclass
 class _State:
-    """`choice`: of the tree of each pass, where it is chosen."""
+    """State of B images. `choice`: controller that selects the tree of each pass, if the shape is automatic."""
 
     model: TokenModel
     held: Any
@@ -46,19 +46,20 @@ class _State:
 
 @dataclass(frozen=True)
 class SpeculativeTree(TreeDrafter):
-    """Trees from a smaller model: one pass of it for each level.
+    """Draft a tree with a smaller model, one of its passes per level.
 
     Args:
-        shape: a `DynamicTree`, or a `StaticTree`, also by name or by its parents; `"auto"` or an `AutoTree` chooses static
-            trees by measured costs and recent acceptance, and drafts nothing where that does not pay.
-        drawing: how the children of a slot are chosen: `"sampled"`, without replacement; `"independent"`, with replacement, in
-            static trees; `"best"`, the most probable; `"coupled"`, with the image's own noise, for the rule `shared_noise`.
-        model: the small model. None: the target's own `draft_model`.
+        shape: a `DynamicTree`, or a `StaticTree`, also given by name or by its parents. `"auto"` or an `AutoTree` selects among
+            static trees by measured costs and recent acceptance, and drafts nothing if drafting does not pay off.
+        drawing: how the children of a slot are selected: `"sampled"` without replacement; `"independent"`, sampled with
+            replacement, for static trees; `"best"`, the most probable; `"coupled"`, with the shared noise, for the rule
+            `shared_noise`.
+        model: the draft model. None: `draft_model` of the target.
 
     Raises:
-        ValueError: for an unknown tree or drawing; by `bind` for a tree that the grid does not hold or with more children than
-            there are tokens, if there is no small model, or one of another vocabulary or grid.
-        TypeError: for a shape that is none, or a model that is none.
+        ValueError: if the tree or `drawing` is unknown. `bind` raises it if the tree does not fit the grid, a slot has more
+            children than there are tokens, or the draft model is missing or has another vocabulary or grid.
+        TypeError: if the shape or the model has the wrong type.
     """
 
     shape: TreeShape | AutoTree | str | tuple[int, ...] = field(default_factory=DynamicTree)
@@ -72,7 +73,7 @@ class SpeculativeTree(TreeDrafter):
 
     @property
     def tree(self) -> TreeShape | AutoTree:
-        """The shape."""
+        """The resolved shape."""
         return parse_shape(self.shape)
 
     @property
@@ -81,7 +82,7 @@ class SpeculativeTree(TreeDrafter):
         return CHILD_SAMPLING[self.drawing]
 
     def bind(self, model: TokenModel) -> SpeculativeTree:
-        """This drafter; an automatic tree is cut to the grid."""
+        """Return this drafter; an automatic tree is limited to the grid."""
         tokens = model.grid[0] * model.grid[1]
         Speculative(1, self.model).small_model(model)
         check_vocabulary(self.tree, model.vocab)
@@ -99,13 +100,13 @@ class SpeculativeTree(TreeDrafter):
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], choice)
 
     def _drafting(self, seconds: Mapping[int, float], tree: TreeShape) -> float:
-        """Seconds of the small model's passes behind a tree, of those over some numbers of tokens."""
+        """Return the seconds the draft model spends on a tree, interpolated from measured pass costs by number of tokens."""
         fed = [self.tree.depth + 2, *accumulate(tree.widths())][: tree.depth + 1]
-        del fed[1:2]  # the first level is the pass that catches up
+        del fed[1:2]  # the first level is part of the pass that feeds committed tokens
         return sum(interpolate_cost(seconds, tokens) for tokens in fed)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds of the small model's passes behind a tree of `drafts`, measured."""
+        """Measured seconds of the draft model's passes for a tree of `drafts` tokens."""
         if not drafts:
             return 0.0
         tree = self.tree
@@ -117,8 +118,11 @@ class SpeculativeTree(TreeDrafter):
         )
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """Level by level. The small model keeps no drafts: each level feeds the root and all that was expanded, and the first
-        one what was committed in the meantime."""
+        """Grow the tree level by level.
+
+        The draft model does not cache draft tokens: each level feeds the root and all expanded slots again. The first level
+        also feeds the tokens committed since the last draft.
+        """
         model, held = state.model, state.held
 
         def expand(frontier: Frontier) -> Tensor:
@@ -139,7 +143,10 @@ class SpeculativeTree(TreeDrafter):
         return grow(expand, shape, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
 
     def _catch_up(self, model: TokenModel, held: Any, tokens: Tensor, length: Tensor) -> Tensor:
-        """Logits `[B, 1, V]` behind the root; all before it is held then. A pass commits no more than depth + 1 tokens."""
+        """Feed the newest committed tokens, after which everything before the root is in the cache.
+
+        Returns the logits after the root, `[B, 1, V]`. A pass commits at most depth + 1 tokens.
+        """
         W = self.tree.depth + 2
         start = (length - W).clamp(min=0)
         last, slots = Tree.of_chain(W - 1, tokens.device), torch.arange(W, device=tokens.device)
@@ -150,6 +157,9 @@ class SpeculativeTree(TreeDrafter):
         return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
 
     def observe(self, state: _State, step: Step) -> None:
-        """Of the drafts nothing: the next proposal catches up with what was committed."""
+        """Update the controller.
+
+        Draft tokens need no handling: the next proposal feeds what was committed.
+        """
         if state.choice is not None:
             state.choice.observe(step, state.total)

@@ -1,10 +1,10 @@
-"""EAGLE drafting: a trained layer continues the target's features token by token (Li et al. 2024, arXiv:2401.15077).
+"""EAGLE drafting: a trained layer extrapolates the target's features token by token (Li et al. 2024, arXiv:2401.15077).
 
-It runs once over the tokens that the last pass committed, with the target's own features, and once for each further level of
-the draft, with its own.
+The layer runs once over the tokens committed by the last pass, with the target's own features, and then once per further level
+of the draft, with its own features.
 
-Shape suffixes: B images, R rows of the target (B times its guidance halves), A slots of an accepted path, F slots of one level,
-D width, V vocabulary.
+Shape suffixes: B images, R rows of the target (B, times two with CFG), A slots of an accepted path, F slots of one level, D
+width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from vargen.decoding.noise import Noise
 from vargen.decoding.pass_costs import interpolate_cost, timed
 from vargen.decoding.sampling import Sampling, to_probs
 
-_WIDTHS = (1, 2, 4, 8, 16, 32)  # of a level, whose costs are measured
-_COMMITTED = 3  # tokens that are taken for the newest, where costs are compared
+_WIDTHS = (1, 2, 4, 8, 16, 32)  # level widths at which the cost of a pass is measured
+_COMMITTED = 3  # assumed number of newly committed tokens when costs are compared
 
 
 @dataclass
@@ -43,7 +43,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Eagle(HeadDrafter):
-    """Chains and trees from an EAGLE layer, one pass of it for each level; see `HeadDrafter`."""
+    """Draft chains and trees with an EAGLE layer, one of its passes per level; see `HeadDrafter`."""
 
     kind: ClassVar[str] = "eagle"
     protocol: ClassVar[type] = AutoregressiveHead
@@ -61,7 +61,7 @@ class Eagle(HeadDrafter):
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         model, held, tree = state.model, state.held, self.chosen(state.choice)
-        if tree is None:  # it keeps up with what is drawn
+        if tree is None:  # update the head's cache without drafting
             _continued(model, held, state.features, tokens, length)
             model.commit(held, state.features.count.clamp(max=1))
             return Draft.empty(len(tokens), model.vocab, tokens.device)
@@ -78,7 +78,7 @@ class Eagle(HeadDrafter):
 
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
         draft = grow(expand, tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
-        model.commit(held, state.features.count.clamp(max=1))  # the root, to which the levels were behind
+        model.commit(held, state.features.count.clamp(max=1))  # the root, after which the levels were fed
         return draft
 
     def observe(self, state: _State, step: Step) -> None:
@@ -87,7 +87,7 @@ class Eagle(HeadDrafter):
             state.choice.observe(step, state.total)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds of the layer's passes behind a draft, measured; what builds the tree is left out."""
+        """Measured seconds of the layer's passes for a draft; tree construction is excluded."""
         if not drafts:
             return 0.0
         tree = self.tree
@@ -98,15 +98,15 @@ class Eagle(HeadDrafter):
 
 
 def _levels(seconds: Mapping[int, float], tree: TreeShape) -> float:
-    """Seconds of the layer's passes behind a tree but for the first, over the newest tokens."""
+    """Return the seconds of the layer's passes for a tree, except the first one, over the newest tokens."""
     return sum(interpolate_cost(seconds, fed) for fed in tree.widths()[1:])
 
 
 def _level_seconds(model: AutoregressiveHead, first: Output, images: int, total: int) -> dict[int, float]:
-    """Seconds of a pass of the layer by the slots that it feeds, behind half of a picture.
+    """Measure the seconds of a pass of the layer by the number of slots it feeds, with half an image in its cache.
 
     Args:
-        first: of the target's prefill.
+        first: output of the target's prefill.
         total: tokens of the grid.
     """
     device, widest = first.logits.device, max(1, min(max(_WIDTHS), total // 2))
@@ -128,15 +128,15 @@ def _level_seconds(model: AutoregressiveHead, first: Output, images: int, total:
 
 
 def _continued(model: AutoregressiveHead, held: Any, features: Features, tokens: Tensor, length: Tensor) -> Output:
-    """Feed the newest tokens with the target's features, and keep all but the root, at which a draft begins.
+    """Feed the newest tokens with the target's features, and commit all of them except the root, where a draft starts.
 
     Returns:
-        Logits `[B, 1, V]` and features `[R, 1, D]` of what follows the root.
+        Logits `[B, 1, V]` and features `[R, 1, D]` after the root.
     """
     A, device = features.held.shape[1], tokens.device
     place = (length - features.count)[:, None] + torch.arange(A, device=device)
     newest = tokens.gather(1, place.clamp(max=tokens.shape[1] - 1))
     out = model.forward(newest, features.held, held, Tree.of_chain(A - 1, device))
-    last = (features.count - 1).clamp(min=0)  # a finished image has none
+    last = (features.count - 1).clamp(min=0)  # a finished image has no new tokens
     model.commit(held, last)
     return Output(at_slots(out.logits, last[:, None]), at_slots(there(out.features), last[:, None]))

@@ -1,6 +1,6 @@
-"""What drafters trained on a target's features share: their trees, and the features that passes left.
+"""Common base of drafters trained on the target's features: tree shapes, and the features of recent passes.
 
-Shape suffixes: B images, R rows of the target (B times its guidance halves), A slots of an accepted path, D width.
+Shape suffixes: B images, R rows of the target (B, times two with CFG), A slots of an accepted path, D width.
 """
 
 from __future__ import annotations
@@ -33,19 +33,22 @@ from vargen.values import parse_int, short_repr
 
 @dataclass
 class Features:
-    """The target's features by which the newest tokens were drawn, `[R, A, D]`, and how many of them each image has, `[B]`."""
+    """The target features that predicted the newest tokens, `[R, A, D]`, and the number of new tokens of each image, `[B]`."""
 
     held: Tensor
     count: Tensor
 
     @classmethod
     def first(cls, output: Output, images: int) -> Features:
-        """Behind the prefill, which drew one token."""
+        """Features after the prefill, from which one token was sampled."""
         return cls(there(output.features), torch.ones(images, dtype=torch.int64, device=output.logits.device))
 
     def observe(self, step: Step) -> None:
-        """Take those of the tokens that a pass committed. On a CPU as many slots as any image committed, else always the
-        longest path: the host does not wait for a device."""
+        """Take the features of the tokens that a pass committed.
+
+        On a CPU the number of slots is the largest number of tokens that any image committed. On other devices it is always the
+        longest path, so that the host does not wait for the device.
+        """
         features = there(step.features)
         path, self.count = step.verdict.path, step.count
         if is_eager_cpu(path):
@@ -53,21 +56,21 @@ class Features:
         self.held = at_slots(features, path)
 
     def last(self) -> Tensor:
-        """That by which each image's newest token was drawn, `[R, 1, D]`."""
+        """The feature that predicted the newest token of each image, `[R, 1, D]`."""
         return at_slots(self.held, (self.count - 1).clamp(min=0)[:, None])
 
 
 def at_slots(rows: Tensor, slots: Tensor) -> Tensor:
-    """`[R, n, D]` of features or logits `[R, A, D]` at slots `[B, n]`, for all guidance halves."""
+    """Gather features or logits `[R, A, D]` at slots `[B, n]` for all CFG rows: `[R, n, D]`."""
     index = slots.repeat(len(rows) // len(slots), 1)[..., None]
     return rows.gather(1, index.expand(-1, -1, rows.shape[2]))
 
 
 def there(features: Tensor | None) -> Tensor:
-    """The features of a pass.
+    """Return the features of a pass.
 
     Raises:
-        ValueError: if it returned none.
+        ValueError: if the pass returned none.
     """
     if features is None:
         raise ValueError("a trained drafter needs the model's features, and its passes return none")
@@ -76,21 +79,22 @@ def there(features: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class HeadDrafter(TreeDrafter):
-    """Trees from a drafter that was trained on the target's features.
+    """Draft trees with a draft head trained on the target's features.
 
     Args:
-        shape: a number, for a chain of so many drafts; a `DynamicTree`; or a `StaticTree`, also by name or by its parents;
-            `"auto"` or an `AutoTree` chooses static trees by measured costs and recent acceptance, and drafts nothing where
-            that does not pay.
-        drawing: how the children of a slot are chosen: `"sampled"`, without replacement; `"independent"`, with replacement, in
-            static trees; `"best"`, the most probable; `"coupled"`, with the image's own noise, for the rule `shared_noise`.
-        model: the trained drafter. None: the target's own, as a pipeline has it behind `load_drafter`.
+        shape: an integer, for a chain of that many draft tokens; a `DynamicTree`; or a `StaticTree`, also given by name or by
+            its parents. `"auto"` or an `AutoTree` selects among static trees by measured costs and recent acceptance, and
+            drafts nothing if drafting does not pay off.
+        drawing: how the children of a slot are selected: `"sampled"` without replacement; `"independent"`, sampled with
+            replacement, for static trees; `"best"`, the most probable; `"coupled"`, with the shared noise, for the rule
+            `shared_noise`.
+        model: the draft head. None: that of the target, which a pipeline has after `load_drafter`.
 
     Raises:
-        ValueError: for an unknown tree or drawing, or a chain of less than one draft; by `bind` for a tree that the grid does
-            not hold or with more children than there are tokens, if there is no trained drafter, or one of another
-            vocabulary or grid.
-        TypeError: for a shape that is none, or a model that is none.
+        ValueError: if the tree or `drawing` is unknown, or a chain has no draft token. `bind` raises it if the tree does not
+            fit the grid, a slot has more children than there are tokens, or the draft head is missing or has another vocabulary
+            or grid.
+        TypeError: if the shape or the model has the wrong type.
     """
 
     shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=DynamicTree)
@@ -98,7 +102,7 @@ class HeadDrafter(TreeDrafter):
     model: Any = None
     topology: str = field(default="tree", init=False)
 
-    kind: ClassVar[str]  # of the trained drafter: what the target calls it
+    kind: ClassVar[str]  # attribute of the target that holds the draft head
     protocol: ClassVar[type]
 
     def __post_init__(self) -> None:
@@ -130,10 +134,10 @@ class HeadDrafter(TreeDrafter):
         return CHILD_SAMPLING[self.drawing]
 
     def trained(self, model: TokenModel) -> Any:
-        """The trained drafter that drafts for `model`.
+        """Return the draft head for `model`.
 
         Raises:
-            ValueError: if there is none, or it has another vocabulary or grid.
+            ValueError: if there is none, or its vocabulary or grid differs.
         """
         found = self.model
         if found is None and isinstance(model, HeadedModel):
@@ -148,14 +152,14 @@ class HeadDrafter(TreeDrafter):
         return found
 
     def missing(self) -> str:
-        """What to say where there is none."""
+        """Error message for a model without a draft head."""
         return (
             f"this method needs a drafter trained for the model ({self.kind}), and this pipeline has none: train one with "
             f"`vargen train drafter {self.kind}`, then pipe.load_drafter(folder)"
         )
 
     def bind(self, model: TokenModel) -> Self:
-        """This drafter; an automatic tree is cut to the grid."""
+        """Return this drafter; an automatic tree is limited to the grid."""
         self.trained(model)
         check_vocabulary(self.tree, model.vocab)
         tokens = model.grid[0] * model.grid[1]
@@ -165,11 +169,11 @@ class HeadDrafter(TreeDrafter):
     def choice(
         self, model: TokenModel, condition: Any, images: int, kept_up: float, drafting: Callable[[tuple[int, ...]], float]
     ) -> TreeController | None:
-        """Of the tree of each pass, where it is chosen.
+        """Return the controller that selects the tree of each pass; None if the tree is fixed.
 
         Args:
-            kept_up: seconds of a pass that the drafter takes whether or not it drafts.
-            drafting: seconds of the rest, by the parents of the tree.
+            kept_up: seconds that the draft head spends on every pass, whether or not it drafts.
+            drafting: further seconds to draft a tree, as a function of its parents.
         """
         if not isinstance(self.tree, AutoTree):
             return None
@@ -177,7 +181,7 @@ class HeadDrafter(TreeDrafter):
         return TreeController(self.tree, seconds, drafting, settled=model.device.type != "cpu")
 
     def chosen(self, choice: TreeController | None) -> TreeShape | None:
-        """The tree of the next pass; None where drafting does not pay."""
+        """Return the tree of the next pass; None if drafting does not pay off."""
         if choice is None:
             assert not isinstance(self.tree, AutoTree)
             return self.tree

@@ -1,7 +1,7 @@
-"""Initial drafts: what a Jacobi window proposes at positions that no pass has seen yet, and with which probabilities.
+"""Initial draft tokens of a Jacobi window, for positions that no pass has processed, and their probabilities.
 
-Each returns tokens int64 `[B, S]` and the probabilities they are drawn with, float32 `[B, S, V]` or `[1, 1, V]` where all are
-alike, for S consecutive positions per image, of which those that are not fresh are not used.
+Each function returns tokens int64 `[B, S]` for S consecutive positions per image, and the distributions they are sampled from,
+float32 `[B, S, V]`, or `[1, 1, V]` if they are all equal. Results at positions that are not fresh are ignored.
 
 Shape suffixes: B images, S positions, N tokens of the grid, V vocabulary.
 """
@@ -22,16 +22,16 @@ from vargen.decoding.sampling import Sampling
 
 @dataclass(frozen=True)
 class Context:
-    """What is known when initial drafts are made.
+    """Inputs of an initial draft.
 
     Attributes:
         vocab, columns: V and the width of the grid.
-        tokens: int64 `[B, M]`, by position: committed tokens, then the window's older drafts; later entries are meaningless.
-        known: int64 `[B]`, how many of them are meaningful, at least 1. Every fresh position is at or past it.
-        last_probs: float32 `[B, V]`, the target's probabilities at the last position that the window has seen, or None before
-            the first pass.
-        noise: coins at the S positions.
-        committed: int64 `[B]`, how many of the tokens are committed. None: all that are known.
+        tokens: int64 `[B, M]`, by position: committed tokens, then older draft tokens of the window; undefined after that.
+        known: int64 `[B]`, number of defined tokens, at least 1. Every fresh position is at or after it.
+        last_probs: float32 `[B, V]`, target distribution at the last position that the window has processed; None before the
+            first pass.
+        noise: noise at the S positions.
+        committed: int64 `[B]`, how many of the tokens are committed. None: all known ones.
     """
 
     vocab: int
@@ -48,12 +48,12 @@ class Context:
 
     @property
     def left(self) -> Tensor:
-        """int64 `[B, S]`: the last known token; beyond the first fresh position the nearest on the left that is known."""
+        """int64 `[B, S]`: the last known token. After the first fresh position it is the nearest known token to the left."""
         return self.tokens.gather(1, self.known[:, None] - 1).expand_as(self.noise.position)
 
     @property
     def above(self) -> tuple[Tensor, Tensor]:
-        """int64 `[B, S]`, the token one row up, and whether it is known."""
+        """The token one row up, int64 `[B, S]`, and whether it is known."""
         up = self.noise.position - self.columns
         known = (up >= 0) & (up < self.known[:, None])
         return self.tokens.gather(1, torch.where(known, up, 0)), known
@@ -63,18 +63,18 @@ InitialDraft = Callable[[Context], tuple[Tensor, Tensor]]
 
 
 def uniform(context: Context) -> tuple[Tensor, Tensor]:
-    """Any token alike, with that as its probability (a one-hot record would be exact too, and is accepted far less often)."""
+    """Sample uniformly, with q = 1 / V. (Recording a one-hot q would be exact too, but is accepted far less often.)"""
     coin = context.noise.uniform(Purpose.DRAFT)
     return (coin * context.vocab).long().clamp_(max=context.vocab - 1), context.uniform_probs
 
 
 def left(context: Context) -> tuple[Tensor, Tensor]:
-    """A copy of the token on the left."""
+    """Copy the token to the left."""
     return _copy(context.left, context.vocab)
 
 
 def above(context: Context) -> tuple[Tensor, Tensor]:
-    """A copy of the token above; uniform where there is none yet."""
+    """Copy the token above; uniform where it is not known yet."""
     copied, known = context.above
     drawn, probs = uniform(context)
     tokens = torch.where(known, copied, drawn)
@@ -82,9 +82,9 @@ def above(context: Context) -> tuple[Tensor, Tensor]:
 
 
 def previous(context: Context) -> tuple[Tensor, Tensor]:
-    """A draw from the target's probabilities at the last position that the window has seen; uniform before the first pass.
+    """Sample from the target distribution at the last position that the window has processed; uniform before the first pass.
 
-    It is drawn with the image's own noise, so it agrees often with what that noise draws later.
+    It uses the shared noise, so it often agrees with the token that this noise selects later.
     """
     if context.last_probs is None:
         return uniform(context)
@@ -93,12 +93,12 @@ def previous(context: Context) -> tuple[Tensor, Tensor]:
 
 
 def mixture(context: Context, weights: tuple[float, float, float, float] = (0.1, 0.25, 0.25, 0.4)) -> tuple[Tensor, Tensor]:
-    """A mixture of uniform, left, above and previous, recorded as the mixture it is.
+    """Sample from a mixture of uniform, left, above and previous, with the mixture as q.
 
-    Where a part is missing (no row above, no earlier pass) its weight goes to uniform.
+    If a component is missing (no row above, no earlier pass), its weight goes to uniform.
 
     Args:
-        weights: of the four, in this order, summing to 1.
+        weights: of the four components in this order, summing to 1.
     """
     even, west, north, last = weights
     above_token, known = context.above
@@ -124,10 +124,10 @@ MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this 
 def from_low_res(
     model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling, refreshed: bool = False
 ) -> InitialDraft:
-    """What a picture at a low resolution makes likely, which its model draws before the first draft.
+    """Initial draft from a low-resolution image, which its model generates before the first draft.
 
     Args:
-        refreshed: the model is shown what was committed, and goes on from there (MuLo-SD).
+        refreshed: update the low-resolution image with the committed tokens (MuLo-SD).
     """
     held: Any = None
 
@@ -145,10 +145,10 @@ def from_low_res(
 
 
 def low_res_model(model: TokenModel) -> LowResModel:
-    """The low-resolution model beside a target.
+    """Return the low-resolution model that comes with a target.
 
     Raises:
-        ValueError: if there is none, or one that draws other tokens or another grid.
+        ValueError: if there is none, or its vocabulary or grid differs.
     """
     found = model.low_res if isinstance(model, UpscaledModel) else None
     if found is None:
@@ -166,7 +166,7 @@ INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "above": above,
     "previous": previous,
     "mixture": mixture,
-    "low-res": uniform,  # these stand for what `from_low_res` makes of a model
+    "low-res": uniform,  # placeholders: `Jacobi.start` replaces these by `from_low_res`
     "low-res-refreshed": uniform,
 }
 LOW_RES = frozenset({"low-res", "low-res-refreshed"})

@@ -1,11 +1,11 @@
-"""Jacobi drafting: a window of tokens is fed at once, and what the pass says of them drafts the next window.
+"""Jacobi drafting: feed a window of tokens in one pass and draft the next window from its output.
 
-No second model and no training: the drafts of a pass are drawn from the target's own probabilities of the pass before, one pass
-stale (Teng et al. 2024, speculative Jacobi decoding). A draft may be anything whose probabilities given the earlier positions
-are known, which leaves open how drafts that were not committed are redrawn (`coupling`) and how positions begin that no pass
-has seen (`initial`).
+There is no second model and no training. Draft tokens are sampled from the target's own probabilities in the previous pass,
+which are one pass stale (Teng et al. 2024, speculative Jacobi decoding). Verification only requires that the probabilities of a
+draft token given the earlier positions are known. This leaves two choices: how uncommitted draft tokens are resampled
+(`coupling`), and how positions that no pass has processed are initialized (`initial`).
 
-Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens of the grid, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N tokens of the grid, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,8 +39,11 @@ Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", 
 
 @dataclass
 class _Pass:
-    """What the last pass left: its probabilities `[B, T, V]`, redrawn tokens `[B, T]`, committed counts `[B]`, and how many of
-    the T fed tokens were the image's own, `[B]`."""
+    """Result of the last pass.
+
+    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, number of committed tokens `[B]`, and how many of the T fed tokens
+    belong to the image's own window, `[B]`.
+    """
 
     probs: Tensor
     resample_rejected: Tensor
@@ -50,7 +53,10 @@ class _Pass:
 
 @dataclass
 class _State:
-    """Of B images. `own`: fed tokens of the present pass that are the image's own `[B]`; None: all."""
+    """State of B images.
+
+    `own`: how many tokens fed in the current pass belong to the image's own window, `[B]`; None: all.
+    """
 
     vocab: int
     total: int
@@ -64,20 +70,20 @@ class _State:
 
 @dataclass(frozen=True)
 class Jacobi:
-    """Drafts from the last pass.
+    """Draft a chain from the output of the previous pass.
 
     Args:
-        window: fed tokens of a pass, the last committed one included: a whole number from 2 to the grid, a `Window`, or its
-            name: `"adaptive"` or `"auto"`.
-        coupling: how drafts that were not committed are redrawn: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
-            `"judged"` (by the rule: MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
-        initial: the first draft of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from a
-            picture at a low resolution), `"low-res-refreshed"` (one that is mended by what was committed), or a function like
-            those in `vargen.decoding.next_token.drafters.initial`.
+        window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, a `Window`, or
+            its name: `"adaptive"` or `"auto"`.
+        coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), `"judged"`
+            (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
+        initial: first draft token of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from
+            a low-resolution image), `"low-res-refreshed"` (from one that is updated with the committed tokens), or a function
+            like those in `vargen.decoding.next_token.drafters.initial`.
 
     Raises:
-        ValueError: for a window below 2 or an unknown name (names the nearest); by `bind` for a window above the grid, or where
-            the model has no low-resolution model, or one of another vocabulary or grid.
+        ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
+            exceeds the grid, or the low-resolution model is missing or has another vocabulary or grid.
     """
 
     window: int | str | Window = 16
@@ -88,7 +94,7 @@ class Jacobi:
     def __post_init__(self) -> None:
         policy = parse_window(self.window)
         if isinstance(policy, Fixed):
-            object.__setattr__(self, "window", policy.max_fed)  # also where NumPy's number was given
+            object.__setattr__(self, "window", policy.max_fed)  # convert NumPy integers
         resolve_name("coupling", self.coupling, COUPLINGS)
         resolve_name("initial", self.initial, INITIAL_DRAFTS)
 
@@ -97,10 +103,10 @@ class Jacobi:
         return parse_window(self.window).max_fed
 
     def bind(self, model: TokenModel) -> Jacobi:
-        """This drafter.
+        """Return this drafter.
 
         Raises:
-            ValueError: for a window above the grid that does not shrink to it.
+            ValueError: if the window exceeds the grid and cannot be shortened.
         """
         self.check_grid(model.grid[0] * model.grid[1])
         if self.initial in LOW_RES:
@@ -108,17 +114,17 @@ class Jacobi:
         return self
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the window fits a grid of so many tokens, or shrinks to it."""
+        """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
         window = parse_window(self.window)
         if window.max_fed > tokens and not window.shrinks:
             raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_fed)}")
 
     def fitted(self, tokens: int) -> Jacobi:
-        """The drafter with a window of at most so many tokens."""
+        """Return the drafter with a window of at most `tokens` tokens."""
         return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
 
     def resized(self, window: int | str) -> Jacobi:
-        """The drafter with another window; see `window` above."""
+        """Return the drafter with another window; see `window` above."""
         return replace(self, window=window)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
@@ -133,7 +139,7 @@ class Jacobi:
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         state.own, T = state.window.widths(length)
         S, device = T - 1, tokens.device
-        if S == 0:  # no drafts; should the window widen again, it begins with initial ones
+        if S == 0:  # no draft; if the window widens again, start from initial draft tokens
             state.last = None
             return Draft.empty(len(tokens), state.vocab, device)
         slots = torch.arange(S, device=device)
@@ -159,23 +165,24 @@ class Jacobi:
 
 
 def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Drafts `[B, S]` and their probabilities `[B, S, V]`: what was committed shifts out, initial drafts fill the end.
+    """Shift committed tokens out of the window and fill its end with initial draft tokens.
 
-    Row t of the last pass is of the position (old length + t).
+    Returns the draft tokens `[B, S]` and their probabilities `[B, S, V]`. Row t of the last pass belongs to position (old
+    length + t).
     """
     (B, T_old, _), device = last.probs.shape, tokens.device
     at = torch.arange(B, device=device)
     source = last.count[:, None] + torch.arange(noise.position.shape[1], device=device)
     fresh = source >= last.own[:, None]
     kept = last.resample_rejected.gather(1, source.clamp(max=T_old - 1))
-    known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # past the known ones: meaningless
+    known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # undefined after the known ones
     reach = length + (last.own - last.count).clamp(min=0)
     first = _first_fresh(last, noise.position.shape[1])
     coins = replace(noise, position=noise.position[:, first:])
     context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], coins, length)
     drafted, probs = state.initial(context)
     drafted = torch.where(fresh, torch.cat([kept[:, :first], drafted], dim=1), kept)
-    if probs.shape[1] == 1:  # alike for all: an extra row to pick, which is cheaper than selecting element by element
+    if probs.shape[1] == 1:  # one row for all positions: indexing an appended row is cheaper than an element-wise select
         rows = torch.cat([last.probs, probs.expand(B, 1, -1)], dim=1)
         return drafted, rows[at[:, None], torch.where(fresh, T_old, source)]
     old = last.probs[at[:, None], source.clamp(max=T_old - 1)]
@@ -184,8 +191,11 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
 
 
 def _first_fresh(last: _Pass, slots: int) -> int:
-    """From which slot on an image may need initial drafts: of the others none are made, where the host knows. At least one is,
-    to say how these look; elsewhere all are, so that passes are alike and nobody waits for the device."""
+    """Return the first slot where any image may need an initial draft token, so that none are computed before it.
+
+    At least one slot is computed, to know the shape. Off the eager CPU it returns 0: passes keep static shapes and the host
+    does not wait for the device.
+    """
     if not is_eager_cpu(last.count):
         return 0
     return min(max(int((last.own - last.count).min()), 0), slots - 1)
@@ -195,32 +205,32 @@ Coupling = Callable[[Step], Tensor]
 
 
 def independent(step: Step) -> Tensor:
-    """Fresh draws, whatever was drafted (Teng et al. 2024, SJD)."""
+    """Sample independently of the old draft (Teng et al. 2024, SJD)."""
     return step.noise.draw(step.probs, Purpose.REDRAW)
 
 
 def maximal(step: Step) -> Tensor:
-    """Maximal coupling: keep the old draft d with probability min(1, p(d) / q(d)), else draw norm((p - q)+).
+    """Maximal coupling: keep the old draft token d with probability min(1, p(d) / q(d)), otherwise sample from norm((p - q)+).
 
-    The old and the new token agree with probability 1 - TV(p, q), which no coupling exceeds (SCD, section 4; the same step is
-    called adaptive continuation in SJD-PAC). Slots without a valid draft are drawn from p.
+    The old and the new token agree with probability 1 - TV(p, q), the maximum over all couplings (SCD, section 4; SJD-PAC calls
+    this step adaptive continuation). Slots without a valid draft token are sampled from p.
     """
     p, q = chances(step.probs, step.draft)
     return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
 
 
 def gumbel(step: Step) -> Tensor:
-    """Gumbel coupling: argmax(log p + G) with the image's own noise G of the position, the same in every pass.
+    """Gumbel coupling: argmax(log p + G) with the shared noise G of the position, which is the same in every pass.
 
-    The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). The rule `shared_noise` has
-    drawn the same tokens already.
+    The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). If the rule is
+    `shared_noise`, it has already sampled these tokens.
     """
     drawn = step.verdict.drawn
     return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
 
 
 def judged(step: Step) -> Tensor:
-    """What the rule itself kept and drew (`Verdict.drawn`, as of `PooledRule`); of rules that draw nothing, as `maximal`."""
+    """Use the tokens that the rule kept or resampled (`Verdict.drawn` of `PooledRule`); without them, use `maximal`."""
     return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
 
 

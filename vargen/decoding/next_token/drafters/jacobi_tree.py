@@ -1,10 +1,10 @@
-"""Jacobi drafting of trees: several candidates at the positions where the first draft is likely to fall.
+"""Jacobi drafting of trees: several candidates at the positions where the first one is likely to be rejected.
 
-A window is drafted as `Jacobi` drafts it; from the same stale probabilities come second and third candidates of its positions.
-All slots of a depth share the candidates of that position, because the pass before said one thing of it (SJD-PAC 2026,
-proactive drafting). Once a path is accepted, the window goes on from what the pass said behind it.
+The first candidates form a window as in `Jacobi`; second and third candidates come from the same stale probabilities. All slots
+of one depth share the candidates of that position, because the previous pass has one distribution for it (SJD-PAC 2026,
+proactive drafting). Once a path is accepted, the window continues with the output of the pass along that path.
 
-Shape suffixes: B images, T fed tokens of one pass, L positions behind the root, K candidates of a position, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, L positions after the root, K candidates per position, V vocabulary.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ from vargen.modes import normal_tensors
 
 @dataclass
 class _State:
-    """`chain`: the state of `drafter`, which drafts the window's first candidates, as many as `window` says. `choice`: of the
-    tree of each pass. `parents`: of the present one."""
+    """State of B images.
+
+    `chain`: state of `drafter`, which drafts the first candidates in a window set by `window`. `choice`: controller that
+    selects the tree of each pass. `parents`: the current tree.
+    """
 
     seeds: Tensor
     total: int
@@ -46,7 +49,7 @@ class _State:
 
 @dataclass
 class _Led:
-    """The window of first candidates (`Window`), as wide as the tree of the pass is deep."""
+    """The window of first candidates (a `Window`), whose width follows the depth of the current tree."""
 
     max_fed: int
     shrinks: bool = True
@@ -62,16 +65,16 @@ class _Led:
 
 
 class _Plan(NamedTuple):
-    """What the shape says, on the device.
+    """Index tables of a tree shape, on the device.
 
     Attributes:
         tree: the shape.
-        depth, rank: int64 `[T - 1]`, of each draft; depths from 0.
-        younger: int64, the drafts that have elder siblings.
-        first: int64 `[L]`, the slot of the first candidate of each position, on the path of first children.
-        onwards: int64 `[T, L + 1]`, behind an accepted slot: the slot that speaks of each depth, along first children, and
-            where these end along those of the root.
-        several: positions that have more than one candidate: the first so many.
+        depth, rank: int64 `[T - 1]`, of each draft token; depth counts from 0.
+        younger: int64, the draft tokens that have earlier siblings.
+        first: int64 `[L]`, the slot of the first candidate of each position, along the path of first children.
+        onwards: int64 `[T, L + 1]`, for each last accepted slot: the slot whose output predicts each depth. It follows first
+            children, and continues along those of the root where these end.
+        several: number of leading positions that may have more than one candidate.
     """
 
     tree: Tree
@@ -107,19 +110,19 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
 
 @dataclass(frozen=True)
 class JacobiTree(TreeDrafter):
-    """Drafts from the last pass, with several candidates where the shape has siblings.
+    """Draft a tree from the output of the previous pass, with several candidates wherever the shape has siblings.
 
     Args:
-        shape: a `StaticTree`, also by name or by its parents, whose first children reach its depth: they are the window.
-            `"auto"` or an `AutoTree` chooses by measured costs and recent acceptance, and drafts nothing where that does not
-            pay.
-        coupling, initial: of the first candidates, see `Jacobi`. With `"gumbel"` the others are the next largest of
-            log q + G, with the image's own noise G, for the rule `shared_noise`; else they are drawn without replacement, by
-            coins of their own.
+        shape: a `StaticTree`, also given by name or by its parents, whose path of first children reaches its full depth; this
+            path is the window. `"auto"` or an `AutoTree` selects a tree by measured costs and recent acceptance, and drafts
+            nothing if drafting does not pay off.
+        coupling, initial: for the first candidates, see `Jacobi`. With `"gumbel"` the other candidates are the next largest
+            values of log q + G, with the shared noise G, for the rule `shared_noise`. Otherwise they are sampled without
+            replacement, with their own uniforms.
 
     Raises:
-        ValueError: for another shape, or an unknown name; by `bind` for a tree that the grid does not hold, or with more
-            children than there are tokens.
+        ValueError: if the shape is not of this form, or a name is unknown. `bind` raises it if the tree does not fit the grid,
+            or a slot has more children than there are tokens.
     """
 
     shape: StaticTree | AutoTree | str | tuple[int, ...]
@@ -137,14 +140,14 @@ class JacobiTree(TreeDrafter):
 
     @property
     def tree(self) -> StaticTree | AutoTree:
-        """The shape."""
+        """The resolved shape."""
         tree = parse_shape(self.shape)
         if isinstance(tree, DynamicTree):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
     def bind(self, model: TokenModel) -> JacobiTree:
-        """This drafter; an automatic tree is cut to the grid."""
+        """Return this drafter; an automatic tree is limited to the grid."""
         tokens = model.grid[0] * model.grid[1]
         check_vocabulary(self.tree, model.vocab)
         self.check_grid(tokens)
@@ -171,7 +174,7 @@ class JacobiTree(TreeDrafter):
             return chain
         assert chain.probs is not None and chain.valid is not None
         noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
-        candidates, there = self._candidates(chain, noise, plan)  # as many of each position as any has
+        candidates, there = self._candidates(chain, noise, plan)  # padded to the same number at every position
         drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
         if len(plan.younger):
@@ -181,7 +184,7 @@ class JacobiTree(TreeDrafter):
         return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
 
     def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
-        """Of each position `[B, L, K]`: tokens, the window's own first, and whether there are so many."""
+        """Return the candidates of each position, `[B, L, K]`, that of the window first, and which of them exist."""
         assert chain.probs is not None
         tokens, K, several = chain.tokens[..., None], plan.tree.widest, plan.several
         if K == 1:
@@ -195,7 +198,7 @@ class JacobiTree(TreeDrafter):
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
     def observe(self, state: _State, step: Step) -> None:
-        """The window sees a chain: at each depth the slot that speaks of it, and the first candidates."""
+        """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
         plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
         state.choice.observe(step, state.total)
         if len(state.parents) == 1:
@@ -220,7 +223,7 @@ class JacobiTree(TreeDrafter):
 
 
 def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
-    """q `[B, S, V]` of each draft, less the candidates `[B, S, K]` of a lesser rank than its own `[S]`."""
+    """Remove from q `[B, S, V]` the candidates `[B, S, K]` of lower rank than the draft token's `[S]`, and renormalize."""
     K = candidates.shape[-1]
     elder = torch.arange(K, device=rank.device) < rank[:, None]  # [S, K]
     own = candidates.gather(2, rank[:, None].expand(len(candidates), -1, 1))

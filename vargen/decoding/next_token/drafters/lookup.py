@@ -1,6 +1,6 @@
-"""Lookup: what followed the same surroundings before, in the picture drawn so far and in stored pictures, drafts what follows.
+"""Lookup drafting: propose what followed the same context earlier, in the current image and in stored images.
 
-Shape suffixes: B images, M stored pictures, N tokens of the grid, K counted tokens, V vocabulary.
+Shape suffixes: B images, M stored images, N tokens of the grid, K counted tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from vargen.values import parse_float, parse_int, short_repr
 
 
 class Index:
-    """Stored tokens, sorted by their surroundings.
+    """Stored tokens, sorted by context.
 
-    Surroundings are one number, the left token in its highest digit, so that all tokens with the same left one, with the same
-    left and upper one and so on lie in one range of the sorted numbers.
+    A context is encoded as one integer whose most significant digit is the left token. All tokens with the same left token,
+    with the same left and upper token, and so on, therefore form a contiguous range of the sorted keys.
 
     Args:
-        examples: integers `[M, N]`, tokens of M pictures of `columns` columns.
+        examples: integers `[M, N]`, tokens of M images with `columns` columns.
         vocab: V.
     """
 
@@ -38,11 +38,13 @@ class Index:
         self.keys, self.following, self.parts = keys[order], tokens.flatten()[order], _parts(vocab)
 
     def counted(self, key: Tensor, count: int) -> Tensor:
-        """int64 `[B, K]`: `count` tokens, evenly from all that have the longest known part of the surroundings `key` `[B]`; -1
-        where not even the left one is known."""
+        """Return `count` tokens that followed the longest known prefix of the context `key` `[B]`, int64 `[B, K]`.
+
+        They are spaced evenly over all matches; -1 if not even the left token occurs.
+        """
         found = torch.full((len(key), count), -1, device=key.device)
         steps = torch.arange(count, device=key.device)
-        for width in self.parts:  # the more of the surroundings is alike, the later it is written
+        for width in self.parts:  # longer matches are written later and override shorter ones
             low = torch.searchsorted(self.keys, key // width * width)
             size = torch.searchsorted(self.keys, (key // width + 1) * width) - low
             at = low[:, None] + (2 * steps + 1) * size[:, None] // (2 * count)
@@ -50,17 +52,20 @@ class Index:
         return found
 
 
-_AROUND = ((0, -1), (-1, 0), (-1, 1), (0, -2))  # rows and columns from a token to those that say most of it, in this order
+_AROUND = ((0, -1), (-1, 0), (-1, 1), (0, -2))  # (row, column) offsets of the most informative neighbors, in order
 
 
 def _parts(vocab: int) -> list[int]:
-    """What surroundings are divided by to leave 1, 2, ... of their tokens: as many of `_AROUND` as an int64 holds."""
+    """Divisors that reduce a context to its first 1, 2, ... tokens; as many of `_AROUND` as fit into an int64."""
     digits = next(n for n in range(len(_AROUND), 0, -1) if (vocab + 1) ** n < 2**62)
     return [(vocab + 1) ** n for n in reversed(range(digits))]
 
 
 def surroundings(tokens: Tensor, position: Tensor, vocab: int, columns: int) -> Tensor:
-    """int64 `[B, S]`: what lies around `position` `[B, S]` in `tokens` `[B, N]`, as one number; beyond the edge is token V."""
+    """Encode the context of `position` `[B, S]` in `tokens` `[B, N]` as integers, int64 `[B, S]`.
+
+    Positions outside the grid count as token V.
+    """
     column, key = position % columns, torch.zeros_like(position)
     for down, right in _AROUND[: len(_parts(vocab))]:
         there = (position + down * columns >= 0) & (column + right >= 0) & (column + right < columns)
@@ -75,7 +80,7 @@ def _index(examples: _Examples, vocab: int, columns: int, device: torch.device) 
 
 
 class _Examples:
-    """A tensor as a key of what is kept: itself, not its values."""
+    """A tensor as a cache key, compared by identity, not by value."""
 
     def __init__(self, tokens: Tensor):
         self.tokens = tokens
@@ -99,22 +104,24 @@ class _State:
 
 @dataclass(frozen=True)
 class Lookup:
-    """Drafts what followed before: n-gram lookup in two dimensions, with retrieval.
+    """Draft what followed the same context earlier: two-dimensional n-gram lookup with retrieval.
 
-    Prompt lookup (Saxena 2023) copies what followed the last occurrence of the same words, REST (He et al. 2024) what follows
-    them in a store of texts. In a picture a token depends on the one above it as much as on the one before, so surroundings
-    are the tokens on the left, above, above on the right and second on the left, as many of them as have been seen together.
-    Nothing is copied: the tokens that followed them, in this picture and in the model's `examples`, are counted, and a draft is
-    drawn from the counts, which are recorded as its probabilities. The next draft is looked up behind it.
+    Prompt lookup (Saxena 2023) copies what followed the last occurrence of the same words; REST (He et al. 2024) retrieves it
+    from a text store. In an image, a token depends on the one above as much as on the one before. The context therefore
+    consists of the tokens to the left, above, above right, and second to the left, as many of them as have occurred together.
+    Tokens are not copied: those that followed the context, in this image and in the model's `examples`, are counted, and a
+    draft token is sampled from the counts, which are recorded as q. The next draft token is looked up after it.
 
     Args:
-        drafts: drafted tokens a pass, 1 or more.
-        counted: tokens taken from the examples for each draft, evenly from all that fit; 0 looks into the picture alone.
-        own: weight of a token of the picture itself against one of the examples, 0 or more.
-        sharpness: counts are raised to this number over the temperature, above 0: guidance makes targets sharper than data.
+        drafts: draft tokens per pass, at least 1.
+        counted: number of tokens taken from the examples per draft token, spaced evenly over all matches; 0 uses the image
+            alone.
+        own: weight of a token of the image itself relative to one of the examples, at least 0.
+        sharpness: counts are raised to the power sharpness / temperature, above 0; guidance makes the target sharper than data.
 
     Raises:
-        ValueError: for values outside these ranges; by `bind` if the chain does not fit the grid, or examples are of another.
+        ValueError: if a value is out of range. `bind` raises it if the chain does not fit the grid, or the examples have
+            another grid.
     """
 
     drafts: int = 3
@@ -142,10 +149,10 @@ class Lookup:
         return self.drafts + 1
 
     def bind(self, model: TokenModel) -> Lookup:
-        """This drafter.
+        """Return this drafter.
 
         Raises:
-            ValueError: if the chain does not fit behind the first token of the grid, or the model's examples are none of it.
+            ValueError: if the chain does not fit after the first token of the grid, or the examples do not match the grid.
         """
         self.check_grid(model.grid[0] * model.grid[1])
         examples = model.examples if isinstance(model, ExampleModel) else None
@@ -154,16 +161,16 @@ class Lookup:
         return self
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
         if self.drafts >= tokens:
             raise ValueError(f"drafts must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.drafts}")
 
     def fitted(self, tokens: int) -> Lookup:
-        """The drafter with a chain that fits behind the first of so many tokens."""
+        """Return the drafter with a chain that fits after the first token of a grid of `tokens` tokens."""
         return replace(self, drafts=min(self.drafts, tokens - 1))
 
     def resized(self, window: int | str) -> Lookup:
-        """The drafter itself: numbers are for windows, and a chain has none."""
+        """Return this drafter unchanged: numbers apply to windows, and a chain has none."""
         return self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
@@ -192,9 +199,11 @@ class Lookup:
         return Draft(torch.cat(drafted, 1), chain, torch.stack(probs, 1), torch.stack(valid, 1))
 
     def weights(self, state: _State, tokens: Tensor, position: Tensor) -> Tensor:
-        """float32 `[B, V]`: how often each token followed surroundings like those of `position` `[B, 1]`; all before is
-        known."""
-        counts = torch.zeros(len(tokens), state.vocab + 1, device=tokens.device)  # the last column is for none
+        """Weighted counts of the tokens that followed the context of `position` `[B, 1]`, float32 `[B, V]`.
+
+        All tokens before the position are known.
+        """
+        counts = torch.zeros(len(tokens), state.vocab + 1, device=tokens.device)  # the last column collects padding
         here = surroundings(tokens, position, state.vocab, state.columns)
         places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
         then = surroundings(tokens, places, state.vocab, state.columns)
@@ -209,4 +218,4 @@ class Lookup:
         return counts[:, :-1]
 
     def observe(self, state: _State, step: Step) -> None:
-        """What was committed is looked up where it lies."""
+        """Do nothing: the next lookup reads the committed tokens directly."""

@@ -1,7 +1,7 @@
 """Medusa drafting: trained heads predict several tokens ahead from one feature of the target.
 
-Source: Cai et al. 2024 (arXiv:2401.10774). The feature is that by which the root was drawn, so a pass leaves all that the next
-draft needs. All slots of a level have the same q: heads do not see each other's tokens.
+Source: Cai et al. 2024 (arXiv:2401.10774). The feature is the one that predicted the root, so every pass already provides what
+the next draft needs. All slots of a level have the same q, because heads do not see each other's tokens.
 
 Shape suffixes: B images, h heads, V vocabulary.
 """
@@ -38,7 +38,7 @@ class _State:
 
 @dataclass(frozen=True)
 class Medusa(HeadDrafter):
-    """Chains and trees from Medusa's heads, at most as deep as there are heads; see `HeadDrafter`."""
+    """Draft chains and trees with Medusa heads, at most as deep as there are heads; see `HeadDrafter`."""
 
     shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
@@ -61,7 +61,7 @@ class Medusa(HeadDrafter):
         return _State(heads, Features.first(first, images), sampling, seeds, model.grid[0] * model.grid[1], choice)
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Seconds of the heads behind a draft, measured; what builds the tree is left out."""
+        """Measured seconds of the heads for a draft; tree construction is excluded."""
         return _seconds(self.trained(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
@@ -84,7 +84,7 @@ class Medusa(HeadDrafter):
 
 
 def _seconds(heads: ParallelHeads, first: Output, images: int) -> float:
-    """Of the heads, once."""
+    """Measure the seconds of one evaluation of the heads."""
     features = there(first.features)
     root = torch.zeros(images, dtype=torch.int64, device=features.device)
     return min(timed(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))

@@ -1,6 +1,6 @@
-"""Token recycling: what the target has said behind a token before drafts what follows that token now.
+"""Token recycling: draft from what the target predicted earlier after the same token.
 
-Shape suffixes: B images, T fed tokens of one pass, K kept candidates, V vocabulary.
+Shape suffixes: B images, T tokens fed in one pass, K candidates kept, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from vargen.values import parse_int, short_repr
 
 @dataclass
 class _State:
-    """Of B images. `candidates` int64 and `weights` float32 `[B, V, K]`: what the target last held likely behind each token;
-    weights of 0 behind tokens that it has not seen. `fed` `[B, T]`: of the present pass."""
+    """State of B images.
+
+    `candidates` int64 and `weights` float32, both `[B, V, K]`: the most probable tokens that the target last predicted after
+    each token, with weights of 0 for tokens not seen yet. `fed` `[B, T]`: tokens fed in the current pass.
+    """
 
     seeds: Tensor
     total: int
@@ -32,19 +35,19 @@ class _State:
 
 @dataclass(frozen=True)
 class Recycle:
-    """Drafts from the target's last probabilities behind the same token (Luo et al. 2024, token recycling).
+    """Draft from the target's latest distribution after the same token (Luo et al. 2024, token recycling).
 
-    Every pass says what follows each fed token, refused drafts included. The likeliest `kept` candidates of it are remembered
-    by token, within the picture, and the next time the token comes up a draft is drawn from them, and another one behind that.
-    The paper takes the likeliest and makes a tree of them; a draw with its probabilities recorded stands more often where, as
-    in pictures, no token is likely. Behind a token that the picture has not seen there is no draft.
+    Every pass predicts what follows each fed token, including rejected draft tokens. The `kept` most probable candidates are
+    stored per token, within the image. When the token occurs again, a draft token is sampled from them, and another one after
+    that. The paper takes the most probable candidates and builds a tree; sampling with recorded probabilities is accepted more
+    often where no token is likely, as in images. There is no draft after a token that has not occurred in the image.
 
     Args:
-        drafts: drafted tokens a pass, 1 or more.
-        kept: candidates that are remembered of each token, 1 or more.
+        drafts: draft tokens per pass, at least 1.
+        kept: candidates stored per token, at least 1.
 
     Raises:
-        ValueError: for values outside these ranges; by `bind` if the chain does not fit the grid.
+        ValueError: if a value is out of range. `bind` raises it if the chain does not fit the grid.
     """
 
     drafts: int = 3
@@ -63,25 +66,25 @@ class Recycle:
         return self.drafts + 1
 
     def bind(self, model: TokenModel) -> Recycle:
-        """This drafter.
+        """Return this drafter.
 
         Raises:
-            ValueError: if the chain does not fit behind the first token of the grid.
+            ValueError: if the chain does not fit after the first token of the grid.
         """
         self.check_grid(model.grid[0] * model.grid[1])
         return self
 
     def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless a chain fits behind the first of so many tokens."""
+        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
         if self.drafts >= tokens:
             raise ValueError(f"drafts must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.drafts}")
 
     def fitted(self, tokens: int) -> Recycle:
-        """The drafter with a chain that fits behind the first of so many tokens."""
+        """Return the drafter with a chain that fits after the first token of a grid of `tokens` tokens."""
         return replace(self, drafts=min(self.drafts, tokens - 1))
 
     def resized(self, window: int | str) -> Recycle:
-        """The drafter itself: numbers are for windows, and a chain has none."""
+        """Return this drafter unchanged: numbers apply to windows, and a chain has none."""
         return self
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
@@ -108,7 +111,10 @@ class Recycle:
         return Draft(state.fed[:, 1:], Tree.of_chain(self.drafts, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1))
 
     def observe(self, state: _State, step: Step) -> None:
-        """Remember the target's likeliest tokens behind each that was fed; of two alike, the one nearer to the root counts."""
+        """Store the target's most probable tokens after each fed token.
+
+        If a token was fed twice, the slot nearer to the root counts.
+        """
         image = torch.arange(len(state.fed), device=state.fed.device)
         weights, candidates = step.probs.topk(state.weights.shape[2], dim=2)
         weights = weights / weights.sum(2, keepdim=True)

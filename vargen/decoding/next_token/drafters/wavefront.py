@@ -1,10 +1,11 @@
-"""Wavefront drafting: rows below begin before the row above has ended.
+"""Wavefront drafting: start rows before the row above is complete.
 
-After ZipAR (He et al. 2024, arXiv 2412.04062): what lies far to the right in the row above says little about a token, so a row
-may be drawn as soon as the row above is a few columns ahead. Here the rows are drafts of a Jacobi window, so that drafts stand
-for what is not drawn yet (as in parallel Jacobi decoding), and what is kept in spite of it is counted as relaxation.
+After ZipAR (He et al. 2024, arXiv 2412.04062): tokens far to the right in the row above carry little information about a token,
+so a row can start as soon as the row above is a few columns ahead. Here the rows are part of a Jacobi window: draft tokens
+stand in for tokens that are not committed yet (as in parallel Jacobi decoding), and tokens kept despite that count as
+relaxation.
 
-Shape suffixes: B images, T fed tokens of one pass, S = T - 1 drafts, N tokens of the grid.
+Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N tokens of the grid.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from vargen.values import parse_int, short_repr
 
 @dataclass
 class _State:
-    """Beside the state of the window, which positions are kept, bool `[B, N + 1]`; the last stands for those past the grid."""
+    """The state of the window, and a mask of kept positions, bool `[B, N + 1]`; the last entry is for positions past the
+    grid."""
 
     jacobi: Any
     kept: Tensor
@@ -35,15 +37,17 @@ class _State:
 
 @dataclass(frozen=True)
 class Wavefront(Jacobi):
-    """A Jacobi window over several rows, in each of which tokens are settled from the left: one is kept, by rules that heed it
-    (`PooledRule`), once it was drawn behind its settled left neighbour and `reach` settled columns more of the row above.
+    """A Jacobi window over several rows, each of which is settled from left to right.
+
+    A token is marked as kept once it was sampled with a settled left neighbor and with the row above settled for `reach` more
+    columns. Only rules that respect the mark (`PooledRule`) keep it.
 
     Args:
-        window, coupling, initial: see `Jacobi`; the coupling has to be `"judged"`, which keeps what the rule keeps.
-        reach: columns, 0 or more, that the row above is ahead of the place that is drawn.
+        window, coupling, initial: see `Jacobi`; the coupling must be `"judged"`, which keeps what the rule keeps.
+        reach: number of columns, at least 0, that the row above must be ahead.
 
     Raises:
-        ValueError: also for a reach that is no such number, or another coupling.
+        ValueError: as `Jacobi`, and if the reach or the coupling is invalid.
     """
 
     window: Any = 48
@@ -72,13 +76,13 @@ class Wavefront(Jacobi):
         return replace(draft, kept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
 
     def observe(self, state: Any, step: Step) -> None:
-        """What the pass drew with enough of its surroundings settled is kept from now on."""
+        """Mark the tokens that this pass sampled with enough settled context as kept."""
         N, columns, device = state.rows * state.columns, state.columns, step.count.device
         place = torch.arange(N, device=device)
         column = place % columns
-        settled = state.kept[:, :N] | (place < state.length[:, None])  # as they were fed
+        settled = state.kept[:, :N] | (place < state.length[:, None])  # as of the time they were fed
         left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
-        above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # the last that has to be, and so all before it
+        above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # rightmost that must be settled
         over = settled[:, above.clamp(min=0)] | (place < columns)
         fed = place < state.length[:, None] + step.probs.shape[1]
         state.kept[:, :N] |= left & over & fed

@@ -1,1 +1,1 @@
-"""Draft trees: their shapes, how drafters grow them, and the search for the tree that commits most tokens a second."""
+"""Draft trees: their shapes, their construction by drafters, and the search for the tree that maximizes tokens per second."""

@@ -1,9 +1,9 @@
-"""Growing a tree of drafts, level by level, on the device: no step waits for a value, and all images grow alike many slots.
+"""Construction of draft trees, level by level, on the device, without host synchronization; all images get equally many slots.
 
-A drafter says what follows the slots of a level (`Expand`); here children are drawn, the best slots are expanded further, and
-the best of all candidates make the `Draft`.
+A drafter provides the distribution after each slot of a level (`Expand`). This module samples children, selects the slots to
+expand next, and builds the `Draft` from the best candidates.
 
-Shape suffixes: B images, F slots of one level, E slots that were expanded so far, K children of a slot, S drafts, V vocabulary.
+Shape suffixes: B images, F slots of one level, E slots expanded so far, K children of a slot, S draft tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vargen.modes import normal_tensors
 from vargen.values import short_repr
 
 Drawing = Literal["best", "sampled", "independent", "coupled"]
-CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules, see `OfferingDrafter`
+CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules; see `OfferingDrafter`
     "best": ("fresh",),
     "sampled": ("fresh",),
     "independent": ("fresh", "replacement"),
@@ -33,7 +33,7 @@ CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each offers to rules,
 
 
 def validate_child_sampling(drawing: object, shape: TreeShape | AutoTree) -> None:
-    """Raise ValueError unless children can be drawn so in trees of this shape."""
+    """Raise ValueError unless `drawing` is a known way to select children and applies to trees of this shape."""
     if drawing not in CHILD_SAMPLING:
         raise ValueError(f"drawing must be one of {', '.join(CHILD_SAMPLING)}, got {short_repr(drawing)}")
     if drawing == "independent" and isinstance(shape, DynamicTree):
@@ -48,14 +48,14 @@ def check_vocabulary(shape: TreeShape | AutoTree, vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Frontier:
-    """The slots of a level, which are to be expanded, and the tree of all that were expanded before them.
+    """The slots of the level to expand, and the tree of all slots expanded so far.
 
     Attributes:
-        tokens: int64 `[B, F]`. Those of the first level are the roots.
-        parent: int64 `[B, F]`, of each, its place in the level before; 0 for the root.
-        tree: of all E slots that were expanded so far, level by level; the last F are these.
+        tokens: int64 `[B, F]`. The first level holds the roots.
+        parent: int64 `[B, F]`, index of each slot's parent within the previous level; 0 for the root.
+        tree: of all E slots expanded so far, level by level; the last F are those of this level.
         fed: int64 `[B, E]`, their tokens.
-        depth: steps from the root.
+        depth: distance from the root.
     """
 
     tokens: Tensor
@@ -65,12 +65,15 @@ class Frontier:
     depth: int
 
 
-Expand = Callable[[Frontier], Tensor]  # to probabilities float32 [B, F, V] of what follows each slot
+Expand = Callable[[Frontier], Tensor]  # returns float32 [B, F, V], the distribution after each slot
 
 
 class _Level(NamedTuple):
-    """Candidates `[B, F, K]`: tokens, whether there are any, worth of having each in the tree, and worth of expanding it, in
-    logarithms; q `[B, F, V]` of their parents."""
+    """Candidates of one level, `[B, F, K]`, and q `[B, F, V]` of their parents.
+
+    The fields are the tokens, whether they exist, the log-value of including each in the tree, and the log-value of expanding
+    it.
+    """
 
     tokens: Tensor
     there: Tensor
@@ -87,18 +90,18 @@ def grow(
     noise: Noise,
     total: int,
 ) -> Draft:
-    """A tree of drafts for each image.
+    """Build a draft tree for each image.
 
     Args:
-        expand: called once for each level, from the root down.
-        shape: how many slots there are, and where.
-        drawing: how the K children of a slot are chosen from its q. `"best"`: the K most probable (EAGLE-2), not drawn.
-            `"sampled"`: drawn without replacement, by the K largest of log q + Gumbel noise (Kool et al. 2019), in the order of
-            these. `"independent"`: drawn with replacement; in static trees only. `"coupled"`: the K largest of log q + G with
-            the image's own noise G, for the rule `shared_noise`.
+        expand: called once per level, from the root down.
+        shape: number and arrangement of slots.
+        drawing: how the K children of a slot are selected from its q. `"best"`: the K most probable tokens (EAGLE-2), not
+            sampled. `"sampled"`: sampled without replacement, as the K largest values of log q + Gumbel noise (Kool et al.
+            2019), in descending order. `"independent"`: sampled with replacement; for static trees only. `"coupled"`: the K
+            largest values of log q + G with the shared noise G, for the rule `shared_noise`.
         root: int64 `[B]`, the last committed tokens.
-        noise: of the pass, its position `[B, 1]` that of the token behind the root.
-        total: tokens of the grid; what lies past it is not valid.
+        noise: of the pass; its position `[B, 1]` is that of the token after the root.
+        total: number of tokens of the grid; slots past it are invalid.
     """
     if isinstance(shape, DynamicTree):
         return _dynamic(expand, shape, drawing, root, noise, total)
@@ -106,11 +109,16 @@ def grow(
 
 
 def siblings(probs: Tensor, count: int, drawing: Drawing, noise: Noise) -> tuple[Tensor, Tensor]:
-    """The children of each slot int64 `[B, F, K]`, in order, and float `[B, F, K]`: 0 where the slot has no more of them, else
-    by what they were ordered.
+    """Select the children of each slot.
+
+    Returns int64 `[B, F, K]`, in order, and the float `[B, F, K]` values that define the order, which are 0 where a slot has no
+    further child.
 
     Args:
-        probs: float32 `[B, F, V]`. count: K. drawing: see `grow`. noise: its position `[B, 1]`, of all these children.
+        probs: float32 `[B, F, V]`.
+        count: K.
+        drawing: see `grow`.
+        noise: its position `[B, 1]` is that of all these children.
     """
     B, F, V = probs.shape
     if drawing == "best":
@@ -134,9 +142,12 @@ def siblings(probs: Tensor, count: int, drawing: Drawing, noise: Noise) -> tuple
 
 
 class _Step(NamedTuple):
-    """One level of a static tree: the slots that have children, `[F]`; the place of each one's parent in the level before,
-    `[F]`; all slots that were expanded so far, `[E]`, and their tree; most children; the children's slots `[C]`, and where each
-    is among the K drawn ones of all F."""
+    """One level of a static tree.
+
+    The fields are: the slots that have children, `[F]`; the index of each one's parent within the previous level, `[F]`; all
+    slots expanded so far, `[E]`, and their tree; the largest number of children; the slots of the children, `[C]`; and the
+    index of each child among the K candidates of all F slots, `[C]`.
+    """
 
     slots: Tensor
     parent: Tensor
@@ -150,7 +161,7 @@ class _Step(NamedTuple):
 @lru_cache(maxsize=64)
 @normal_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> tuple[list[_Step], Tensor]:
-    """The levels from the root down, and of each draft the number of the expanded slot that it follows, `[S]`."""
+    """Return the levels from the root down, and the index of each draft token's parent among the expanded slots, `[S]`."""
 
     def on_device(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=device)
@@ -202,7 +213,7 @@ def _static(expand: Expand, shape: StaticTree, drawing: Drawing, root: Tensor, n
 
 
 def _below(noise: Noise, depth: int) -> Noise:
-    """The noise of the tokens behind slots at a depth."""
+    """Return the noise of the tokens after slots at a depth."""
     return Noise(noise.seeds, noise.position + depth, noise.step, noise.own)
 
 
@@ -212,12 +223,12 @@ def _below(noise: Noise, depth: int) -> Noise:
 def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor, noise: Noise, total: int) -> Draft:
     B, device = len(root), root.device
     K, image = shape.children, torch.arange(B, device=device)[:, None]
-    parents = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # of the slots that are expanded
+    parents = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # of the expanded slots
     fed = tokens = root[:, None]
     above, reach, there = torch.zeros_like(tokens), torch.zeros(B, 1, device=device), torch.ones_like(tokens, dtype=torch.bool)
-    expanded_at = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # where each of these is among the candidates
+    expanded_at = torch.full((B, 1), -1, dtype=torch.int64, device=device)  # index of each among the candidates
     levels: list[_Level] = []
-    follows: list[Tensor] = []  # of each candidate the expanded slot that it follows
+    follows: list[Tensor] = []  # parent of each candidate among the expanded slots
     for depth, F in enumerate(shape.widths()):
         if depth:
             order = reach.flatten(1).sort(dim=1, descending=True, stable=True).indices[:, :F].sort(dim=1).values
@@ -234,9 +245,9 @@ def _dynamic(expand: Expand, shape: DynamicTree, drawing: Drawing, root: Tensor,
         follows.append(torch.arange(fed.shape[1] - F, fed.shape[1], device=device).repeat_interleave(K).expand(B, -1))
         reach = level.reach
     pool = torch.cat([level.worth.flatten(1) for level in levels], 1)
-    # Parents and elders come first in the pool and are worth no less: a stable order keeps them where it keeps their youngers.
+    # Parents and earlier siblings come first in the pool with at least equal value, so a stable sort keeps the tree connected.
     kept = pool.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes].sort(dim=1).values
-    inner = torch.cat(follows, 1)[image, kept]  # the expanded slot that each follows
+    inner = torch.cat(follows, 1)[image, kept]  # parent of each among the expanded slots
     parent = torch.searchsorted(kept, expanded_at[image, inner]) + 1
     tree = Tree.per_image(_rooted(torch.where(inner == 0, 0, parent)), shape.depth + 1, K)
     drawn = torch.cat([level.tokens.flatten(1) for level in levels], 1)[image, kept]
@@ -256,35 +267,38 @@ def _rooted(parents: Tensor) -> Tensor:
 
 
 def _candidates(q: Tensor, reach: Tensor, shape: DynamicTree, drawing: Drawing, noise: Noise) -> _Level:
-    """The children of a level's slots, whose reach `[B, F]` is known.
+    """Return the children of a level's slots, given their log-values `[B, F]`.
 
-    What is drawn has no say in whether it is in the tree: a child's worth is that its elders are refused, for which their q
-    counts, and only the worth of expanding it depends on its own q.
+    A sampled token must not influence whether it is itself in the tree. The value of including a child is therefore the
+    probability that its earlier siblings are rejected, which depends on their q; only the value of expanding it depends on its
+    own q.
     """
     token, value = siblings(q, shape.children, drawing, noise)
     there = value > 0
     if drawing == "best":
         reach = reach[..., None] + value.log()
         return _Level(token, there, reach, reach, q)
-    if drawing == "coupled":  # the nearer a candidate is to winning, the likelier the target's noise draws it
+    if drawing == "coupled":  # the closer a candidate is to the argmax, the more likely the target's noise selects it
         gap = (value / value[..., :1]).nan_to_num(0.0)
         share = gap / gap.sum(-1, keepdim=True).clamp_min(1e-30)
         reach = reach[..., None] + share.log()
         return _Level(token, there, reach, reach, q)
     own = q.gather(2, token)
-    own = own / (1 - own.cumsum(-1) + own).clamp_min(1e-30)  # of those that the elders left
-    accepted = _chances(shape, q.device) ** (1 - own.clamp(max=1.0))  # what is certain is accepted, other drafts as most are
+    own = own / (1 - own.cumsum(-1) + own).clamp_min(1e-30)  # renormalized without the earlier siblings
+    accepted = _chances(shape, q.device) ** (1 - own.clamp(max=1.0))  # a certain token is accepted, others at the average rate
     refused = (1 - accepted).log().cumsum(-1)
     worth = reach[..., None] + torch.nn.functional.pad(refused[..., :-1], (1, 0))
     return _Level(token, there, worth, worth + accepted.log(), q)
 
 
 def _draft_probs(rows: list[Tensor], follows: Tensor, tokens: Tensor, tree: Tree, drawing: Drawing) -> Tensor | None:
-    """q `[B, S, V]` of each draft: that of the slot that it follows and, without replacement, less the elder siblings; None
-    where nothing was drawn.
+    """Return q `[B, S, V]` of each draft token, that of its parent slot; None if the tokens were not sampled.
+
+    For sampling without replacement, the earlier siblings are removed.
 
     Args:
-        rows: q `[B, F, V]` of each level, which together are those of the E expanded slots. follows: `[B, S]`, one of these E.
+        rows: q `[B, F, V]` of each level; concatenated, they are those of the E expanded slots.
+        follows: `[B, S]`, index of the parent among these E.
     """
     if drawing not in ("sampled", "independent"):
         return None
@@ -293,7 +307,7 @@ def _draft_probs(rows: list[Tensor], follows: Tensor, tokens: Tensor, tree: Tree
     if drawing == "independent":
         return q
     elder = tree.elders[..., 1:, 1:].expand(B, S, S)
-    index = torch.where(elder, tokens[:, None, :], tokens[:, :, None])  # elders' tokens, else the own one
+    index = torch.where(elder, tokens[:, None, :], tokens[:, :, None])  # tokens of earlier siblings, otherwise the own one
     own = q.gather(2, tokens[..., None])
     left = q.scatter(2, index, 0.0).scatter(2, tokens[..., None], own)
     return left / left.sum(-1, keepdim=True).clamp_min(1e-30)

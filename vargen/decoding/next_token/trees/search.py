@@ -1,10 +1,10 @@
-"""Which tree to draft: the shape that commits most tokens, and the size that commits most of them a second.
+"""Search for the tree to draft: the shape that commits the most tokens, and the size that commits the most per second.
 
-Sequoia (Chen et al. 2024, section 3.1) takes it that the sibling of rank b is the accepted one with a probability a_b, wherever
-its parent is in the tree, and finds the best tree of a size by dynamic programming. A slot is reached with the product of the
-probabilities on the way to it, so a tree commits the sum of these in the mean, and no slot is reached more often than its
-parent or its elder siblings. The best tree is therefore that of the slots that are reached most often, found one by one; the
-same holds if the probabilities depend on the depth.
+Sequoia (Chen et al. 2024, section 3.1) assumes that the sibling of rank b is accepted with probability a_b, wherever its parent
+is in the tree, and finds the best tree of a given size by dynamic programming. The probability of reaching a slot is the
+product of these along its path. The expected number of committed tokens is the sum of the reach probabilities, and no slot is
+more likely to be reached than its parent or its earlier siblings. The best tree therefore consists of the slots with the
+highest reach probabilities and can be built greedily. The same holds if the probabilities depend on depth.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from vargen.decoding.next_token.draft import Step
 from vargen.decoding.next_token.draft_length import WidthController
 from vargen.decoding.next_token.trees.shapes import AutoTree
 
-Rates = Sequence[Sequence[float]]  # by depth and rank; the last depth's hold for all below
+Rates = Sequence[Sequence[float]]  # by depth and rank; those of the last depth apply to all deeper levels
 
 
 def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, ...]:
-    """Parents of the tree of so many drafts that commits most tokens.
+    """Return the parents of the tree of `nodes` draft tokens that commits the most tokens in expectation.
 
     Args:
-        rates: how often the sibling of each rank is the accepted one where its parent was accepted, at each depth.
-        nodes: drafts, 0 or more; fewer where `depth` and the ranks do not hold so many.
-        depth: most steps from the root; None: no limit.
+        rates: acceptance rate of the sibling of each rank given that its parent is accepted, by depth.
+        nodes: number of draft tokens, at least 0; limited by `depth` and the number of ranks.
+        depth: maximum distance from the root; None: no limit.
     """
 
     def offer(parent: int, reach: float, step: int, rank: int) -> None:
@@ -39,7 +39,7 @@ def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tupl
             heapq.heappush(heap, (-reach * row[rank], step, parent, rank, reach))
 
     parents = [-1]
-    # How often it is reached, negative; depth of its parent, which one that is, its rank, how often the parent is reached.
+    # Negative reach probability; depth of the parent, its slot, rank of the child, reach probability of the parent.
     heap: list[tuple[float, int, int, int, float]] = []
     offer(0, 1.0, 0, 0)
     while heap and len(parents) <= nodes:
@@ -51,7 +51,7 @@ def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tupl
 
 
 def _sort_by_level(parents: list[int]) -> tuple[int, ...]:
-    """The same tree with its slots level by level, those of one parent in their order."""
+    """Reorder the slots of a tree level by level, keeping the order of siblings."""
     depth = [0]
     for parent in parents[1:]:
         depth.append(depth[parent] + 1)
@@ -65,7 +65,7 @@ def _sort_by_level(parents: list[int]) -> tuple[int, ...]:
 
 
 def compute_expected_tokens(parents: Sequence[int], rates: Rates) -> float:
-    """Tokens that a pass over the tree commits in the mean, the one behind the accepted path included."""
+    """Expected number of tokens that a pass over the tree commits, including the one after the accepted path."""
     reach, depth, children = [1.0], [0], [0] * len(parents)
     for parent in parents[1:]:
         row = rates[min(depth[parent], len(rates) - 1)]
@@ -82,14 +82,16 @@ def tree_by_cost(
     depth: int | None = None,
     beside: float = 1.0,
 ) -> tuple[int, ...]:
-    """Parents of the tree that commits most tokens a second: a chain, or the root alone, where more does not pay.
+    """Return the parents of the tree that maximizes tokens per second.
+
+    It is a chain, or the root alone, if a larger tree does not pay off.
 
     Args:
         rates: see `search_best_tree`.
-        seconds: of a pass of the target, by the tokens it feeds; 1 is among them.
-        drafting: seconds that drafting a tree takes.
-        depth: most steps from the root.
-        beside: of a step that drafts, what its passes take.
+        seconds: of a target pass, by the number of tokens it feeds, including 1.
+        drafting: seconds to draft a tree.
+        depth: maximum distance from the root.
+        beside: fraction of a drafting step that is spent in passes.
     """
     deepest = max(seconds) - 1 if depth is None else depth
     found: tuple[int, ...] = (-1,)
@@ -104,19 +106,19 @@ def tree_by_cost(
     return found
 
 
-FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # tokens of a pass that are tried
-_DEPTHS = 4  # whose rates are told apart; deeper slots have those of the last
+FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # candidate numbers of tokens per pass
+_DEPTHS = 4  # depths with separate rates; deeper slots use those of the last
 _MEMORY = 0.9
-_WEIGHT = 8.0  # slots that the acceptance which is taken for granted at first counts as
-_HOPED = (0.85, 0.08, 0.03)  # acceptance that is worth a try
+_WEIGHT = 8.0  # weight of the prior acceptance rates, in slots
+_HOPED = (0.85, 0.08, 0.03)  # acceptance rates at which drafting is worth a trial
 
 
 @dataclass
 class Ranks:
-    """The tokens that the best tree of a size commits (`AcceptanceEstimate`), with recent acceptance by depth and rank."""
+    """Expected tokens of the best tree of each size (`AcceptanceEstimate`), from recent acceptance by depth and rank."""
 
     policy: AutoTree
-    depth: dict[int, int] = field(default_factory=dict)  # by the tokens that are fed, the most that their trees may have
+    depth: dict[int, int] = field(default_factory=dict)  # maximum depth of trees, by the number of tokens fed
     offered: Tensor = field(init=False)  # [depths, ranks]
     accepted: Tensor = field(init=False)
 
@@ -127,8 +129,10 @@ class Ranks:
 
     @property
     def rates(self) -> list[list[float]]:
-        """How often a sibling is the accepted one, by depth and rank; a younger one never more often than its elder, so that
-        first children reach the depth of the best tree."""
+        """Acceptance rates of siblings by depth and rank.
+
+        Rates decrease with rank, so that the path of first children reaches the full depth of the best tree.
+        """
         found = (self.accepted / self.offered).tolist()
         for row in found:
             for rank in range(1, len(row)):
@@ -136,7 +140,7 @@ class Ranks:
         return found
 
     def tree(self, fed: int) -> tuple[int, ...]:
-        """Parents of the best tree of so many slots."""
+        """Return the parents of the best tree with `fed` slots."""
         return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
 
     def tokens(self, fed: int) -> float:
@@ -147,10 +151,10 @@ class Ranks:
         return compute_expected_tokens(search_best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
 
     def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
-        """Counts do not tell siblings apart; see `see`."""
+        """Do nothing: the counts do not distinguish siblings. See `see`."""
 
     def see(self, table: Tensor, images: int) -> None:
-        """What `count_sibling_acceptance` counted in a pass of so many unfinished images."""
+        """Update the rates with the table of `count_sibling_acceptance` for a pass with `images` unfinished images."""
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
             rows = torch.arange(len(seen)).clamp(max=_DEPTHS - 1)
             mine *= _MEMORY
@@ -159,13 +163,13 @@ class Ranks:
 
 
 class TreeController:
-    """The tree of the next pass.
+    """Selects the tree of each pass.
 
     Args:
         policy: limits.
-        seconds: of a pass of the target, by the tokens it feeds; 1 is among them.
-        drafting: seconds that drafting a tree takes.
-        settled: whether to choose once, as on a GPU.
+        seconds: of a target pass, by the number of tokens it feeds, including 1.
+        drafting: seconds to draft a tree.
+        settled: whether to select once, as on a GPU.
     """
 
     def __init__(
@@ -177,7 +181,7 @@ class TreeController:
     ):
         ranks, steps = Ranks(policy), dict(seconds)
         for fed in seconds:
-            if fed > 1:  # how deep a tree of this size may be, so that what its levels cost is worth it
+            if fed > 1:  # the depth that maximizes tokens per second at this size
                 depths = range(1, min(policy.depth, fed - 1) + 1)
                 rates = {depth: self._rate(ranks, fed, depth, seconds, drafting) for depth in depths}
                 ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])
@@ -198,11 +202,11 @@ class TreeController:
         return (-1,) if fed == 1 else self.ranks.tree(fed)
 
     def next(self) -> tuple[int, ...]:
-        """Parents of the next pass; the root alone where drafting does not pay."""
+        """Return the parents of the next pass; the root alone if drafting does not pay off."""
         return self.parents
 
     def observe(self, step: Step, total: int) -> None:
-        """See what a pass made of the tree; `total`: tokens of the grid."""
+        """Update the estimate with the result of a pass; `total`: number of tokens of the grid."""
         if self.settled or len(self.parents) == 1:
             return
         active = step.noise.position[:, 0] < total
@@ -211,7 +215,7 @@ class TreeController:
 
 
 class AlwaysTree:
-    """The same tree in every pass."""
+    """Selects the same tree in every pass."""
 
     def __init__(self, parents: tuple[int, ...]):
         self.parents = parents
@@ -223,5 +227,5 @@ class AlwaysTree:
 
 
 def sizes(policy: AutoTree) -> list[int]:
-    """Tokens of a pass that are tried."""
+    """List the candidate numbers of tokens per pass."""
     return [fed for fed in FED if fed <= policy.nodes] + [policy.nodes + 1]

@@ -1,7 +1,7 @@
-"""Shapes of trees as data: static ones, the same in every pass, and dynamic ones, which grow anew for each image and pass.
+"""Tree shapes as data: static trees, the same in every pass, and dynamic trees, which are built for each image and pass.
 
-A static tree is a tuple of parents, root first: `(-1, 0, 0, 1, 1)` is a root with two children, of which the first has two.
-Siblings are ranked by their order.
+A static tree is a tuple of parents, root first: `(-1, 0, 0, 1, 1)` is a root with two children, the first of which has two
+children. Siblings are ranked by their order.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from typing import Any
 
 from vargen.values import parse_float, parse_int, short_repr, suggest_names
 
-MAX_TREE_WIDTH = 256  # tokens of a pass
+MAX_TREE_WIDTH = 256  # maximum number of tokens per pass
 
 
 def chain(drafts: int) -> tuple[int, ...]:
-    """So many tokens in a row."""
+    """Chain of `drafts` draft tokens."""
     return tuple(range(-1, drafts))
 
 
 def make_k_ary(children: int, depth: int) -> tuple[int, ...]:
-    """Every slot above `depth` has so many children."""
+    """Complete tree: every slot above `depth` has `children` children."""
     return branching([children] * depth)
 
 
@@ -36,11 +36,11 @@ def branching(children: Sequence[int]) -> tuple[int, ...]:
 
 
 def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
-    """So many slots at each depth below the root, given to the likeliest parents: those of least rank, summed from the root on.
+    """Tree with `widths[d]` slots at depth d + 1, attached to the parents with the lowest sum of ranks along the path.
 
-    That is the best tree of these widths where each younger sibling is less likely than its elder by one and the same factor.
+    It is the best tree with these widths if each sibling is less likely than the previous one by a constant factor.
     """
-    parents, level = [-1], [(0, 0)]  # of a level: (ranks summed, slot)
+    parents, level = [-1], [(0, 0)]  # one level: (sum of ranks, slot)
     for width in widths:
         candidates = sorted((ranks + rank, slot, rank) for ranks, slot in level for rank in range(width))[:width]
         candidates.sort(key=lambda each: each[1:])  # by parent, then rank
@@ -51,16 +51,17 @@ def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
 
 
 def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
-    """Every slot above `depth` has so many children, and below the first of the deepest ones a chain makes up the `fed` slots:
-    the tree of SJD-PAC.
+    """The tree of SJD-PAC: complete above `depth`, with a chain after the first leaf that fills up to `fed` slots.
+
+    Every slot above `depth` has `children` children.
 
     Raises:
-        ValueError: if `fed` slots do not hold the part that branches.
+        ValueError: if `fed` is too small for the branching part.
     """
     parents = make_k_ary(children, depth)
     if fed < len(parents):
         raise ValueError(f"{children} children to depth {depth} are {len(parents)} slots, the root included, got {fed}")
-    first = len(parents) - children**depth  # of the deepest
+    first = len(parents) - children**depth  # the first of the deepest slots
     return parents + tuple(first if slot == len(parents) else slot - 1 for slot in range(len(parents), fed))
 
 
@@ -75,7 +76,7 @@ STATIC: dict[str, tuple[int, ...]] = {
 
 
 def compute_depths(parents: Sequence[int]) -> int:
-    """Steps from the root to the deepest slot."""
+    """Return the depth of the deepest slot."""
     steps = [0]
     for parent in parents[1:]:
         steps.append(steps[parent] + 1)
@@ -83,11 +84,12 @@ def compute_depths(parents: Sequence[int]) -> int:
 
 
 def parse_parents(value: Any) -> tuple[int, ...]:
-    """A static tree by name or by its parents.
+    """Return the parents of a static tree given by name or by its parents.
 
     Raises:
-        ValueError: for an unknown name, or parents that do not start with -1 and then name earlier slots, or too many or none.
-        TypeError: for what is neither.
+        ValueError: if the name is unknown, the parents do not start with -1 and then name earlier slots, or the number of slots
+            is out of range.
+        TypeError: if `value` is neither.
     """
     if isinstance(value, str):
         if value not in STATIC:
@@ -112,7 +114,7 @@ class StaticTree:
     """The same tree in every pass.
 
     Args:
-        parents: of the slots, root first, or a name of `STATIC`.
+        parents: of the slots, root first, or a name in `STATIC`.
 
     Raises:
         ValueError, TypeError: see `parse_parents`.
@@ -127,12 +129,12 @@ class StaticTree:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """The parents."""
+        """The parents of the slots."""
         return parse_parents(self.parents)
 
     @property
     def nodes(self) -> int:
-        """Drafted tokens of a pass."""
+        """Number of draft tokens per pass."""
         return len(self.slots) - 1
 
     @property
@@ -141,16 +143,16 @@ class StaticTree:
 
     @property
     def children(self) -> int:
-        """Most children of a slot."""
+        """Largest number of children of a slot."""
         return max(self.slots.count(slot) for slot in range(len(self.slots)))
 
     @property
     def expanded(self) -> int:
-        """Slots that have children."""
+        """Number of slots that have children."""
         return sum(self.widths())
 
     def widths(self) -> list[int]:
-        """Slots that have children at each depth, the root's first."""
+        """Number of slots that have children at each depth, starting with the root."""
         steps = [0]
         for parent in self.slots[1:]:
             steps.append(steps[parent] + 1)
@@ -158,18 +160,18 @@ class StaticTree:
         return [sum(steps[slot] == depth for slot in inner) for depth in range(max(steps))]
 
     def cut(self, depth: int) -> StaticTree:
-        """The tree without what lies deeper."""
+        """Return the tree without slots deeper than `depth`."""
         steps = [0]
         for parent in self.slots[1:]:
             steps.append(steps[parent] + 1)
         return self._without([step > depth for step in steps])
 
     def narrowed(self, children: int) -> StaticTree:
-        """The tree with at most so many children of a slot, the first ones."""
+        """Return the tree with only the first `children` children of each slot."""
         return self._without([self.slots[:slot].count(self.slots[slot]) >= children for slot in range(len(self.slots))])
 
     def _without(self, left_out: Sequence[bool]) -> StaticTree:
-        """The tree without these slots and what follows them."""
+        """Return the tree without these slots and their descendants."""
         kept, parents = {0: 0}, [-1]
         for slot, parent in enumerate(self.slots[1:], 1):
             if parent in kept and not left_out[slot]:
@@ -178,29 +180,29 @@ class StaticTree:
         return StaticTree(tuple(parents))
 
 
-# How often the first, second, ... sibling is the accepted one.
+# Acceptance rates of the first, second, ... sibling.
 ACCEPTANCE = (0.6, 0.14, 0.07, 0.04)
 
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """A tree that grows anew for each image and pass: level by level, and of all candidates the best `nodes` stay.
+    """A tree built for each image and pass: it grows level by level, and the best `nodes` of all candidates are kept.
 
-    Li et al. 2024, EAGLE-2: each level expands the `frontier` likeliest slots, each to `children` candidates; then the
-    likeliest `nodes` of all are kept. Children are never likelier than their parents, and ties go to parents and elder
-    siblings, so that what stays hangs together.
+    Li et al. 2024, EAGLE-2: each level expands the `frontier` most probable slots into `children` candidates each; then the
+    most probable `nodes` of all candidates are kept. Children are never more probable than their parents, and ties go to
+    parents and earlier siblings, so the kept slots form a tree.
 
     Args:
-        nodes: drafted tokens of a pass.
-        depth: steps from the root.
-        children: most of a slot.
-        frontier: slots of a level that are expanded; None: as many as `children`.
-        acceptance: for drafts that are drawn, how often the first, second, ... sibling is the accepted one (see
-            `DecodeStats.sibling_rates`), each above 0 and less than 1 in sum; ranks beyond these count as the last. It decides
-            what is expanded and kept.
+        nodes: number of draft tokens per pass.
+        depth: maximum distance from the root.
+        children: maximum number of children of a slot.
+        frontier: number of slots expanded per level; None: `children`.
+        acceptance: for sampled draft tokens, the acceptance rates of the first, second, ... sibling (see
+            `DecodeStats.sibling_rates`), each above 0 and with a sum below 1; the last rate applies to all further ranks. They
+            determine what is expanded and kept.
 
     Raises:
-        ValueError: for values outside these ranges, or fewer candidates than `nodes`.
+        ValueError: if a value is out of range, or there are fewer candidates than `nodes`.
     """
 
     nodes: int = 15
@@ -234,7 +236,7 @@ class DynamicTree:
 
     @property
     def chances(self) -> tuple[float, ...]:
-        """By rank, how often a sibling is accepted where all before it were refused."""
+        """Acceptance rate of a sibling by rank, given that all earlier siblings are rejected."""
         found, left = [], 1.0
         for rank in range(self.children):
             rate = self.acceptance[min(rank, len(self.acceptance) - 1)]
@@ -243,7 +245,7 @@ class DynamicTree:
         return tuple(found)
 
     def widths(self) -> list[int]:
-        """Slots that are expanded at each depth, the root's first."""
+        """Number of slots expanded at each depth, starting with the root."""
         assert self.frontier is not None
         found = [1]
         while len(found) < self.depth:
@@ -252,39 +254,39 @@ class DynamicTree:
 
     @property
     def candidates(self) -> int:
-        """All children that are drawn in a pass."""
+        """Number of children sampled per pass."""
         return self.expanded * self.children
 
     @property
     def expanded(self) -> int:
-        """Slots that are expanded in a pass."""
+        """Number of slots expanded per pass."""
         return sum(self.widths())
 
     def narrowed(self, children: int) -> DynamicTree:
-        """The same with at most so many children of a slot, and of as many nodes as that leaves."""
+        """Return the tree with at most `children` children per slot, and `nodes` limited to the remaining candidates."""
         narrow = replace(self, children=min(self.children, children), nodes=1)
         return replace(narrow, nodes=min(self.nodes, narrow.candidates))
 
     def cut(self, depth: int) -> DynamicTree:
-        """The same in fewer levels, and of as many nodes as these have."""
+        """Return the tree with `depth` levels, and `nodes` limited to their candidates."""
         shorter = replace(self, depth=depth, nodes=1)
         return replace(shorter, nodes=min(self.nodes, shorter.candidates))
 
 
 @dataclass(frozen=True)
 class AutoTree:
-    """The tree with the most tokens a second, from the measured cost of passes and the recent acceptance of siblings by depth
-    and rank; a chain, or nothing, where more does not pay.
+    """The tree that maximizes tokens per second, from measured pass costs and recent sibling acceptance by depth and rank.
 
-    The choice follows a clock and the batch: the distribution of the pictures is the same, and with the rule `shared_noise` the
-    pictures are. On a GPU the tree is settled before the first pass.
+    It becomes a chain, or drafting stops, if more does not pay off. The selection depends on timing and on the batch: the
+    distribution of the images is unchanged, and with the rule `shared_noise` so are the images themselves. On a GPU the tree is
+    selected once, before the first pass.
 
     Args:
-        nodes, depth, children: most drafted tokens of a pass, steps from the root, and children of a slot.
-        acceptance: by rank, what is taken for the acceptance before a pass has shown it; see `DynamicTree`.
+        nodes, depth, children: maximum number of draft tokens per pass, distance from the root, and children of a slot.
+        acceptance: prior acceptance rates by rank, before any pass; see `DynamicTree`.
 
     Raises:
-        ValueError: for values outside the ranges of `DynamicTree`.
+        ValueError: if a value is outside the ranges of `DynamicTree`.
     """
 
     nodes: int = 31
@@ -303,15 +305,15 @@ class AutoTree:
 
     @property
     def expanded(self) -> int:
-        """Most slots that are expanded in a pass."""
+        """Maximum number of slots expanded per pass."""
         return self.nodes
 
     def cut(self, depth: int) -> AutoTree:
-        """The same in fewer levels."""
+        """Return the policy limited to `depth` levels."""
         return replace(self, depth=min(self.depth, depth))
 
     def narrowed(self, children: int) -> AutoTree:
-        """The same with at most so many children of a slot."""
+        """Return the policy limited to `children` children per slot."""
         return replace(self, children=min(self.children, children))
 
 
@@ -319,7 +321,7 @@ TreeShape = StaticTree | DynamicTree
 
 
 def parse_shape(value: Any) -> TreeShape | AutoTree:
-    """The shape of a name, `"auto"`, or parents; a shape itself.
+    """Return the shape for a name, `"auto"`, or a tuple of parents; a shape is returned unchanged.
 
     Raises:
         ValueError, TypeError: see `parse_parents`.
