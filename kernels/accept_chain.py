@@ -1,12 +1,12 @@
-"""Judging a chain of drafts: p / q acceptance, relaxed or not, and the draw behind the last accepted one, in one launch.
+"""Verification of a chain of drafts in one launch: exact or relaxed p / q acceptance, and the token after the accepted drafts.
 
-`_judge`, grid `(B,)`: a program owns one image. It gathers what p and q give its T - 1 drafts, makes their coins, and finds the
-first refusal, all drafts at once; then it reads the one row of p, and of q, where the chain ends, and draws from norm((p - q)+)
-by one coin. RelaxedRule rules hand in how likely they want each draft accepted (`accept_wanted`); what that is beyond min(1, p
-/ q) is tapered with the depth, and capped by the budget along the chain, as `vargen.decoding.next_token.acceptance.relaxed`
-has it. Nothing depends on the host.
+`_judge`, grid `(B,)`: a program owns one image. It gathers p and q of its T - 1 drafts, computes their uniforms, and finds the
+first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and samples from
+norm((p - q)+) with one uniform. Relaxed rules pass the acceptance probability that they want for each draft (`accept_wanted`).
+Its excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as in
+`vargen.decoding.next_token.acceptance.relaxed`. Nothing depends on the host.
 
-Bytes moved: 8 V B for the rows of the draw, and a few for each draft.
+Bytes moved: 8 V B for the rows to sample from, and a few for each draft.
 
 Shape suffixes: B images, T fed tokens of the pass, V vocabulary.
 """
@@ -30,7 +30,7 @@ ACCEPT, RESIDUAL = tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise
 
 @triton.jit
 def residual_draw(p, q, token, refused, lane, noise, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
-    """A token from norm((p - q)+) where a draft was refused, else from p; from p where nothing is left of it."""
+    """Sample from norm((p - q)+) if a draft was rejected, else from p; also from p if the residual is zero."""
     left = tl.maximum(p - q, 0.0) if HAS_Q else tl.where(lane == token, 0.0, p)
     target = tl.where(refused & (tl.sum(left, 0) > 0), left, p)
     return drawn_by_coin(target, coin(noise), BLOCK)
@@ -106,8 +106,8 @@ def _judge(
 
 
 class ChainVerdict(NamedTuple):
-    """`accepted` int64 `[B]`, slots, the root included; `next_token` int64 `[B]`; `relaxation` float32 `[B]`, of relaxed
-    rules."""
+    """`accepted` int64 `[B]`, number of accepted slots with the root; `next_token` int64 `[B]`; `relaxation` float32 `[B]`, for
+    relaxed rules."""
 
     accepted: Tensor
     next_token: Tensor
@@ -128,20 +128,20 @@ def verify_chain(
     budget: float | None = None,
     tightening: float = 0.0,
 ) -> ChainVerdict:
-    """The verdict on a chain, with the noise of `vargen.decoding.next_token.acceptance.exact`.
+    """Verify a chain, with the noise of `vargen.decoding.next_token.acceptance.exact`.
 
     Args:
-        probs: float32 `[B, T, V]`, the target's behind each fed slot.
-        tokens: int64 `[B, T - 1]`, drafted.
-        q: float32 `[B, T - 1, V]`, what they were drawn with; None: they were not drawn.
-        valid: bool `[B, T - 1]`; None: all are.
+        probs: float32 `[B, T, V]`, target probabilities after each fed slot.
+        tokens: int64 `[B, T - 1]`, drafted tokens.
+        q: float32 `[B, T - 1, V]`, probabilities from which the drafts were sampled; None for deterministic drafts.
+        valid: bool `[B, T - 1]`, which drafts are valid; None: all.
         seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
-        wanted: float32 `[B, T - 1]`, chances of a relaxed rule; None judges exactly.
-        relaxation: float32 `[B]`, granted by earlier passes; with `wanted`.
+        wanted: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
+        relaxation: float32 `[B]`, relaxation spent by earlier passes; with `wanted`.
         budget, tightening: see `vargen.decoding.next_token.acceptance.RelaxedRule`.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     B, T, V = probs.shape
     check_vocabulary(V)

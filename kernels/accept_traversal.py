@@ -1,14 +1,14 @@
 """Traversal verification of a tree in one launch: whole paths, from the leaves to the root.
 
-`_traverse`, grid `(B,)`: a program owns one image. It goes through the slots that have children, in order, with the row of p
-behind each of them: every child gets its reach, min(1, r p(x) / q(x)), and the refusal of each changes r and p for the next
-(`vargen.decoding.next_token.acceptance.traversal` has the rule). Reaches depend on no coin; so the first slot that passes,
-children before their parents, is then found for all slots at once. What is left of p there is computed a second time instead
-of being kept for every slot. Nothing depends on the host.
+`_traverse`, grid `(B,)`: a program owns one image. It visits the slots that have children in order, with the row of p after
+each. Every child gets its reach, min(1, r p(x) / q(x)), and its rejection changes r and p for the next child
+(`vargen.decoding.next_token.acceptance.traversal` defines the rule). Reaches depend on no uniforms, so the first slot that
+passes, children before parents, is then found for all slots in parallel. The residual of p at that slot is recomputed instead
+of stored for every slot. Nothing depends on the host.
 
-Bytes moved by an image: 4 V for every slot with children and every draft.
+Bytes moved per image: 4 V for every slot with children and every draft.
 
-Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C most children of a slot, V vocabulary.
+Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C maximum children of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ def _behind(
     HAS_Q: tl.constexpr,
     HAS_VALID: tl.constexpr,
 ):
-    """What p and r are once all children of a slot have failed; writes what each of them is reached with.
+    """Return p and r after all children of a slot are rejected, and store the reach of each child.
 
-    `first` is the image's first draft, `children` points to the slot's.
+    `first` is the index of the image's first draft, `children` points to the slot's children.
     """
     for rank in range(0, number):
         child = tl.load(children + rank)
@@ -61,7 +61,7 @@ def _behind(
             else:
                 rest = tl.where(lane == token, 0.0, p * r)
             total = tl.sum(rest, 0)
-            fails = (total > 0) | (r < 1)  # else p equals q, and the child never does
+            fails = (total > 0) | (r < 1)  # otherwise p equals q, and the child is never rejected
             r = tl.where(fails, total / tl.where(fails, total + 1 - r, 1.0), 1.0)
             p = tl.where(total > 0, rest / tl.where(total > 0, total, 1.0), p)
     return p, r
@@ -73,14 +73,14 @@ def _traverse(
     q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
     tokens_ptr,  # int64 [B, T - 1]
     valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
-    children_ptr,  # int64 [T, C] or [B, T, C], 0 where there is none
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
     parents_ptr,  # int64 [T] or [B, T]
     depth_ptr,  # int64 [T] or [B, T]
     postorder_ptr,  # int64 [T] or [B, T]
     seeds_ptr,  # int64 [B]
     position_ptr,  # int64 [B, T]
-    reach_ptr,  # float32 [B, T], scratch: first what each slot is reached with, then with what it is left
-    given_ptr,  # float32 [B, T], scratch: what each slot is reached with
+    reach_ptr,  # float32 [B, T], scratch: reach of each slot, then the rest after its children
+    given_ptr,  # float32 [B, T], scratch: reach of each slot
     path_ptr,  # int64 [B, A]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
@@ -109,7 +109,7 @@ def _traverse(
     for slot in range(0, T):
         r = tl.load(reach_ptr + slot)
         tl.store(given_ptr + slot, r)
-        tl.debug_barrier()  # all threads have read it: one of them writes it anew
+        tl.debug_barrier()  # all threads must have read it before one overwrites it
         if tl.load(children_ptr + slot * C) > 0:
             p = tl.load((probs_ptr + (image * T + slot) * V) + lane, mask=inside, other=0.0)
             p, r = _behind(
@@ -117,7 +117,7 @@ def _traverse(
                 V, HAS_Q, HAS_VALID,
             )  # fmt: skip
             tl.store(reach_ptr + slot, r)
-            tl.debug_barrier()  # children read what was written to them
+            tl.debug_barrier()  # makes the reaches of the children visible to all threads
     tl.debug_barrier()
 
     slots = tl.arange(0, BLOCK_T)
@@ -140,7 +140,7 @@ def _traverse(
     tl.store(path_ptr + image * A + place, path, mask=place < A)
 
     p = tl.load((probs_ptr + (image * T + last) * V) + lane, mask=inside, other=0.0)
-    tl.debug_barrier()  # reaches were read: they are written once more
+    tl.debug_barrier()  # all threads must have read the reaches before they are rewritten
     p, r = _behind(
         p, tl.load(given_ptr + last), first, C, probs_ptr, q_ptr, tokens_ptr, valid_ptr, children_ptr + last * C, reach_ptr,
         lane, V, HAS_Q, HAS_VALID,
@@ -163,14 +163,14 @@ def verify_traversal(
     position: Tensor,
     step: int | Tensor,
 ) -> TreeVerdict:
-    """The verdict of `vargen.decoding.next_token.acceptance.traversal`.
+    """Verify a tree with the rule of `vargen.decoding.next_token.acceptance.traversal`.
 
     Args:
-        probs, tokens, q, valid, children, longest, seeds, position, step: as of `accept_tree.verify_recursive_rejection`.
-        parents, depth, postorder: int64 `[T]` or `[B, T]`, of `vargen.decoding.Tree`.
+        probs, tokens, q, valid, children, longest, seeds, position, step: as in `accept_tree.verify_recursive_rejection`.
+        parents, depth, postorder: int64 `[T]` or `[B, T]`, from `vargen.decoding.Tree`.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     B, T, V = probs.shape
     check_vocabulary(V)

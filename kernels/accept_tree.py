@@ -1,15 +1,17 @@
-"""Judging a tree of drafts by walking down from its root, in one launch: the rules `shared_noise`, which needs no
-probabilities, and `recursive_rejection`, for siblings that were drawn with or without replacement or not at all.
+"""Verification of a tree of drafts from the root down, in one launch.
 
-Grid `(B,)`: a program owns one image and follows the accepted path; what is not reached is not looked at. `_match` compares
-each draft with the token that the image's own noise draws behind its parent. `_walk` holds the row of p behind the present
-slot: it tests the children in order, u < p(x) / q(x), and takes norm((p - q)+) from it at each refusal; where all are refused,
-or there is none, it draws from what is left by one coin. Coins are those of `vargen.decoding.next_token.acceptance.siblings`.
-Nothing depends on the host.
+Rules: `shared_noise`, which needs no probabilities, and `recursive_rejection`, for siblings sampled with or without
+replacement, or deterministic.
 
-Bytes moved by an image: `_match` a few; `_walk` 4 V for each slot on the path and each sibling that is tested.
+Grid `(B,)`: a program owns one image and follows the accepted path; other slots are not read. `_match` compares each draft with
+the token that the image's own noise samples after its parent. `_walk` holds the row of p after the current slot. It tests the
+children in order, u < p(x) / q(x), and replaces p by norm((p - q)+) at each rejection. If all are rejected, or there are none,
+it samples from the residual with one uniform. Uniforms are those of `vargen.decoding.next_token.acceptance.siblings`. Nothing
+depends on the host.
 
-Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C most children of a slot, V vocabulary.
+Bytes moved per image: a few for `_match`; for `_walk` 4 V for each slot on the path and each tested sibling.
+
+Shape suffixes: B images, T fed tokens of the pass, A slots of the longest path, C maximum children of a slot, V vocabulary.
 """
 
 from __future__ import annotations
@@ -30,9 +32,9 @@ from vargen.kernels.selection import drawn_by_coin
 
 @triton.jit
 def draft_of(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
-    """Where the draft of slot `child` lies, whether there is one (0: none), whether it counts, and its token.
+    """Return the index of the draft of slot `child`, whether it exists (0: none), whether it is valid, and its token.
 
-    `first` is the image's first draft.
+    `first` is the index of the image's first draft.
     """
     at = first + tl.maximum(child - 1, 0)
     there = child > 0
@@ -44,7 +46,7 @@ def draft_of(child, first, tokens_ptr, valid_ptr, HAS_VALID: tl.constexpr):
 
 @triton.jit
 def refused(p, q_row_ptr, token, lane, inside, HAS_Q: tl.constexpr):
-    """norm((p - q)+), q one on the token of a draft that was not drawn; p where nothing is left."""
+    """norm((p - q)+), or p if the residual is zero. A deterministic draft has q = 1 at its token."""
     left = tl.where(lane == token, 0.0, p)
     if HAS_Q:
         left = tl.maximum(p - tl.load(q_row_ptr + lane, mask=inside, other=0.0), 0.0)
@@ -58,7 +60,7 @@ def _walk(
     q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
     tokens_ptr,  # int64 [B, T - 1]
     valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
-    children_ptr,  # int64 [T, C] or [B, T, C], 0 where there is none
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
     seeds_ptr,  # int64 [B]
     position_ptr,  # int64 [B, T]
     path_ptr,  # int64 [B, A]
@@ -112,9 +114,9 @@ def _walk(
 
 @triton.jit(do_not_specialize=["T"])
 def _match(
-    drawn_ptr,  # int64 [B, T], what the image's own noise draws behind each slot
+    drawn_ptr,  # int64 [B, T], tokens that the image's own noise samples after each slot
     tokens_ptr,  # int64 [B, T - 1]
-    children_ptr,  # int64 [T, C] or [B, T, C], 0 where there is none
+    children_ptr,  # int64 [T, C] or [B, T, C], 0 for no child
     path_ptr,  # int64 [B, A]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
@@ -147,7 +149,7 @@ def _match(
 
 
 class TreeVerdict(NamedTuple):
-    """`path` int64 `[B, A]`, accepted slots, root first, 0 behind the last; `accepted`, how many; `next_token` int64 `[B]`."""
+    """`path` int64 `[B, A]`, accepted slots, root first, padded with 0; `accepted`, their number; `next_token` int64 `[B]`."""
 
     path: Tensor
     accepted: Tensor
@@ -160,12 +162,12 @@ class TreeVerdict(NamedTuple):
 
 
 def image_stride(table: Tensor, dims: int) -> int:
-    """From one image's part of a table to the next one's; 0 where all share it."""
+    """Stride between the images of a table; 0 if all images share it."""
     return table.stride(0) if table.dim() == dims else 0
 
 
 def child_table(children: Tensor) -> Tensor:
-    """Contiguous, and with a column at least: a root alone has no children."""
+    """Make the table contiguous, with at least one column even if the root has no children."""
     return children.contiguous() if children.shape[-1] else torch.nn.functional.pad(children, (0, 1))
 
 
@@ -180,16 +182,16 @@ def verify_recursive_rejection(
     position: Tensor,
     step: int | Tensor,
 ) -> TreeVerdict:
-    """The verdict of `recursive_rejection`.
+    """Verify a tree with the rule `recursive_rejection`.
 
     Args:
-        probs, tokens, q, valid, seeds, position, step: as of `accept_chain.verify_chain`; of siblings drawn without replacement
-            q has none of the elder ones.
-        children: int64 `[T, C]` or `[B, T, C]`, the slots behind each slot in order, 0 where there are no more.
-        longest: slots of the longest path, A.
+        probs, tokens, q, valid, seeds, position, step: as in `accept_chain.verify_chain`. For siblings sampled without
+            replacement, q is zero at the earlier siblings.
+        children: int64 `[T, C]` or `[B, T, C]`, the children of each slot in order, padded with 0.
+        longest: number of slots of the longest path, A.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     B, T, V = probs.shape
     check_vocabulary(V)
@@ -220,10 +222,11 @@ def verify_recursive_rejection(
 
 
 def verify_shared_noise(drawn: Tensor, tokens: Tensor, children: Tensor, longest: int) -> TreeVerdict:
-    """The verdict of `shared_noise`, on chains too: a draft stands where it is the token `drawn` `[B, T]` behind its parent.
+    """Verify a tree or chain with the rule `shared_noise`: a draft is accepted if it equals the token after its parent.
 
     Args:
-        tokens, children, longest: as of `verify_recursive_rejection`.
+        drawn: int64 `[B, T]`, tokens that the image's own noise samples after each slot.
+        tokens, children, longest: as in `verify_recursive_rejection`.
     """
     B, T = drawn.shape
     verdict = TreeVerdict.uninitialized(B, longest, drawn.device)

@@ -1,13 +1,14 @@
-"""How likely relaxed rules want drafts accepted: the mass of a group of tokens (GSD), or of the nearest in code (LANTERN).
+"""Acceptance probabilities of relaxed rules: total probability of a group of tokens (GSD) or of the nearest codes (LANTERN).
 
-`_group`, grid `(S, B)`: a program owns one draft, whose row of p it holds; the group's borders, by rank of probability above
-and below the draft's, are found by bisection, without a sort. Of equal probabilities at a border the smaller tokens join.
-`_near`, grid `(S, B)`: a program gathers p of the K nearest tokens of one draft, sums them up one by one, and takes the
-longest prefix within the bounds.
+`_group`, grid `(S, B)`: a program owns one draft and holds its row of p. The group consists of the tokens ranked next above and
+below the draft by probability; its borders are found by bisection, without sorting. Among equal probabilities at a border,
+smaller token indices join first.
+`_near`, grid `(S, B)`: a program gathers p of the K nearest tokens of one draft, and takes the longest prefix whose sum is
+within the bounds.
 
-Bytes moved by a draft: a group 8 V (p and q), and 4 C V with codes; a neighbourhood 6 K and a few.
+Bytes moved per draft: 8 V for a group (p and q), plus 4 C V with codes; 6 K and a few for a neighborhood.
 
-Shape suffixes: B images, S drafts, V vocabulary, C width of a code, K neighbours.
+Shape suffixes: B images, S drafts, V vocabulary, C code dimension, K neighbors.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from vargen.kernels.selection import border_key, ordered_key
 _NO_BOUND = 3.0e38  # finite: infinity times a probability of 0 is NaN
 
 
-_PIECE = tl.constexpr(1024)  # of a row, whose members are summed up at once
+_PIECE = tl.constexpr(1024)  # elements of a row that are summed at a time
 
 
 @triton.jit
 def _members(value, candidate, border, ties, before):
-    """Which candidates are within a border, of those that equal it the first `ties`; and how many there were so far."""
+    """Return which candidates are above a border or among the first `ties` equal to it, and the ties counted so far."""
     key = ordered_key(value, candidate)
     even = candidate & (key == border)
     number = before + tl.cumsum(even.to(tl.int32), 0)
@@ -123,23 +124,23 @@ def _near(
 
 
 def _rows(probs: Tensor) -> Tensor:
-    """`[B, S, V]` whose rows follow each other within an image."""
+    """Return `[B, S, V]` with contiguous rows within each image."""
     return probs if probs.stride(2) == 1 and probs.stride(1) == probs.shape[2] else probs.contiguous()
 
 
 def grouped_accept_prob(
     p: Tensor, q: Tensor | None, tokens: Tensor, size: int, delta: float, distance: float | None, codes_CV: Tensor | None
 ) -> Tensor:
-    """What `vargen.decoding.next_token.acceptance.GroupedRule` wants, float32 `[B, S]`; may exceed 1.
+    """Acceptance probabilities of `vargen.decoding.next_token.acceptance.GroupedRule`, float32 `[B, S]`, which may exceed 1.
 
     Args:
-        p, q: float32 `[B, S, V]`, of target and draft at each; q None for drafts that were not drawn.
-        tokens: int64 `[B, S]`.
-        size, delta, distance: see there.
-        codes_CV: the codebook, transposed; with `distance`.
+        p, q: float32 `[B, S, V]`, target and draft probabilities of each draft; q is None for deterministic drafts.
+        tokens: int64 `[B, S]`, drafted tokens.
+        size, delta, distance: see `GroupedRule`.
+        codes_CV: the transposed codebook; with `distance`.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     B, S, V = p.shape
     check_vocabulary(V)
@@ -173,12 +174,12 @@ def grouped_accept_prob(
 def neighborhood_accept_prob(
     p: Tensor, q: Tensor | None, tokens: Tensor, nearest_VK: Tensor, ratio: float | None, delta: float | None
 ) -> Tensor:
-    """What `vargen.decoding.next_token.acceptance.NeighborhoodRule` wants, float32 `[B, S]`; may exceed 1.
+    """Acceptance probabilities of `vargen.decoding.next_token.acceptance.NeighborhoodRule`, float32 `[B, S]`; may exceed 1.
 
     Args:
-        p, q, tokens: as of `grouped_accept_prob`.
-        nearest_VK: int16 or int32, the nearest tokens of each, nearest first.
-        ratio, delta: bounds of the mass; None: none.
+        p, q, tokens: as in `grouped_accept_prob`.
+        nearest_VK: int16 or int32, the K nearest tokens of each token, nearest first.
+        ratio, delta: bounds of the total probability; None for no bound.
     """
     B, S, V = p.shape
     K = nearest_VK.shape[1]

@@ -1,9 +1,9 @@
-"""A draw from each of many weight vectors by one coin each: the inverse of the cumulative sum, found in two steps.
+"""Categorical sampling of many rows with one uniform each, by inverting the cumulative sum in two steps.
 
-The Gumbel race (`vargen.decoding.noise.race`) needs a coin for every token of the vocabulary; where a draw need not agree with
-another one, a coin for every row does. Only sums of blocks are accumulated over the whole row.
+The Gumbel race (`vargen.decoding.noise.race`) needs one random number per token of the vocabulary. Where a sample need not be
+coupled with another one, one uniform per row suffices. Only the sums of blocks are accumulated over the whole row.
 
-Shape suffixes: V weights, K of them in a block.
+Shape suffixes: V weights, K weights of a block.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BELOW_ONE = 1 - 2.0**-50
 def categorical(weights: Tensor, coins: Tensor) -> Tensor:
     """int64 `[...]`: i with probability weights_i / sum(weights).
 
-    A weight of 0 is never drawn. Rows that are all 0, or hold NaN, give a meaningless index within V.
+    An index of weight 0 is never sampled. Rows that are all 0 or contain NaN give an arbitrary valid index.
 
     Args:
-        weights: float32 `[..., V]`, at least 0; need not sum to 1.
+        weights: float32 `[..., V]`, nonnegative, not necessarily normalized.
         coins: float64 `[...]`, uniform on (0, 1).
     """
     V = weights.shape[-1]
@@ -37,13 +37,13 @@ def categorical(weights: Tensor, coins: Tensor) -> Tensor:
     block = torch.searchsorted(upto, target, right=True).clamp_(max=V // K - 1)
     before = torch.where(block > 0, upto.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(-2, block[..., None].expand(*block.shape, K))[..., 0, :].cumsum(-1, dtype=torch.float64)
-    # The two sums may differ by rounding; what is left stays inside the block and on a weight above 0.
+    # The two sums may differ by rounding: clamp the rest to the block, and to an index of positive weight.
     rest = torch.minimum((target - before).clamp(min=0), inside[..., -1:] * _BELOW_ONE)
     return (block * K + torch.searchsorted(inside, rest, right=True).clamp_(max=K - 1))[..., 0]
 
 
 def _use_numpy(weights: np.ndarray, coins: np.ndarray, K: int) -> np.ndarray:
-    """The same by NumPy, whose small operations cost a fifth of torch's."""
+    """The same in NumPy, whose small operations take a fifth of the time of torch's."""
     V = weights.shape[-1]
     blocks = weights.reshape(-1, V // K, K)
     row = np.arange(len(blocks))

@@ -1,11 +1,11 @@
-"""After a pass over a tree: the accepted tokens' keys and values of all layers become consecutive, and the pointers move.
+"""Committing the accepted path of a tree: moves its keys and values to consecutive slots in all layers, advances pointers.
 
-`_keep`, grid `(R G, layers)`: a program owns one row and key head of one layer. It reads the K and V of the whole path, up to A
-slots, before it writes the first of them, so that source and target may overlap. The last program of a row to end, by a counter
-in memory that returns to zero, moves the row's pointer: none of the others reads it any more. One launch, nothing read by the
-host; a chain needs none, its tokens lie where they belong.
+`_keep`, grid `(R G, layers)`: a program owns one row and key head of one layer. It reads K and V of the whole path, up to A
+slots, before it writes any of them, so source and target may overlap. The last program of a row to finish, determined by a
+counter in memory that returns to zero, advances the row's pointer, which no other program reads any more. It takes one launch,
+and the host reads nothing. A chain needs no launch, because its tokens are already in consecutive slots.
 
-Bytes moved: 8 layers R G D (A - 1) in two-byte dtypes at most, and less where the path begins with first children.
+Bytes moved: at most 8 layers R G D (A - 1) in two-byte dtypes, less if the path starts with first children.
 
 Shape suffixes: R rows, G key heads, S slots, K head width, A slots of the longest path.
 """
@@ -22,12 +22,12 @@ from vargen.kernels.launch import launch
 
 @triton.jit(do_not_specialize=["A", "limit", "last"])
 def _keep(
-    k_ptr,  # [layers, R, G, slots, D], by strides; v alike
+    k_ptr,  # [layers, R, G, slots, D], by strides; the same for v
     v_ptr,
-    path_ptr,  # int64 [R, A], places among the pass's tokens, rising
+    path_ptr,  # int64 [R, A], indices of the pass's tokens, increasing
     count_ptr,  # int64 [R]
-    length_ptr,  # int64 [R], moved by count
-    done_ptr,  # int32 [R], zeros before and after
+    length_ptr,  # int64 [R], advanced by count
+    done_ptr,  # int32 [R], zero before and after
     stride_l,
     stride_r,
     stride_h,
@@ -53,7 +53,7 @@ def _keep(
     mask = moves[:, None] & (d < D)[None, :]
     k = tl.load(k_ptr + source, mask=mask)
     v = tl.load(v_ptr + source, mask=mask)
-    tl.debug_barrier()  # all threads have read
+    tl.debug_barrier()  # all threads must have read
     tl.store(k_ptr + target, k, mask=mask)
     tl.store(v_ptr + target, v, mask=mask)
     ended = tl.atomic_add(done_ptr + row, 1, sem="acq_rel")
@@ -73,19 +73,19 @@ def keep(
     first: int,
     tokens: int,
 ) -> None:
-    """Move the accepted tokens of every row together, in place, and the pointers past them.
+    """Move the accepted tokens of every row to consecutive slots, in place, and advance the pointers past them.
 
     Args:
-        k_LRGSK, v_LRGSK: keys and values of all layers, of equal strides.
-        length_R: int64, image tokens held; changed in place.
-        path_RA: int64, accepted slots of the pass, root first, strictly increasing in the first `count_R` of each row.
-        count_R: int64, how many are accepted; 0 moves nothing.
-        done_R: int32 zeros, and again zeros afterwards: the programs count themselves there.
+        k_LRGSK, v_LRGSK: keys and values of all layers, with equal strides.
+        length_R: int64, number of cached image tokens; changed in place.
+        path_RA: int64, accepted slots of the pass, root first; the first `count_R` of each row are strictly increasing.
+        count_R: int64, number of accepted slots; 0 moves nothing.
+        done_R: int32 zeros, a counter of finished programs that is zero again afterwards.
         first: slot of image token 0.
-        tokens: of the grid: full rows write behind it only.
+        tokens: number of tokens of the grid. Full rows write only after it.
 
     Raises:
-        ValueError: for operands that do not fit together.
+        ValueError: for operands whose shapes, strides or dtypes do not match.
     """
     layers, R, G, slots, K = k_LRGSK.shape
     A = path_RA.shape[1]
@@ -100,7 +100,7 @@ def keep(
     block_a, block_d = triton.next_power_of_2(A), triton.next_power_of_2(K)
     launch(
         _keep,
-        (R * G, layers),  # the second axis ends at 65,535
+        (R * G, layers),  # the second axis is limited to 65,535
         k_LRGSK,
         v_LRGSK,
         path_RA.contiguous(),

@@ -1,7 +1,8 @@
-"""Which path a pass takes: decided here, once, for all kernels and networks.
+"""Selection of the implementation, Triton kernels or torch, in one place for all kernels and networks.
 
-Triton kernels on a GPU where Triton is installed, torch elsewhere. VARGEN_KERNELS=reference takes torch everywhere; =triton
-insists on the kernels, and is an error where they cannot run. With TRITON_INTERPRET=1 they can run on a CPU, for tests alone.
+By default, Triton kernels run on NVIDIA GPUs if Triton is installed, and torch runs elsewhere. VARGEN_KERNELS=reference selects
+torch everywhere. VARGEN_KERNELS=triton requires the kernels, and raises an error where they cannot run. With TRITON_INTERPRET=1
+they run on a CPU, for tests only.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ from torch import Tensor
 logger = logging.getLogger("vargen")
 
 VARIABLE = "VARGEN_KERNELS"
-MAX_VOCAB = 16384  # of a row that a program holds in registers
+MAX_VOCAB = 16384  # largest vocabulary whose row fits in the registers of a program
 _CHOICES = ("auto", "reference", "triton")
 
 
 def is_eager_cpu(tensor: Tensor) -> bool:
-    """Whether to take what is made for eager passes on a CPU: NumPy, other orders of operands, shapes that change."""
+    """Whether to use the paths for eager passes on a CPU: NumPy, other orders of operands, dynamic shapes."""
     return tensor.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_eager_cpu_float32(x: Tensor) -> bool:
-    """Whether a pass in float32 may take the forms that are quicker on a CPU, operation by operation, without gradients."""
+    """Whether a float32 pass can use the forms that are faster on a CPU in eager mode without gradients."""
     return x.dtype == torch.float32 and not torch.is_grad_enabled() and is_eager_cpu(x)
 
 
 def asked_for() -> str:
-    """`"auto"`, `"reference"` or `"triton"`, as VARGEN_KERNELS says.
+    """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"` or `"triton"`.
 
     Raises:
         ValueError: for anything else.
@@ -46,10 +47,10 @@ def asked_for() -> str:
 
 
 def explain(device: torch.device | str) -> tuple[str, str]:
-    """Which kernels run on a device, `"triton"` or `"reference"`, and why.
+    """Return which kernels run on a device, `"triton"` or `"reference"`, and the reason.
 
     Raises:
-        ValueError: if VARGEN_KERNELS is none of its values, or insists on kernels that cannot run there.
+        ValueError: if VARGEN_KERNELS has an invalid value, or requires kernels that cannot run on the device.
     """
     asked, kind = asked_for(), torch.device(device).type
     if asked == "reference":
@@ -73,24 +74,24 @@ def explain(device: torch.device | str) -> tuple[str, str]:
 
 
 def uses_triton(tensor: Tensor) -> bool:
-    """Whether Triton kernels take part in what is computed from this tensor.
+    """Whether Triton kernels are used for computations on this tensor.
 
     Raises:
         ValueError: see `explain`.
     """
-    if tensor.device.type == "cpu" and VARIABLE not in os.environ:  # at every operation of a pass: nothing to look up
+    if tensor.device.type == "cpu" and VARIABLE not in os.environ:  # fast path, since this runs at every operation of a pass
         return False
     return _chosen(tensor.device.type, os.environ.get(VARIABLE, ""))
 
 
 def supports_rows(rows: Tensor) -> bool:
-    """Whether Triton kernels take float32 rows `[..., V]` of probabilities or logits: those that a program can hold."""
+    """Whether Triton kernels support rows `[..., V]` of probabilities or logits, which a program must hold in registers."""
     return uses_triton(rows) and rows.shape[-1] <= MAX_VOCAB and rows.dtype != torch.float64
 
 
 @contextmanager
 def force_reference() -> Iterator[None]:
-    """Inside, torch runs whatever VARGEN_KERNELS says: for comparisons, in a process that does nothing else meanwhile."""
+    """Run torch in the block regardless of VARGEN_KERNELS. Changes the environment of the process, so not thread-safe."""
     before = os.environ.get(VARIABLE)
     os.environ[VARIABLE] = "reference"
     try:

@@ -1,10 +1,11 @@
-"""Attention of the few queries of a decoding pass.
+"""Attention for the few queries of a decoding pass.
 
-The flash kernel that torch has for CPUs is made for many queries. Torch 2.13 on two Zen 3 cores, microseconds per layer with
-its copies, 128 slots in use: for 2 rows of 7 heads of width 32 and 1, 4 and 16 queries it takes 74, 110 and 118, written out
-43, 85 and 102; for 1 row of 12 heads of width 64 it takes 108, 181 and 178, written out 88, 148 and 156.
-On a Xeon with AVX-512 it is the other way round: for 2 rows of 7 heads, 135 slots and 1, 4, 8 and 16 queries 23, 35, 49 and 86
-against 26, 39, 54 and 87.
+Torch's flash attention kernel for CPUs is optimized for many queries. With torch 2.13 on two Zen 3 cores and 128 slots in use,
+it takes, in microseconds per layer including copies, 74, 110 and 118 for 1, 4 and 16 queries in 2 rows of 7 heads of width 32,
+compared with 43, 85 and 102 for explicit attention (two matrix products and a softmax). For 1 row of 12 heads of width 64, it
+takes 108, 181 and 178, compared with 88, 148 and 156.
+On a Xeon with AVX-512, torch's kernel is faster: for 1, 4, 8 and 16 queries in 2 rows of 7 heads with 135 slots it takes 23,
+35, 49 and 86, compared with 26, 39, 54 and 87.
 
 Shape suffixes: B rows, T queries, H query heads, G key heads, S slots, K head width.
 """
@@ -23,7 +24,7 @@ MAX_QUERIES = 64
 
 
 class Seen(NamedTuple):
-    """What the queries of a pass see, for the kernel of `tree_attention`, whose arguments of these names they are."""
+    """Visible keys of the queries of a pass: arguments of `tree_attention` with the same names."""
 
     length: Tensor
     prefix_bias: Tensor
@@ -32,15 +33,15 @@ class Seen(NamedTuple):
 
 
 def prefers_explicit_attention() -> bool:
-    """Whether attention of few queries is quicker written out: not where torch's own kernel has AVX-512 (see above)."""
+    """Whether explicit attention is faster for few queries: not if torch's kernel uses AVX-512 (see above)."""
     return not torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 
 def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
-    """The additive bias of a pass `[B, 1, T, S]`, made ready once for the attention of all its layers.
+    """Prepare the additive bias of a pass, `[B, 1, T, S]`, once for the attention of all layers.
 
-    In float32 on a CPU, for few queries and without gradients: `[B G, T H / G, S]`, by which `attention` knows to write it out.
-    Else as it is, for torch's own.
+    For few queries in float32 on a CPU without gradients, it becomes `[B G, T H / G, S]`, which selects explicit attention in
+    `attention`. Otherwise it is returned unchanged, for torch's kernel.
     """
     B, _, T, S = bias.shape
     if not is_eager_cpu_float32(bias) or T > MAX_QUERIES or not prefers_explicit_attention():
@@ -49,11 +50,10 @@ def folded(bias: Tensor, heads: int, groups: int) -> Tensor:
 
 
 def attention(q_BTHK: Tensor, k_BGSK: Tensor, v_BGSK: Tensor, bias: Tensor | Seen) -> Tensor:
-    """Attention `[B, T, H, K]` under a `folded` bias, written out; or under what torch's own takes, a bias or a mask, by that;
-    or by a kernel, which takes what is `Seen`.
+    """Attention `[B, T, H, K]`: explicit for a `folded` bias, torch's for another bias or a mask, the Triton kernel for `Seen`.
 
-    Written out, heads are one batch with the rows, which takes no copy of keys and values that are contiguous but for their
-    number of slots.
+    Explicit attention merges heads and rows into one batch dimension, which copies no keys and values as long as they are
+    slices, along the slots, of contiguous tensors.
     """
     if isinstance(bias, Seen):
         from vargen.kernels.tree_attention import tree_attention

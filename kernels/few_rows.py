@@ -1,8 +1,8 @@
-"""Linear layers for the few rows of a decoding pass on a CPU: their weights transposed in memory.
+"""Transposed weights of linear layers, for the few rows of a decoding pass on a CPU.
 
-A layer `x W^T` of few rows reads its whole weight and does little with it, and BLAS reads it faster as `[K, N]` than as the
-`[N, K]` in which torch makes and loads it. Torch 2.13, one thread of a Xeon with AVX-512, milliseconds for all layers of the
-packaged model, 6.3 million weights in float32:
+A layer `x W^T` with few rows is bound by reading its weight, which BLAS reads faster as `[K, N]` than as `[N, K]`, the layout
+in which torch creates and loads it. With torch 2.13 on one thread of a Xeon with AVX-512, milliseconds for all layers of the
+packaged model, with 6.3 million float32 weights:
 
     rows          1     2     4     8    16    32    64
     [N, K]     1.00  1.01  1.32  1.74  2.50  3.78  6.14
@@ -17,20 +17,20 @@ from typing import Any
 import torch
 from torch import nn
 
-_laying_out = threading.Lock()  # of two calls that begin at once, one waits for the other's layout
+_laying_out = threading.Lock()  # concurrent calls must not change the layout at the same time
 
 
 def transpose_linear_weights(network: nn.Module, transposed: bool = True) -> None:
-    """Lay out the weights of all linear layers in a CPU's memory as `[K, N]`, or with `transposed=False` as `[N, K]` again.
+    """Store the weights of all linear layers on a CPU as `[K, N]` in memory, or as `[N, K]` again with `transposed=False`.
 
-    Shapes and values stay, and so does what is computed, up to the order of its sums. Weights that already lie so are not
-    touched, nor are those of other devices transposed.
+    Shapes and values do not change, and results change only by the order of summation. Weights that already have the layout are
+    not touched, and weights on other devices are not transposed.
     """
     with _laying_out:
         for layer in network.modules():
             if isinstance(layer, nn.Linear):
                 weight = layer.weight
-                # In the mode in which it was made: a weight for training stays one.
+                # In the inference mode of the weight, so that a trainable weight remains trainable.
                 with torch.inference_mode(weight.is_inference()), torch.no_grad():
                     if not transposed and not weight.is_contiguous():
                         weight.data = weight.data.contiguous()
@@ -38,15 +38,15 @@ def transpose_linear_weights(network: nn.Module, transposed: bool = True) -> Non
                         weight.data = weight.data.t().contiguous().t()
 
 
-_Module: Any = nn.Module  # Any: for checkers, attributes of a network are what its own class says
+_Module: Any = nn.Module  # Any, so that type checkers use the attribute types of the subclass
 
 
 class TransposableWeights(_Module):
-    """A base of networks that call `transpose_linear_weights`: off the CPU, in training and in `state_dict`, weights are `[N,
-    K]`.
+    """Base class of networks that call `transpose_linear_weights`.
 
-    safetensors writes contiguous tensors alone, and other users of a state dict expect them, too. They are copies where the
-    weights lie transposed: passes of other threads may read the weights meanwhile.
+    On other devices, in training and in `state_dict`, weights have the layout `[N, K]`. safetensors writes only contiguous
+    tensors, and other users of a state dict expect them, too. For transposed weights these are copies, because other threads
+    may be reading the weights.
     """
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
@@ -61,7 +61,7 @@ class TransposableWeights(_Module):
         return super().train(mode)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
-        """As torch has it, of contiguous tensors, unless `keep_vars` asks for the parameters themselves."""
+        """As in torch, but with contiguous tensors, unless `keep_vars` requests the parameters themselves."""
         found = super().state_dict(*args, **options)
         if not options.get("keep_vars"):
             for name, value in found.items():

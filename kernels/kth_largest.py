@@ -1,7 +1,7 @@
-"""The k-th largest value of each row, the threshold of a top-k filter; and the k largest in order, for a top-p filter.
+"""The k-th largest value of each row, for top-k filters, and the k largest values in order, for top-p filters.
 
-On a CPU torch's top-k takes about 20 to 60 microseconds for a row of 4,096 float32 values and NumPy's partition 5, with AVX2;
-torch's sort takes 170, NumPy's 20.
+For a row of 4,096 float32 values on a CPU with AVX2, torch's top-k takes about 20 to 60 microseconds and NumPy's partition 5;
+torch's sort takes 170 and NumPy's 20.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from vargen.kernels.dispatch import is_eager_cpu
 
 
 def kth_largest_value(values: Tensor, k: int) -> Tensor:
-    """`[..., 1]`, the k-th largest (1 is the largest) of each row of `values [..., V]`; 1 <= k <= V.
+    """Return the k-th largest value (k = 1 is the largest) of each row of `values [..., V]`, as `[..., 1]`; 1 <= k <= V.
 
-    NaN counts as the largest in torch and, with NumPy, as well: rows with NaN give no meaningful threshold either way.
+    Both torch and NumPy sort NaN as the largest value, so rows with NaN have no meaningful threshold.
     """
     V = values.shape[-1]
     if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
@@ -26,7 +26,7 @@ def kth_largest_value(values: Tensor, k: int) -> Tensor:
 
 
 def largest(values: Tensor, k: int) -> Tensor:
-    """`[..., k]`, the k largest of each row of `values [..., V]`, in falling order; 1 <= k <= V."""
+    """Return the k largest values of each row of `values [..., V]` in descending order, `[..., k]`; 1 <= k <= V."""
     V = values.shape[-1]
     if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
         array = values.detach().numpy()

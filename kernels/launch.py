@@ -1,7 +1,7 @@
-"""How kernels are run: compiled for a GPU, or by Triton's interpreter, which runs them in NumPy for tests on a CPU.
+"""Launching kernels: compiled for a GPU, or in Triton's interpreter, which runs them in NumPy for tests on a CPU.
 
-Every launch goes through `launch`, so that what would be launched can also be recorded: `benchmarks/kernels_static` compiles
-exactly that for GPUs that are not there.
+Every launch goes through `launch`, so that launches can also be recorded: `benchmarks/kernels_static` compiles the recorded
+ones for GPUs that are not present.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# As Triton reads it, once, when it is imported; kernels are made for one or the other.
+# Read once, as Triton does at import: kernels are built for one or the other.
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
 def upcast(dtype: torch.dtype) -> bool:
-    """Whether a kernel has to convert what it loads to float32: the interpreter computes nonsense in bfloat16, silently."""
+    """Whether a kernel must convert loaded values to float32: in bfloat16, the interpreter silently gives wrong results."""
     return INTERPRETED and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch that was recorded: the kernel, its grid, its arguments by position, and its constants and options by name."""
+    """A recorded launch: the kernel, its grid, its positional arguments, and its constants and options by name."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -66,7 +66,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 @contextmanager
 def recording() -> Iterator[list[Launch]]:
-    """Inside, launches are not run but put into a list. Tensors may be of the device "meta": nothing is read."""
+    """Record the launches of the block in a list instead of running them. Tensors can be on the device "meta"."""
     launches: list[Launch] = []
     token = _recorded.set(launches)
     try:

@@ -1,8 +1,8 @@
-"""What each kernel computes, written plainly in torch: the definition that tests hold the kernels to, in any float dtype.
+"""Plain torch references of the kernels, in any float dtype, against which tests compare the kernels.
 
-Nothing here is fast, and nothing is shared with the kernels: trees are walked by their parents, not by packed words, filters
-sort, and rules go image by image and draft by draft. On a CPU the library takes paths of its own (`few_queries`, `to_probs`,
-the rules of `vargen.decoding.next_token.acceptance`), which tests hold to the same.
+The references are slow, and share no code with the kernels: they follow the parents of a tree instead of packed words, sort to
+filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`few_queries`,
+`to_probs`, the rules of `vargen.decoding.next_token.acceptance`), which are tested against the same references.
 
 Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
 slots of a path, V vocabulary.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 def lineage(parents: Sequence[int], slot: int) -> set[int]:
-    """The slot and its ancestors."""
+    """Return the slot and its ancestors."""
     found = set()
     while slot >= 0:
         found.add(slot)
@@ -36,10 +36,10 @@ def tree_attention(
     start_R: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """Attention `[R, T, H, K]`, query by query; a query that sees nothing gets zeros.
+    """Attention `[R, T, H, K]`, computed query by query. A query without visible keys gets zeros.
 
     Args:
-        parents: of each row, the tree that its fed tokens make, `earlier` ones first; -1 for a root.
+        parents: for each row, the parent of each fed token in the tree, -1 for a root; `earlier` tokens come first.
     """
     R, T, H, K = q_RTHK.shape
     G, P = k_RGSK.shape[1], prefix_bias_RP.shape[1]
@@ -71,11 +71,11 @@ def probabilities(
     top_p: float = 1.0,
     dtype: torch.dtype = torch.float64,
 ) -> Tensor:
-    """`[rows, V]`, row by row by sorting: guidance, temperature, top-k, top-p, softmax, as `to_probs` has them.
+    """Probabilities `[rows, V]` by sorting each row: guidance, temperature, top-k, top-p, softmax, as in `to_probs`.
 
-    Ties at the k-th value all stay. Of the k largest (exactly k), the most probable are kept until their sum exceeds p, the
-    crossing one included, and whatever equals the last of these. NaN and infinities count as -inf; a row of
-    nothing else gets zeros.
+    Top-k keeps all values equal to the k-th largest. Top-p keeps the most probable of the k largest (exactly k) up to and
+    including the one at which their sum exceeds p, and all values equal to that one. NaN and infinite logits count as -inf; a
+    row without finite logits gets zeros.
     """
     out = torch.zeros(logits.shape, dtype=dtype)
     for row, z in enumerate(logits.to(dtype)):
@@ -97,8 +97,10 @@ def probabilities(
 
 
 def kept_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[int]]) -> Tensor:
-    """A copy of keys or values in which the tokens of each row's path, given by their place behind slot `first`, lie one after
-    the other from there on; what lies past the last slot is not moved."""
+    """Return a copy of keys or values with the tokens of each row's path moved to consecutive slots from `first` on.
+
+    The path has offsets from slot `first`. Offsets past the last slot are not moved.
+    """
     out = k_LRGSK.clone()
     last = k_LRGSK.shape[3] - 1
     for row, slots in enumerate(path):
@@ -109,13 +111,13 @@ def kept_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[i
 
 
 def exponential(u: Tensor) -> Tensor:
-    """-log(1 - u) of float32 u in (0, 1), by a fixed sequence of IEEE operations: the same bits on every device.
+    """-log(1 - u) of float32 u in (0, 1), as a fixed sequence of IEEE operations that gives the same bits on every device.
 
-    With 1 - u = m 2^e, m within [0.75, 1.5), and s = (m - 1) / (m + 1), it is -e log 2 - 2 atanh(s), the latter by six terms of
-    its series. `vargen.decoding.noise.exponential` uses torch's own logarithm, several times as fast on a CPU, which lies
-    within 3 units in the last place.
+    With 1 - u = m 2^e, m in [0.75, 1.5), and s = (m - 1) / (m + 1), the result is -e log 2 - 2 atanh(s), with six terms of the
+    series of atanh. `vargen.decoding.noise.exponential` uses torch's logarithm, which is several times faster on a CPU and
+    differs by at most 3 units in the last place.
     """
-    rest, near = 1.0 - u, u < 0.25  # where m is 1 - u itself, and m - 1 is -u without rounding
+    rest, near = 1.0 - u, u < 0.25  # near: m equals 1 - u, so m - 1 is -u without rounding
     exponent = torch.where(near, 0, (rest.view(torch.int32) - 0x3F400000) >> 23)
     m = (rest.view(torch.int32) - (exponent << 23)).view(torch.float32)
     f = torch.where(near, -u, m - 1.0)

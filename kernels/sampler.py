@@ -1,18 +1,18 @@
-"""From logits to probabilities and a token in one launch: guidance, temperature, top-k, top-p, softmax, draw, in this order.
+"""Sampling from logits in one launch: guidance, temperature, top-k, top-p, softmax and the choice of a token, in this order.
 
-`_sample`, grid `(rows,)`: a program owns one row of V logits (and its unconditional twin), which stay in registers: the
-filters' thresholds are found there by bisection, exactly, without a sort. Whatever equals the k-th largest logit stays, and
-whatever equals the one at which the sum of the k most probable passes p: what `vargen.decoding.sampling.filter_logits` keeps.
-The token is the winner of the Gumbel race, argmax p / E with the counter-based noise of (seed, position, purpose, step); of
-equal ones the smallest. For it the row is read again, from a cache, by pieces: noise for all of it at once would not fit into
-registers.
+`_sample`, grid `(rows,)`: a program owns one row of V logits (and the corresponding unconditional row) and keeps it in
+registers. The thresholds of the filters are found exactly by bisection, without sorting. Ties are kept: all logits equal to the
+k-th largest, and all equal to the one at which the sum of the k most probable exceeds p, as in
+`vargen.decoding.sampling.filter_logits`. The token is the winner of the Gumbel race, argmax p / E, with the counter-based noise
+of (seed, position, purpose, step); ties go to the smallest index. For the race the row is read again in pieces, from a cache,
+because noise for the whole row would not fit in registers.
 
-Logits that are NaN or infinite have probability 0 and are never drawn, and the row is flagged, so that the caller can refuse
-it. A row without any finite logit gets probabilities of 0 and token 0.
+NaN and infinite logits have probability 0 and are never sampled. Their row is flagged, so that the caller can reject it. A row
+without finite logits gets probabilities of 0 and token 0.
 
-`_race`, grid `(rows,)`: the same draw from probabilities that there are already.
+`_race`, grid `(rows,)`: the same sampling from given probabilities.
 
-Bytes moved by a row: V logits once (twice under guidance), 4 V for probabilities where they are wanted.
+Bytes moved per row: V logits once (twice under guidance), and 4 V for probabilities if requested.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from vargen.kernels.launch import launch
 from vargen.kernels.selection import kth_key, mass_key, ordered_key
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_PIECE = tl.constexpr(1024)  # of a row, for which noise is made at once
+_PIECE = tl.constexpr(1024)  # elements of a row for which noise is computed at a time
 
 
 @triton.jit
 def _scaled(logits_ptr, unconditional_ptr, at, inside, scale, temperature, GUIDED: tl.constexpr):
-    """Guided logits over the temperature, float32."""
+    """Guided logits divided by the temperature, float32."""
     z = tl.load(logits_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if GUIDED:
         u = tl.load(unconditional_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -45,7 +45,7 @@ def _scaled(logits_ptr, unconditional_ptr, at, inside, scale, temperature, GUIDE
 
 @triton.jit
 def _better(ratio, first, best, token):
-    """The race so far, and a piece of it that begins at token `first`."""
+    """Update the winner of the race with the piece that begins at token `first`."""
     piece = tl.max(ratio, 0)
     return tl.maximum(best, piece), tl.where(piece > best, first + tl.argmax(ratio, 0), token)
 
@@ -93,7 +93,7 @@ def _sample(
         total = tl.sum(weight, 0)
         if TOP_K:
             least = kth_key(key, k)
-            if TOP_P:  # of exactly k
+            if TOP_P:  # total of exactly k values, without extra ties
                 above = key > least
                 some = tl.max(tl.where(key == least, weight, 0.0), 0)
                 total = tl.sum(tl.where(above, weight, 0.0), 0) + (k - tl.sum(above.to(tl.int32), 0)) * some
@@ -143,8 +143,8 @@ def _race(
 
 
 class Sampled(NamedTuple):
-    """`probs` float32 `[..., V]` and `tokens` int64 `[...]`, None where they were not asked for; `bad` int32 `[...]`, 1 where a
-    logit was NaN or infinite."""
+    """`probs` float32 `[..., V]` and `tokens` int64 `[...]`, None if not requested; `bad` int32 `[...]`, 1 where a
+    logit is NaN or infinite."""
 
     probs: Tensor | None
     tokens: Tensor | None
@@ -152,8 +152,8 @@ class Sampled(NamedTuple):
 
 
 class Coins(NamedTuple):
-    """Whose noise a draw takes: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and of the pass,
-    also as an int64 scalar on the device."""
+    """Keys of the noise for sampling: `seeds` int64 `[B]`, `position` int64 `[B, T]`, the number of the purpose, and the number
+    of the pass, which can be an int64 scalar on the device."""
 
     seeds: Tensor
     position: Tensor
@@ -162,12 +162,12 @@ class Coins(NamedTuple):
 
 
 def warps_for(V: int) -> int:
-    """Warps of a program that holds a row of V numbers: the fewest that spill nothing, 8 at least."""
+    """Warps of a program that holds a row of V numbers: at least 8, and the fewest without register spills."""
     return 8 if V <= 8192 else 16
 
 
 def check_vocabulary(V: int) -> None:
-    """Raise ValueError for rows that no program can hold."""
+    """Raise ValueError if a program cannot hold a row of V elements."""
     if not 1 <= V <= MAX_VOCAB:
         raise ValueError(f"kernels hold rows of at most {MAX_VOCAB} tokens, got {V}; VARGEN_KERNELS=reference has none")
 
@@ -183,18 +183,18 @@ def sample(
     coins: Coins | None = None,
     probs: bool = True,
 ) -> Sampled:
-    """Probabilities of logits `[..., V]` of any float dtype and, with `coins`, a token drawn from each row.
+    """Compute the probabilities of logits `[..., V]` of any float dtype and, with `coins`, sample a token from each row.
 
     Args:
-        unconditional: logits of the same shape and dtype, for u + scale (c - u).
+        unconditional: logits of the same shape and dtype, for guidance u + scale (c - u).
         temperature: above 0.
-        top_k: 1 to V; None keeps all.
+        top_k: from 1 to V; None keeps all tokens.
         top_p: in (0, 1].
-        coins: of `[B, T]` rows where logits are `[B, T, V]`.
-        probs: whether probabilities are wanted.
+        coins: noise keys for `[B, T]` rows; logits are then `[B, T, V]`.
+        probs: whether to return probabilities.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     V = logits.shape[-1]
     check_vocabulary(V)
@@ -230,16 +230,16 @@ def sample(
             DRAW=coins is not None,
             PURPOSE=0 if coins is None else int(coins.purpose),
             num_warps=warps_for(V),
-            enable_fp_fusion=False,  # which would round the noise differently
+            enable_fp_fusion=False,  # fusion would round the noise differently
         )
     return Sampled(made, tokens, bad)
 
 
 def race(probs: Tensor, coins: Coins) -> Tensor:
-    """int64 `[B, T]`, drawn from probabilities float32 `[B, T, V]`, which need not sum to 1: `vargen.decoding.noise.race`.
+    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, not necessarily normalized: `vargen.decoding.noise.race`.
 
     Raises:
-        ValueError: for more tokens than a program holds.
+        ValueError: for a larger vocabulary than a program can hold.
     """
     V = probs.shape[-1]
     check_vocabulary(V)

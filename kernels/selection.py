@@ -1,8 +1,8 @@
-"""Choosing among the values of one row inside a kernel, without sorting: thresholds by bisection, a draw by one coin.
+"""Selection among the values of one row inside a kernel without sorting: thresholds by bisection, sampling by one uniform.
 
-A float32 is ordered like the integer of its bits once those of negative values are turned round; so the exact k-th largest
-value is found by halving the range of that integer at most 32 times, and with it what every kernel here does with ties:
-whatever equals a threshold is on its side.
+float32 values are ordered like the integers of their bits, if the bits of negative values are inverted. So at most 32
+bisection steps over these integers find the k-th largest value exactly. All kernels treat ties in the same way: values equal to
+a threshold are selected.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ OUTSIDE = tl.constexpr(-0x80000000)  # below the key of every number, -inf inclu
 
 @triton.jit
 def ordered_key(x, inside):
-    """int32 keys that are ordered as float32 `x`, which holds no NaN; equal values, 0 and -0 too, have equal keys."""
+    """int32 keys with the order of float32 `x` without NaN; equal values, including 0 and -0, have equal keys."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(inside, bits ^ ((bits >> 31) & _ALL), OUTSIDE)
 
 
 @triton.jit
 def kth_key(key, k):
-    """The k-th largest key, of at least k inside: the largest t that at least k keys reach."""
+    """The k-th largest key, given at least k keys inside: the largest t such that at least k keys are >= t."""
     low = tl.min(tl.where(key == OUTSIDE, _ALL, key), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
     while high - low > 1:
@@ -42,7 +42,7 @@ def kth_key(key, k):
 
 @triton.jit
 def mass_key(key, weight, least, target):
-    """The largest key t above `least` whose keys t and up weigh more than `target`; `least` if there is none."""
+    """The largest key t above `least` such that the keys >= t have a total weight above `target`; `least` if there is none."""
     low = least.to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
     while high - low > 1:
@@ -56,9 +56,9 @@ def mass_key(key, weight, least, target):
 
 @triton.jit
 def drawn_by_coin(weight, coin, BLOCK: tl.constexpr):
-    """A lane with probability weight / sum(weight), by a coin in (0, 1); never one of weight 0, unless all are.
+    """Sample a lane with probability weight / sum(weight) by a uniform in (0, 1), never one of weight 0 unless all are.
 
-    In two steps, as `vargen.kernels.categorical` has it: sums of pieces are accumulated, then the numbers of one piece.
+    It takes two steps, as in `vargen.kernels.categorical`: cumulative sums over pieces, then within one piece.
     """
     INNER: tl.constexpr = 64 if BLOCK > 64 else BLOCK
     pieces = tl.reshape(weight, (BLOCK // INNER, INNER))
@@ -74,15 +74,15 @@ def drawn_by_coin(weight, coin, BLOCK: tl.constexpr):
 
 @triton.jit
 def _first_over(upto, weight, target, index, COUNT: tl.constexpr):
-    """The first index of weight above 0 at which the sum so far exceeds the target; the last one where rounding leaves none."""
+    """The first index of positive weight with a cumulative sum above the target; the last one if rounding leaves none."""
     first = tl.min(tl.where((upto > target) & (weight > 0), index, COUNT), 0)
     return tl.where(first < COUNT, first, tl.max(tl.where(weight > 0, index, 0), 0))
 
 
 @triton.jit
 def border_key(value, candidate, number):
-    """Of the candidates those of largest value, `number` at most: the key of the least of them, and how many that equal it
-    belong to them."""
+    """Select the candidates of largest value, at most `number`: returns the smallest selected key, and how many of the
+    candidates equal to it are selected."""
     key = ordered_key(value, candidate)
     border = kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
     return border, number - tl.sum((key > border).to(tl.int32), 0)

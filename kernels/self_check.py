@@ -1,8 +1,8 @@
-"""A look at every kernel on the device itself before anything is drawn with it: small cases whose results are known.
+"""Self-check of every kernel on a device before its first use, on small cases with known results.
 
-Interpreted kernels are tested against references, and compiled ones by their registers; what a new driver, Triton or GPU makes
-of them shows only there. So before the first pass on a device each runs once, and `vargen.kernels.dispatch` takes torch
-instead, with a warning, if one fails.
+Tests compare interpreted kernels with references, and inspect the register use of compiled ones. The effect of a new driver,
+Triton version or GPU shows only on the device. So before the first pass on a device, each kernel runs once; if one fails,
+`vargen.kernels.dispatch` uses torch instead and logs a warning.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 
 from vargen.kernels import reference
 
-_TOLERANCE = 2e-2  # of numbers near 1 in bfloat16
+_TOLERANCE = 2e-2  # for bfloat16 numbers near 1
 
 
 def trouble(device: torch.device | str) -> str | None:
-    """What is wrong with the first kernel that fails there; None where all are right. Compiling them takes seconds once."""
+    """Return the error of the first kernel that fails on the device, or None. The first run compiles, which takes seconds."""
     for name, check in CHECKS.items():
         try:
             wrong = check(torch.device(device))
-        except Exception as error:  # whatever a compiler or a driver raises
+        except Exception as error:  # any error of the compiler or the driver
             return f"{name}: {type(error).__name__}: {str(error)[:200]}"
         if wrong:
             return f"{name}: {wrong}"
@@ -29,7 +29,7 @@ def trouble(device: torch.device | str) -> str | None:
 
 
 def _attention(device: torch.device) -> str | None:
-    """A tree of five behind a prefix and rows of other lengths, in float32 and bfloat16."""
+    """A tree of five tokens after a prefix, with rows of different lengths, in float32 and bfloat16."""
     from vargen.kernels.tree_attention import tree_attention
 
     generator = torch.Generator().manual_seed(0)
@@ -43,7 +43,7 @@ def _attention(device: torch.device) -> str | None:
         expected = reference.tree_attention(q, k, v, length, bias, [parents, parents])
         given = (each.to(device) for each in (q, k, v, length, bias, words))
         off = (tree_attention(*given, splits=2).cpu().double() - expected).abs().max()
-        if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # TF32 in products of float32
+        if not off <= (_TOLERANCE if dtype == torch.bfloat16 else 1e-3):  # float32 products may use TF32
             return f"{dtype} is off by {float(off):.2g}"
     return None
 
@@ -71,7 +71,7 @@ def _commit(device: torch.device) -> str | None:
     length, path = torch.tensor([0, 3]), [[0, 2, 5], [0, 1]]
     expected = reference.kept_path(k, (length + 1).tolist(), path)
     slots, count = torch.tensor([[0, 2, 5], [0, 1, 0]]), torch.tensor([3, 2])
-    keys, values, at = (each.to(device, copy=True) for each in (k, k, length))  # written in place
+    keys, values, at = (each.to(device, copy=True) for each in (k, k, length))  # changed in place
     done = torch.zeros(2, dtype=torch.int32, device=device)
     keep(keys, values, at, slots.to(device), count.to(device), done, first=1, tokens=11)
     if at.tolist() != (length + count).tolist() or done.any():
@@ -86,7 +86,7 @@ def _commit(device: torch.device) -> str | None:
 
 
 def _acceptance(device: torch.device) -> str | None:
-    """Where every probability is 0 or 1, a verdict does not depend on noise."""
+    """Verdicts on probabilities of 0 and 1, which do not depend on noise."""
     from vargen.kernels.accept_chain import verify_chain
     from vargen.kernels.accept_traversal import verify_traversal
     from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
@@ -105,7 +105,7 @@ def _acceptance(device: torch.device) -> str | None:
         return "a chain is relaxed wrongly"
     if race(certain, Coins(noise[0], noise[1], 0)).tolist() != certain.argmax(-1).tolist():
         return "a token without probability wins a race"
-    siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two behind the root
+    siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two children of the root
     children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
     walked = verify_recursive_rejection(certain, siblings, None, None, children, 2, *noise)
     matched = verify_shared_noise(certain.argmax(-1), siblings, children, 2)
@@ -118,7 +118,7 @@ def _acceptance(device: torch.device) -> str | None:
 
 
 def _wanted(device: torch.device) -> str | None:
-    """The mass of a token, of the next likelier one and the next less likely; and of a token and its two neighbours."""
+    """Total probability of a token and its neighbors in rank, and of a token and its two nearest codes."""
     from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
 
     p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], device=device), torch.tensor([[1]], device=device)

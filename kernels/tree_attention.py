@@ -1,22 +1,24 @@
-"""Attention of a pass's T tokens over a static cache and the tree among themselves, keys split over programs.
+"""Tree attention of the T tokens of a pass over a static cache, with keys split over programs (split-K).
 
-The K/V of the pass lie in the cache already, in the slots behind what each row holds, so that prefix and tree are one range of
-slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query sees a prefix slot with its additive
-bias (LlamaGen's whole prefix is one slot of key 0, value mean(v) and bias log n, exactly), every committed slot, and of the
-fed slots itself and its ancestors, which are bits of 64-bit words. A chain, which needs no words, and a window are trees.
+K/V of the pass are already in the cache, in the slots after the committed tokens of each row, so prefix and tree are one range
+of slots: [ conditioning prefix | committed image tokens | fed tokens | unused ]. A query attends to prefix slots with their
+additive bias (LlamaGen's whole prefix is exactly one slot of key 0, value mean(v) and bias log n), to all committed slots, and
+among the fed slots to itself and its ancestors, which are bits of 64-bit words. Chains, which need no words, and windows are
+special cases of trees.
 
-Stage 1, `_attend`, grid `(R H_kv, ceil(T G' / BM), S)`, G' = H / H_kv query heads of a key head. A program owns BM (token,
-query head) pairs of one row and key head, so each key tile is read once for all of them, and the S-th part of the row's slots.
-It reads, in tiles of BN slots, first the tiles that need a mask (prefix bias, the tree, ends), then, without any mask, those
-that hold committed tokens only; it keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
-writes the S-th output and its log-sum-exp `lse2`, in base 2. Lengths are read on the device: the grid does not depend on them.
+Stage 1, `_attend`, grid `(R H_kv, ceil(T G' / BM), S)`, where G' = H / H_kv query heads share a key head. A program owns BM
+(token, query head) pairs of one row and key head, which share each key tile that it reads, and one of S parts of the row's
+slots. In tiles of BN slots, it first processes the tiles that need a mask (prefix bias, tree, ends), then, without a mask, the
+tiles with committed tokens only. It keeps a running maximum, sum and weighted values in float32 (online softmax in base 2), and
+writes the output of its part and its base-2 log-sum-exp `lse2`. Lengths are read on the device, so the grid does not depend on
+them.
 
-Stage 2, `_merge`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1 stage 1 writes the output itself.
+Stage 2, `_merge`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1, stage 1 writes the final output.
 
-Bytes moved, of one layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and
-for S > 1 partial outputs twice, 8 S R T H (D + 1).
+Bytes moved per layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and for
+S > 1 partial outputs twice, 8 S R T H (D + 1).
 
-Slots outside [start, P + length + held) are never loaded: they may hold NaN. A query that sees nothing gets zeros.
+Slots outside [start, P + length + held) are never loaded, so they may contain NaN. A query without visible keys gets zeros.
 
 Shape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots (in shapes), K head width, P prefix slots, W
 words.
@@ -33,13 +35,13 @@ from vargen.kernels.attention_tiles import MOST_WIDTH, Tiles, splits_for, tiles_
 from vargen.kernels.launch import launch, upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_MOST_OFFSET = 2**31  # within a row and head, where offsets are int32
-_LOWEST = tl.constexpr(-1.0e30)  # finite, so that a row that has seen nothing never subtracts infinities
+_MOST_OFFSET = 2**31  # limit of offsets within a row and head, which are int32
+_LOWEST = tl.constexpr(-1.0e30)  # finite, to avoid inf - inf in rows without visible keys
 
 
 @triton.jit
 def _online(scores, v, m, mass, acc, UPCAST: tl.constexpr):
-    """One tile of online softmax: `scores` float32 [BM, BN] in base 2, `v` [BN, BLOCK_D]."""
+    """Update the online softmax with one tile: `scores` float32 [BM, BN] in base 2, `v` [BN, BLOCK_D]."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     shrink = tl.exp2(m - m_new)
     p = tl.exp2(scores - m_new[:, None])
@@ -50,11 +52,11 @@ def _online(scores, v, m, mass, acc, UPCAST: tl.constexpr):
 @triton.jit(do_not_specialize=["T", "held", "earlier"])
 def _attend(
     q_ptr,  # [R, T, H, D], by strides
-    k_ptr,  # [R, G, slots, D_LOAD or more], by strides; v alike
+    k_ptr,  # [R, G, slots, D_LOAD or more], by strides; the same for v
     v_ptr,
     out_ptr,  # [R, T, H, D] for SPLITS = 1, else float32 [R, T, H, SPLITS, D]
     lse_ptr,  # float32 [R, T, H, SPLITS], written for SPLITS > 1
-    length_ptr,  # int64 or int32 [R], image tokens held
+    length_ptr,  # int64 or int32 [R], number of committed image tokens
     words_ptr,  # int64 [word_rows, T, WORDS]; not read for a chain
     start_ptr,  # int32 or int64 [R], first visible slot; not read without HAS_START
     bias_ptr,  # float32 [R, P], natural units
@@ -71,7 +73,7 @@ def _attend(
     P,
     word_rows,
     scale,
-    G_SIZE: tl.constexpr,  # query heads of a key head
+    G_SIZE: tl.constexpr,  # query heads per key head
     HEADS: tl.constexpr,  # key heads
     D: tl.constexpr,
     D_LOAD: tl.constexpr,
@@ -91,7 +93,7 @@ def _attend(
     d = tl.arange(0, BLOCK_D)
     n = tl.arange(0, BN)
 
-    base = tl.minimum(P + tl.load(length_ptr + row).to(tl.int32), slots)  # whatever it says, no slot past the last is read
+    base = tl.minimum(P + tl.load(length_ptr + row).to(tl.int32), slots)  # clamped: no slot past the last is read
     total = tl.minimum(base + held, slots)
     start = 0
     if HAS_START:
@@ -100,10 +102,10 @@ def _attend(
     part = tl.cdiv(tl.cdiv(total - first, BN), SPLITS) * BN
     low = first + split * part
     high = tl.minimum(low + part, total)
-    # Tiles within [middle, middle_end) hold committed image tokens alone.
+    # Tiles within [middle, middle_end) contain only committed image tokens.
     middle = tl.maximum(low, tl.cdiv(tl.maximum(start, P), BN) * BN)
     middle_end = tl.maximum(middle, tl.minimum(high, base // BN * BN))
-    before = tl.maximum(tl.cdiv(tl.minimum(high, middle) - low, BN), 0)  # masked tiles ahead of them
+    before = tl.maximum(tl.cdiv(tl.minimum(high, middle) - low, BN), 0)  # masked tiles before them
     behind = tl.maximum(tl.cdiv(high - tl.maximum(low, middle_end), BN), 0)
 
     q_at = row.to(tl.int64) * stride_qr + t[:, None] * stride_qt + query_head[:, None] * stride_qh + d[None, :]
@@ -206,23 +208,24 @@ def tree_attention(
     splits: int | None = None,
     tiles: Tiles | None = None,
 ) -> Tensor:
-    """Attention `[R, T, H, K]` of a pass whose K/V were written to slots P + length + earlier and on.
+    """Attention `[R, T, H, K]` of a pass whose K/V were written to the slots from P + length + earlier on.
 
     Args:
-        q_RTHK: queries; the last dimension is contiguous.
-        k_RGSK, v_RGSK: one layer of the cache, of equal strides; H / G query heads share a key head. Where each slot has room
-            for a multiple of 8 numbers, that room is read as well, and holds finite numbers.
-        length_R: int64 or int32, image tokens that each row holds.
-        prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides one.
-        words: int64 `[T, W]` or `[B, T, W]`, B dividing R (row r takes tree r mod B): bit j % 64 of word j // 64 is set where
-            token j of the `earlier + T` held behind the pointer is the query or one of its ancestors. None for a chain.
-        earlier: tokens that passes before this one fed behind the pointer, which it may see.
+        q_RTHK: queries; the last dimension must be contiguous.
+        k_RGSK, v_RGSK: one layer of the cache, with equal strides; H / G query heads share a key head. If each slot is padded
+            to a multiple of 8 numbers, the padding is read as well, and must be finite.
+        length_R: int64 or int32, number of committed image tokens of each row.
+        prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides a slot.
+        words: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64 is set
+            if token j of the `earlier + T` tokens after the pointer is the query or one of its ancestors. None for a chain.
+        earlier: number of visible tokens after the pointer that earlier passes fed.
         start_R: first visible slot of each row; None: 0.
-        scale: of the scores; default: K^-0.5.
-        splits, tiles: of the keys, a power of two, and shapes of the programs; default: by shape (`attention_tiles`).
+        scale: scale of the scores. Default: K^-0.5.
+        splits: number of splits of the keys, a power of two. Default: by shape (`attention_tiles`).
+        tiles: tile sizes. Default: likewise.
 
     Raises:
-        ValueError: for operands that do not fit together.
+        ValueError: for operands whose shapes, strides or dtypes do not match.
     """
     R, T, H, K = q_RTHK.shape
     _, G, slots, _ = k_RGSK.shape
@@ -236,11 +239,11 @@ def tree_attention(
         part = q_RTHK.new_empty(R, T, H, splits, K, dtype=torch.float32)
         lse = q_RTHK.new_empty(R, T, H, splits, dtype=torch.float32)
     length, stride = length_R.contiguous(), k_RGSK.stride(2)
-    padded = -(-K // 8) * 8  # whole 16 bytes of 2-byte numbers, where the store has room for them
-    # Nothing else may lie in that room, such as the next head of a cache [R, S, G, K].
+    padded = -(-K // 8) * 8  # multiples of 16 bytes for 2-byte dtypes, if slots are padded
+    # The padding must not overlap other data, such as the next head of a cache [R, S, G, K].
     roomy = stride % 8 == 0 and min(k_RGSK.stride()[:3]) >= padded
     block = max(triton.next_power_of_2(K), 16)
-    # Rows and heads on the first axis: the others end at 65,535.
+    # Rows and heads on the first axis, because the others are limited to 65,535.
     grid = (R * G, triton.cdiv(T * (H // G), tiles.queries), splits)
     launch(
         _attend,

@@ -1,6 +1,6 @@
-"""What pipelines of every family share: opening and saving, reading prompts, and saying which methods they can run.
+"""`VisualPipeline`, the base class of the image pipelines.
 
-Command, page and evaluation use this interface alone, so that a family is named in its own file and nowhere above.
+The command line, the demo page and the evaluation use only this interface, so no code above `pipelines/` names a family.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from vargen.compat import ensure_torchvision
 from vargen.decoding import DEFAULT_METHOD
 
-# from_pretrained finds this class by module path, so the module must have been imported.
+# Imported for its side effect: from_pretrained finds this class by module path.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.calls import Calls
 from vargen.pipelines.components import FAMILIES
@@ -31,13 +31,13 @@ from diffusers.image_processor import VaeImageProcessor
 
 
 class VisualPipeline(StoredPipeline):
-    """Text or class to picture, with an autoregressive model of any family.
+    """Text-to-image or class-to-image generation with an autoregressive model of any family.
 
     A family implements `__call__` and the abstract methods below.
 
     Attributes:
-        output: class of a call's result, of `images` and `stats`.
-        usual_sampling: where neither a call nor a checkpoint says another.
+        output: class of a call's result, with `images` and `stats`.
+        usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
     """
 
     output: ClassVar[Any]
@@ -45,7 +45,7 @@ class VisualPipeline(StoredPipeline):
     default_method: ClassVar[str] = DEFAULT_METHOD
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and it takes turns with the transformer
+    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and used in turn with the transformer
     _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
@@ -56,32 +56,32 @@ class VisualPipeline(StoredPipeline):
     tokenizer: Any
 
     def _set_up(self, parts: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Check the parts and the values kept beside them, and register both; the body of every `__init__`.
+        """Validate and register the components and the values stored with them. This is the body of every `__init__`.
 
         Raises:
-            ValueError: for parts that do not belong together, class names, defaults or styles that a call could not use.
+            ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
         self._register(parts, config, prompt_names)
-        # Opened with transformer=None and vqvae=None, a pipeline still encodes prompts.
+        # A pipeline loaded with transformer=None and vqvae=None can still encode prompts.
         factor = 8 if self.vqvae is None else self.vqvae.downsampling
         self.image_processor = VaeImageProcessor(vae_scale_factor=factor)
         self._calls = Calls()
         self._compiled: Any = None
 
     def load_drafter(self, drafter: Any) -> str:
-        """Open a drafter that was trained for this model, as `vargen train drafter` makes them, and draft with it from now on.
+        """Load a drafter that `vargen train drafter` trained for this model, and use it in later calls.
 
-        Saving the pipeline saves it along, as one of its components, so that opening it again needs no `load_drafter`.
+        The drafter becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
 
         Args:
-            drafter: a folder, or the name of a packaged one, such as `"emoji/eagle"`.
+            drafter: a folder, or the name of a packaged drafter, such as `"emoji/eagle"`.
 
         Returns:
-            Which component it became: `"eagle"`, say.
+            Name of the component, such as `"eagle"`.
 
         Raises:
-            ValueError: for no trained drafter, one of another width, vocabulary or grid than the transformer, damaged files, or
-                a folder that holds code; before a weight is read.
+            ValueError: before any weight is read, if the folder holds no trained drafter, damaged files or code, or if the
+                drafter's width, vocabulary or grid differs from the transformer's.
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
@@ -92,53 +92,53 @@ class VisualPipeline(StoredPipeline):
         self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
         return component
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
     def decoder(self, settings: Mapping[str, Any]) -> Decoder:
-        """Draws tokens with these `guidance_scale`, `temperature`, `top_k`, `top_p`; those not given are the checkpoint's."""
+        """Decoder with these `guidance_scale`, `temperature`, `top_k` and `top_p`; the checkpoint's where not given."""
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Pictures of tokens `[B, N]`; what lies past `length [B]` is left white."""
+        """Decode tokens `[B, N]` to images. The area of tokens past `length [B]` is left white."""
 
     @abstractmethod
     def preview(self, tokens: Tensor, drawn: int) -> list[Image.Image]:
-        """Pictures of which the first `drawn` tokens of `[B, N]` are there; transparent where nothing can be seen yet."""
+        """Decode the first `drawn` of tokens `[B, N]` to partial images, transparent where nothing has been generated yet."""
 
     @property
     @abstractmethod
     def vocab(self) -> int:
-        """Tokens V to draw from."""
+        """Vocabulary size V."""
 
     @property
     @abstractmethod
     def tokens(self) -> int:
-        """Tokens N of a picture."""
+        """Number of tokens N of an image."""
 
     @property
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
-        """Rows and columns of the tokens of a picture, in drawing order, raster order in each: one grid, or one per scale."""
+        """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
 
     @property
     def grid(self) -> tuple[int, int]:
-        """Rows and columns of the finest, or only, grid."""
+        """Rows and columns of the only grid, or of the finest one."""
         return self.grids[-1]
 
     @property
     @abstractmethod
     def steps(self) -> int:
-        """Passes that the baseline takes for a picture."""
+        """Number of forward passes that the baseline takes for an image."""
 
     @property
     @abstractmethod
     def codebook(self) -> Tensor:
-        """Float `[V, C]`, vectors that say how alike two tokens are."""
+        """Float `[V, C]`: embeddings whose distances measure how similar two tokens are."""
 
     @property
     def default_sampling(self) -> dict[str, Any]:
-        """Guidance, temperature and filters where a call gives none: the checkpoint's own, else the family's."""
+        """Guidance scale, temperature, top-k and top-p that a call uses by default: the checkpoint's, else the family's."""
         stored = {name: value for name, value in (self.config.defaults or {}).items() if value is not None}
         usual = dict(self.usual_sampling)
         if usual["top_k"] is not None and usual["top_k"] > self.vocab:
@@ -147,7 +147,7 @@ class VisualPipeline(StoredPipeline):
 
     @property
     def guidance_scale(self) -> float:
-        """Of this thread's call, or the one that began or ended last; as the next three are."""
+        """Of this thread's call, else of the call that started or ended last; so are the next three properties."""
         return self._calls.current.guidance_scale
 
     @property
@@ -156,17 +156,17 @@ class VisualPipeline(StoredPipeline):
 
     @property
     def num_timesteps(self) -> int:
-        """Steps that a call takes at most."""
+        """Maximum number of steps of a call."""
         return self._calls.current.num_timesteps
 
     @property
     def interrupt(self) -> bool:
-        """Whether someone set `_interrupt`, which ends a call with what is drawn."""
+        """Whether `_interrupt` was set, which stops the call and returns the tokens generated so far."""
         return self._calls.current.interrupt
 
     @property
     def _interrupt(self) -> bool:
-        """Set in a callback, as diffusers has it, it ends the callback's own call; set in another thread, all that run."""
+        """As in diffusers. Setting it in a callback stops that call; setting it in another thread stops all running calls."""
         return self.interrupt
 
     @_interrupt.setter
@@ -176,7 +176,7 @@ class VisualPipeline(StoredPipeline):
     # -- the call -------------------------------------------------------------------------------------------------------
 
     def _step(self) -> Any:
-        """The transformer, compiled."""
+        """Return the transformer wrapped in `torch.compile`; later calls reuse the wrapper."""
         if self._compiled is None or self._compiled._orig_mod is not self.transformer:
             self._compiled = torch.compile(self.transformer, dynamic=False)
         return self._compiled

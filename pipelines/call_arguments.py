@@ -1,4 +1,4 @@
-"""Arguments of a call that this package does not take: those of other diffusers pipelines get what to write instead."""
+"""Helpful errors for unsupported arguments of a call, such as those of other diffusers pipelines."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _INSTEAD = {
 
 
 def answering(call: _F, taken: Set[str]) -> _F:
-    """A pipeline's call that takes an empty `negative_prompt` as none, and says of arguments it does not take what to write.
+    """Wrap a pipeline's call: an empty `negative_prompt` counts as None, and unsupported arguments raise a helpful error.
 
     Args:
-        taken: names of the arguments that it takes.
+        taken: names of the supported arguments.
 
     Raises:
-        TypeError: from the returned call, for an argument that is not in `taken`, naming it and its value.
+        TypeError: when the wrapped call gets an argument that is not in `taken`. The message says what to use instead.
     """
 
     @functools.wraps(call)
@@ -47,7 +47,7 @@ def answering(call: _F, taken: Set[str]) -> _F:
 
 
 def names_of(*calls: Callable[..., Any]) -> Set[str]:
-    """Names of the arguments that may be given to any of these by keyword."""
+    """Return the names of the keyword arguments of all the calls."""
     found = [each for call in calls for each in inspect.signature(call).parameters.values()]
     return {each.name for each in found if each.kind is not each.VAR_KEYWORD} - {"self"}
 

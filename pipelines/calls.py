@@ -1,4 +1,4 @@
-"""The calls of a pipeline that run: each has a state of its own, and those of several threads know nothing of each other."""
+"""State of a pipeline's running calls: one per call, so that calls in several threads do not interfere."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass
 class Call:
-    """What diffusers keeps in the pipeline itself: guidance scale, steps at most, and whether the call is to end early."""
+    """Per-call state that diffusers keeps in the pipeline: guidance scale, maximum number of steps, and the interrupt flag."""
 
     guidance_scale: float = 1.0
     num_timesteps: int = 0
@@ -18,7 +18,7 @@ class Call:
 
 
 class Calls:
-    """The calls of one pipeline that run. A copy or a pickle of the pipeline begins with none."""
+    """The running calls of a pipeline. A copy or a pickle of the pipeline starts with none."""
 
     def __init__(self) -> None:
         self._lock, self._own = threading.Lock(), threading.local()
@@ -30,7 +30,7 @@ class Calls:
 
     @contextmanager
     def started(self, guidance_scale: float, num_timesteps: int) -> Iterator[Call]:
-        """A call of this thread, for as long as the block runs."""
+        """Register a call of this thread while the block runs."""
         call, outer = Call(guidance_scale, num_timesteps), getattr(self._own, "call", None)
         with self._lock:
             self._running.append(call)
@@ -45,13 +45,13 @@ class Calls:
 
     @property
     def current(self) -> Call:
-        """That of this thread; in a thread that makes none, the one that began last of those that run, or else ended last."""
+        """This thread's call; without one, the running call that started last, or else the call that ended last."""
         own: Call | None = getattr(self._own, "call", None)
         with self._lock:
             return own or (self._running or [self._last])[-1]
 
     def interrupt(self, value: bool) -> None:
-        """Set `interrupt` of this thread's call, as a callback does; in a thread that makes none, of all calls that run."""
+        """Set `interrupt` of this thread's call (as in a callback); in a thread without a call, of all running calls."""
         own: Call | None = getattr(self._own, "call", None)
         with self._lock:
             for call in self._running if own is None else [own]:

@@ -1,4 +1,4 @@
-"""`CausalVideoPipeline`: a prompt to a video, block by block, with a large and a small causal video model."""
+"""`CausalVideoPipeline`: text to video, block by block, with a large and a small causal video model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from vargen.pipelines.video_model import VideoModel
 from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, stack_videos
 from vargen.values import parse_int, short_repr
 
-from diffusers.image_processor import VaeImageProcessor  # isort: skip  # behind stored, which guards torchvision
+from diffusers.image_processor import VaeImageProcessor  # isort: skip  # after stored, which guards torchvision
 
 MAX_BLOCKS = 100_000
 
@@ -37,16 +37,17 @@ class CausalVideoPipeline(VideoModel):
         >>> pipe.save_video(result.frames[0], "cat.mp4")
 
     Args:
-        vae: between pixels and latents, decoding causally. transformer: the large model. draft_transformer: a small one of the
-            same latents.
-        preview_decoder: a cheap decoder, of the frames that drafts are scored on.
-        text_encoder, tokenizer: what turns a prompt into caption features.
-        defaults: `levels` of the steps, `euler`, `guidance`, `num_blocks`, `tau`, `window`, `sinks`, `caption_rows`,
-            `scored_frames`.
-        prompt_styles, prompt_names: as of `LlamaGenPipeline`.
+        vae: video VAE with a causal decoder.
+        transformer: the large (target) model.
+        draft_transformer: a small model with the same latents.
+        preview_decoder: a cheap decoder for the frames on which drafts are scored.
+        text_encoder, tokenizer: encoder of prompts.
+        defaults: the checkpoint's `levels` (noise levels of the steps), `euler`, `guidance`, `num_blocks`, `tau`, `window`,
+            `sinks`, `caption_rows` and `scored_frames`.
+        prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
-        ValueError: for parts that do not belong together, or defaults that a call could not use.
+        ValueError: for components that do not match each other, or defaults that are not valid.
     """
 
     output: ClassVar[Any] = CausalVideoPipelineOutput
@@ -95,28 +96,30 @@ class CausalVideoPipeline(VideoModel):
         clean_prompt: bool = False,
         profile: bool = False,
     ) -> VideoStream:
-        """Start a video; each block is made when it is asked for.
+        """Return an iterator over the blocks of a video, each of which is generated on demand.
 
         Args:
-            prompt: what to show; one, and a call takes several.
-            image: the picture to start from: a PIL image, or `[1, 3, Y, X]`, float in [0, 1] or uint8; it is resized. Its frame
-                is not part of the result.
-            num_blocks: length in blocks. None: the checkpoint's own.
+            prompt: text of the video. Only one; `__call__` accepts several.
+            image: start image: a PIL image, or a tensor `[1, 3, Y, X]`, float in [0, 1] or uint8. It is resized. Its frame is
+                not part of the result.
+            num_blocks: length in blocks. None: the checkpoint's default.
             accelerator: name of a preset (`vargen info presets` lists them), or a `VideoMethod`. None: `"sdvg"`, or `"target"`
-                for a model that has no drafter.
-            tau: threshold of methods that have one, on the scorer's scale; None: the checkpoint's, else the method's.
-            scorer: see `frame_scorer`; of methods that score.
-            then: other prompts by the block that they begin with, above 0.
-            window, sinks: latent frames that a block sees at most, and first ones of the video among them that stay visible.
-                None: the checkpoint's, which without a window sees all.
-            motion: level of motion, for models that know levels.
-            generator: of all noise.
-            prompt_embeds: features `[1, P, text_dim]` instead of a prompt; not for methods that score.
-            callback: called after every pass with a `Progress`; returning False ends the video.
-            clean_prompt: see `LlamaGenPipeline`. profile: see `decode_video`.
+                for a model without a draft transformer.
+            tau: acceptance threshold on the scorer's scale, for methods that have one. None: the checkpoint's, else the
+                method's.
+            scorer: scorer of drafts, for methods that score; see `frame_scorer`.
+            then: further prompts, by the number (above 0) of the block from which on each applies.
+            window, sinks: maximum number of latent frames that a block attends to, and how many of them are the first frames
+                of the video. None: the checkpoint's default; without a window a block attends to all frames.
+            motion: motion level, for models trained with motion levels.
+            generator: source of all noise.
+            prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
+            callback: called with a `Progress` after every pass; returning False ends the video.
+            clean_prompt: see `LlamaGenPipeline`.
+            profile: see `decode_video`.
 
         Raises:
-            ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed, before anything runs.
+            ValueError, TypeError: before any pass, for invalid arguments, naming the argument, its value and what is allowed.
         """
         if self.transformer is None or self.vae is None:
             raise ValueError("this pipeline was loaded without a transformer or vae: it only encodes prompts")
@@ -167,19 +170,20 @@ class CausalVideoPipeline(VideoModel):
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         **options: Any,
     ) -> CausalVideoPipelineOutput | tuple[Any]:
-        """Make a video, or one of each prompt of a list, one after the other: a video's memory does not grow with the list.
+        """Generate a video, or one per prompt of a list, one by one: memory does not grow with the length of the list.
 
         Args:
-            prompt: what to show; a list asks for a video of each.
-            generator: of all noise: one serves the videos in turn, a list has one for each.
-            **options: of `stream`; they hold for every video.
+            prompt: text of the video, or a list with one text per video.
+            generator: source of all noise: one generator for all videos in turn, or a list with one per video.
+            **options: arguments of `stream`, which apply to every video.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"`.
             return_dict: False returns `(frames,)`.
             callback_on_step_end: called as `f(pipe, passes, block, {})` after every pass. Returning `{"stop": True}` ends the
-                call with the blocks that are finished; later videos have none.
+                call with the blocks finished so far; later videos have none.
 
         Raises:
-            ValueError, TypeError: as `stream`, before the first video is begun. NonFiniteLatentsError: see `decode_video`.
+            ValueError, TypeError: as `stream`, before the first video is started.
+            NonFiniteLatentsError: see `decode_video`.
         """
         checks.check_output_type(output_type)
         checks.check_callback(callback_on_step_end, callback_on_step_end_tensor_inputs, self._callback_tensor_inputs)
@@ -197,7 +201,7 @@ class CausalVideoPipeline(VideoModel):
             return not stopped
 
         sources = [torch.Generator(device).manual_seed(seed) for seed, device in zip(seeds.asked, seeds.devices, strict=True)]
-        # A stream does nothing before it is asked for a block, so all prompts are read before the first video is begun.
+        # Streams are lazy, so all prompts are validated and encoded before the first video is started.
         streams = [
             self.stream(each, generator=source, callback=callback, **options)
             for each, source in zip(prompts, sources, strict=True)
@@ -218,14 +222,14 @@ class CausalVideoPipeline(VideoModel):
         return CausalVideoPipelineOutput(frames=frames, stats=told if several else told[0], fps=self.fps)
 
     def save_video(self, frames: Any, path: Any, fps: int | None = None) -> Path:
-        """Write frames to an .mp4, .gif or .webp file, whole or not at all; see `vargen.pipelines.videos.save_video`."""
+        """Write frames atomically to an .mp4, .gif or .webp file; see `vargen.pipelines.videos.save_video`."""
         from vargen.pipelines.videos import save_video
 
         return save_video(frames, path, self.fps if fps is None else fps)
 
 
 def _plain(block: Block, output_type: str) -> Tensor:
-    """What is kept of a block until the video is whole."""
+    """Return the part of a block that is kept until the video is complete."""
     if output_type == "latent":
         return block.latents
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames

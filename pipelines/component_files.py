@@ -1,4 +1,4 @@
-"""A component's folder, checked without loading a weight: its configuration, its weight files' headers, its tokenizer."""
+"""Validation of a component's folder without loading weights: configuration, headers of weight files, tokenizer files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vargen.pipelines.components import check_no_code, check_no_code_keys
 from vargen.weight_files import check_dtypes, check_layer_counts, read_header
 
 _AGAIN = "the folder is incomplete, download or convert it again"
-# Any one of these holds a tokenizer's vocabulary.
+# Files with the vocabulary of a tokenizer, any one of which suffices.
 _VOCABULARIES = {
     "BertTokenizer": ("tokenizer.json", "vocab.txt"),
     "T5Tokenizer": ("tokenizer.json", "spiece.model"),
@@ -20,11 +20,11 @@ _VOCABULARIES = {
 
 
 def resolve_network_folder(folder: Any, part: str, name: str) -> Path:
-    """The folder of a saved network: that of a run, in which it is `part`, or its own; checked to hold no code.
+    """Return the folder of a saved network: the subfolder `part` of a training run, or the given folder itself.
 
     Raises:
-        FileNotFoundError: naming `name`, if there is none.
-        ValueError: for code in the folder.
+        FileNotFoundError: if there is no network; the message names the argument `name`.
+        ValueError: if the folder contains code.
     """
     given = expand_user(folder, name)
     for place in (given / part, given):
@@ -35,16 +35,16 @@ def resolve_network_folder(folder: Any, part: str, name: str) -> Path:
 
 
 def check_component(folder: Path, kind: type, variant: str | None = None) -> Mapping[str, Any]:
-    """Compare a component's weight file with the network that its config describes, by header only.
+    """Compare the header of a component's weight file with the network that its configuration describes.
 
     Args:
-        variant: part of the weight file's name, such as "fp16", as diffusers has it.
+        variant: variant in the weight file's name, such as "fp16", as in diffusers.
 
     Returns:
-        The configuration, with the defaults of what the file leaves out.
+        The configuration, including default values that the file omits.
 
     Raises:
-        ValueError: naming the file and the first tensors that are wrong.
+        ValueError: for a mismatch; the message names the file and the first wrong tensors.
     """
     file = folder / "config.json"
     config = read_object(file)
@@ -53,13 +53,14 @@ def check_component(folder: Path, kind: type, variant: str | None = None) -> Map
 
 
 def check_t5(folder: Path) -> Mapping[str, Any]:
-    """Check a text encoder of transformers, which names tensors anew as it loads: no tensor by its name.
+    """Validate a T5 text encoder. Tensor names are not compared, because transformers renames tensors while loading.
 
     Returns:
         Its configuration.
 
     Raises:
-        ValueError: no config, or one of another kind or size than the weights; weights missing, damaged or not of floats.
+        ValueError: if the configuration is missing, not T5 or does not match the weights in size, or if weights are missing,
+            damaged or not floating-point.
     """
     file = folder / "config.json"
     config = read_object(file)
@@ -67,26 +68,26 @@ def check_t5(folder: Path) -> Mapping[str, Any]:
     if config.get("model_type") != "t5":
         raise ValueError(f"{file} has model_type: {config.get('model_type')!r}, expected 't5'")
     adapter = folder / "adapter_config.json"
-    if adapter.exists():  # transformers would take the weights from the model that it names, over the network
+    if adapter.exists():  # transformers would download the base model that it names
         raise ValueError(f"{adapter} makes this the adapter of another model; merge it into the encoder's weights")
     weights = sorted(folder.glob("*.safetensors"))
     if not weights:
         raise ValueError(f"{folder / 'model.safetensors'} is missing; {_AGAIN}")
     found = {name: stored for weight in weights for name, stored in read_header(weight).items()}
     check_layer_counts(found, config, {"num_layers": ("encoder.block.",)}, file)
-    if not config.get("quantization_config"):  # which has its own reader, and types of its own
+    if not config.get("quantization_config"):  # quantized weights have other dtypes
         check_dtypes(found, str(folder))
     return config
 
 
 def check_tokenizer(folder: Path, kind: str) -> None:
-    """Check a tokenizer of transformers, which reads a folder without one as that of another library and asks for that.
+    """Validate a tokenizer's files. Without them, transformers reports that another library is missing, which misleads.
 
     Args:
-        kind: name of its class.
+        kind: class name of the tokenizer.
 
     Raises:
-        ValueError: a file is missing or damaged.
+        ValueError: if a file is missing or damaged.
     """
     from tokenizers import Tokenizer
 
@@ -101,8 +102,8 @@ def check_tokenizer(folder: Path, kind: str) -> None:
         if file.name != "tokenizer.json":
             check_no_code_keys(read_object(file), file)
             continue
-        read_object(file)  # says it more clearly where it is not even JSON
+        read_object(file)  # reports invalid JSON more clearly than the tokenizer
         try:
             Tokenizer.from_file(str(file))
-        except Exception as error:  # of its own kind, which is none of Python's
+        except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"{file} is damaged or not a tokenizer: {error}; download or convert it again") from error

@@ -1,4 +1,4 @@
-"""The model families: which pipeline opens which folder, and of which classes its networks are."""
+"""Registry of the model families, and the checks of a folder's index: which classes it may name, and that it has no code."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 
-Class = tuple[str, str]  # library, or module of ours, and class name: what an index names
+Class = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
 
 
-# Modules of components as vargen 0.1 wrote them into `model_index.json`, and where their classes are now.
+# Module paths that vargen 0.1 wrote into `model_index.json`, and the current ones.
 MOVED_MODULES = {
     "vargen.models.vq": "vargen.models.tokenizers.vq",
     "vargen.models.multi_scale_vq": "vargen.models.tokenizers.multi_scale_vq",
@@ -38,7 +38,7 @@ MOVED_MODULES = {
 
 
 def current_modules(index: Mapping[str, Any]) -> dict[str, Any]:
-    """A `model_index.json` with today's modules: folders that vargen 0.1 wrote name some by an earlier path."""
+    """Return a `model_index.json` with current module paths; folders written by vargen 0.1 have former ones."""
     return {
         name: [MOVED_MODULES.get(value[0], value[0]), *value[1:]]
         if isinstance(value, list) and value and isinstance(value[0], str)
@@ -49,18 +49,19 @@ def current_modules(index: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Family:
-    """Pipelines of one kind.
+    """Registration of a model family.
 
     Attributes:
-        pipeline: class name, as `model_index.json` has it. module: where that class is.
-        networks: by component, the class of ours that it must be.
-        convert: the command that makes such a folder from official files.
-        networks_module: what opens its networks to be measured; None where nothing does.
-        shared: by kind of condition, what a second transformer's configuration must share with the first one's.
+        pipeline: class name of the pipeline in `model_index.json`.
+        module: module of that class.
+        networks: required vargen class of each component.
+        convert: command that converts official checkpoints to such a folder.
+        networks_module: module that opens the family's networks for benchmarks; None if they are not benchmarked.
+        shared: by kind of condition, the configuration keys in which a draft transformer must agree with the transformer.
         drafters: components that are drafters trained on the transformer's features.
         required: components that an index must name.
-        check: the module whose `check_parts(configs, defaults)` says whether its parts belong together; None for families of
-            pictures, which `vargen.pipelines.parts` knows.
+        check: module whose `check_parts(configs, defaults)` checks that the components match; None for image families, which
+            `vargen.pipelines.parts` checks.
     """
 
     pipeline: str
@@ -74,7 +75,7 @@ class Family:
     check: str | None = None
 
     def classes(self) -> dict[str, list[Class]]:
-        """What an index may name, by component."""
+        """Return the classes that an index may name, by component."""
         return {**{part: [of(kind)] for part, kind in self.networks.items()}, **TEXT_CLASSES}
 
 
@@ -82,9 +83,10 @@ def of(kind: type) -> Class:
     return kind.__module__, kind.__name__
 
 
-# Libraries and classes that an index may name for the text side. A list, not a rule about libraries: diffusers imports what an
-# index names, up to 0.37 also from a file of that name in the component's folder, and `DiffusionPipeline` is a class of
-# diffusers. The last two tokenizers are what transformers 4 and 5 call one that is read from tokenizer.json alone.
+# Libraries and classes that an index may name for the text encoder and tokenizer. Classes are listed one by one, because
+# allowing a whole library is not safe: diffusers imports whatever an index names (up to 0.37 also from a file of that name in
+# the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The last two tokenizers are the class names
+# in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
 TEXT_CLASSES: dict[str, list[Class]] = {
     "text_encoder": [of(MiniLMTextEncoder), ("transformers", "T5EncoderModel")],
     "tokenizer": [
@@ -147,36 +149,36 @@ FAMILIES: dict[str, Family] = {
 }
 
 
-# What any family's index may name, by component.
+# Classes that an index of any family may name, by component.
 CLASSES: dict[str, list[Class]] = {}
 for _family in FAMILIES.values():
     for _component, _classes in _family.classes().items():
         CLASSES[_component] = list(dict.fromkeys([*CLASSES.get(_component, []), *_classes]))
 
 _CODE = (".py", ".pyc", ".pyd", ".so")
-_ABSENT = [None, None]  # how diffusers writes that a part is not there
-_MOST_FILES = 10_000  # of a component
-# Keys by which a configuration has its reader run or fetch code: transformers' and diffusers' remote classes, and kernels
-# of the hub, which transformers names in place of an attention or expert implementation.
+_ABSENT = [None, None]  # how diffusers marks a missing component
+_MOST_FILES = 10_000  # per component
+# Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
+# the Hub, which transformers accepts as the name of an attention or expert implementation.
 _CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
 _KERNEL_KEYS = ("implementation", "implementation_internal")
 
 
-# What diffusers' `from_pretrained` takes beside components: any other name it ignores.
+# Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
 _OPTIONS = frozenset(
     "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
     "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
     "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax "
     "dduf_file provider sess_options provider_options".split()
 )
-_VALUES = ("id2label", "defaults", "prompt_styles", "prompt_names")  # that pipelines keep beside their components
+_VALUES = ("id2label", "defaults", "prompt_styles", "prompt_names")  # stored with a pipeline's components
 
 
 def check_options(options: Mapping[str, Any], components: Collection[str] = CLASSES) -> None:
-    """Raise ValueError for options of `from_pretrained` that ask for code from elsewhere, TypeError for unknown ones.
+    """Raise ValueError for options of `from_pretrained` that request remote code, TypeError for unknown options.
 
     Args:
-        components: of the pipeline; those of all families where it is not known yet.
+        components: components of the pipeline; by default those of all families, for when the pipeline is not known yet.
     """
     for name in options:
         if name not in _OPTIONS and name not in _VALUES and name not in components:
@@ -193,10 +195,10 @@ def check_options(options: Mapping[str, Any], components: Collection[str] = CLAS
 
 
 def check_classes(index: Mapping[str, Any], index_file: Path, given: Container[str] = ()) -> None:
-    """Raise ValueError unless every component that an index names is of a class that it may be in its family.
+    """Raise ValueError unless an index has all required components and names only classes that its family allows.
 
     Args:
-        given: components that a caller brings.
+        given: components that the caller passes.
     """
     family = FAMILIES[index["_class_name"]]
     classes = family.classes()
@@ -219,7 +221,7 @@ def check_classes(index: Mapping[str, Any], index_file: Path, given: Container[s
 
 
 def check_no_code(folder: Path) -> None:
-    """Raise ValueError if the folder, or a component's folder in it, holds a file that Python could import."""
+    """Raise ValueError if the folder or the folder of a component contains a file that Python could import."""
     top = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
     inside = [file for component in CLASSES for file in _files(folder / component)]
     for file in top + inside:
@@ -231,10 +233,10 @@ def check_no_code(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Every file below a folder, also in folders that are linked, each of which is looked into once.
+    """Return all files below a folder. Links to folders are followed, but each folder is visited only once.
 
     Raises:
-        ValueError: if there are more than `_MOST_FILES`: a link may lead to a whole disk.
+        ValueError: for more than `_MOST_FILES` files and folders, since a link may lead to a whole disk.
     """
     found: list[Path] = []
     seen: set[str] = set()
@@ -248,7 +250,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def check_no_code_keys(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError if a configuration names code to run or to fetch."""
+    """Raise ValueError if a configuration requests code to be fetched or run."""
     for key, value in config.items():
         kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
         if kernel or (key in _CODE_KEYS and value):
@@ -256,5 +258,5 @@ def check_no_code_keys(config: Mapping[str, Any], file: Path) -> None:
 
 
 def _said(value: Any) -> str:
-    """A component's entry as it is best read: the library where that alone is foreign."""
+    """Format a component's entry for an error message."""
     return f"{value[0]!r} ({value[1]!r})" if isinstance(value, list) and len(value) == 2 else repr(value)

@@ -1,4 +1,4 @@
-"""The decoder of next-token models: one guidance and sampling, any method, and what passes cost."""
+"""Decoders of next-token and next-scale models for comparisons: fixed sampling, any method, and measured pass costs."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TokenDecoder:
         return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
 
 
-Place = tuple[str, int, int, bool]  # of a pass: which model, the first and the last scale that it feeds, whether it is guided
+Place = tuple[str, int, int, bool]  # of a pass: model, first and last fed scale, whether it is guided
 
 
 @dataclass(frozen=True)
@@ -88,11 +88,11 @@ class ScaleDecoder:
         return decode_scales(self.model, condition, seeds, method, self.sampling, callback=callback, profile=profile)
 
     def threads(self, condition: Any, batch: int) -> AbstractContextManager[int]:
-        """Torch's own number: passes are wide."""
+        """Keep torch's default number of threads, because passes are wide."""
         return nullcontext(torch.get_num_threads())
 
     def measure_pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
-        """Of guided passes of the target, each at its place in a picture."""
+        """Measure guided passes of the target, each at its scales of an image."""
         each = sorted({self.model.scale_tokens[0], *widths})
         places = {width: ("target", *scales_of(self.model.scale_tokens, width), True) for width in each}
         return {width: self._seconds(place, condition, batch, anew=True) for width, place in places.items()}
@@ -112,7 +112,7 @@ class ScaleDecoder:
         return seconds, passes
 
     def _seconds(self, place: Place, condition: Any, batch: int, anew: bool = False, repeats: int = 7) -> float:
-        """Of a pass, the least of several."""
+        """Seconds of a pass: the minimum of several runs."""
         if anew or (place, batch) not in self._measured:
             name, first, last, guided = place
             model = self.model if name == "target" else self.model.draft_model
@@ -122,10 +122,10 @@ class ScaleDecoder:
 
 
 def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
-    """The first and the last scale of a pass that feeds so many tokens; of several such, the one of fewest scales.
+    """Return the first and the last scale of a pass of `width` tokens; if ambiguous, the pass with the fewest scales.
 
     Raises:
-        ValueError: if no neighbouring scales have so many together.
+        ValueError: if no consecutive scales have `width` tokens in total.
     """
     for count in range(1, len(scale_tokens) + 1):
         for first in range(len(scale_tokens) + 1 - count):
@@ -135,14 +135,14 @@ def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
 
 
 def _times(model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float, repeats: int) -> list[float]:
-    """Seconds of equal passes, behind the scales before `first`; the first pass, a warm-up, is left out."""
+    """Return the seconds of repeated passes with the scales before `first` in the cache. A warm-up pass is not counted."""
     pass_ = scale_pass(model, condition, batch, first, last, guidance)
     return [timed(pass_, model.device)[0] for _ in range(repeats + 1)][1:]
 
 
 @torch.no_grad()
 def scale_pass(model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float) -> Callable[[], Any]:
-    """A function that runs one pass over some scales, of any tokens, behind those before; it can be called again and again."""
+    """Return a repeatable function that runs one pass of arbitrary tokens over scales `first` to `last`."""
     canvas, inputs = model.canvas(batch), [None]
     for scale in range(last):
         zeros = torch.zeros(batch, model.scale_tokens[scale], dtype=torch.int64, device=model.device)

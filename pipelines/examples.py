@@ -1,6 +1,6 @@
-"""Tokens of example pictures, which lie beside a model for drafters that look up: `examples.safetensors` in its folder.
+"""Example tokens for lookup drafters: tokens of training images, in `examples.safetensors` of a model folder.
 
-They are a convenience of speed alone: whatever they are, exact rules draw what the model says.
+They affect only speed: exact rules sample from the model's distribution whatever the examples are.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 FILE = "examples.safetensors"
-_LARGEST = 2**26  # bytes of a file; the packaged one has a sixteenth
+_LARGEST = 2**26  # bytes of a file; the packaged one has a sixteenth of that
 
 
 def read_examples(folder: Path) -> Tensor | None:
-    """Integers `[M, N]` of a model folder; None where it has none.
+    """Read the example tokens, integers `[M, N]`, of a model folder; None if it has none.
 
     Raises:
-        ValueError: if the file is damaged, naming it.
+        ValueError: if the file is damaged; the message names it.
     """
     file = folder / FILE
     if not file.is_file():
@@ -38,7 +38,7 @@ def read_examples(folder: Path) -> Tensor | None:
 
 
 def check_examples(tokens: Tensor, vocab: int, count: int) -> None:
-    """Raise ValueError unless examples are tokens of a model of `vocab` codes and `count` tokens a picture."""
+    """Raise ValueError unless examples fit a model with `vocab` tokens in the vocabulary and `count` tokens per image."""
     if tokens.shape[1] != count or int(tokens.min()) < 0 or int(tokens.max()) >= vocab:
         raise ValueError(
             f"examples must be [pictures, {count}] of tokens from 0 to {vocab - 1}, got {list(tokens.shape)} of "
@@ -47,6 +47,6 @@ def check_examples(tokens: Tensor, vocab: int, count: int) -> None:
 
 
 def write_examples(tokens: Tensor, folder: Path) -> None:
-    """Put integers `[M, N]` into a folder, as 16 bits where they fit."""
+    """Write example tokens `[M, N]` to a folder, as 16-bit integers if they fit."""
     small = torch.int16 if int(tokens.max()) < 2**15 else torch.int32
     save_file({"tokens": tokens.to("cpu", small).contiguous()}, folder / FILE)

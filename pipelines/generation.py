@@ -1,4 +1,4 @@
-"""Memory that does not suffice: to draw all at once, which is then done in two halves, or to load a model."""
+"""The course of an image pipeline's call: request, candidate selection, out-of-memory handling, callbacks and output."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from vargen.scoring.protocol import Scorer, score_images, to_scorer
 from vargen.values import parse_int, short_repr
 
 logger = logging.getLogger("vargen")
-_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # of torch, safetensors
+_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
 
 
 @contextmanager
 def loading_memory(folder: Path) -> Iterator[None]:
-    """Let memory that runs out in the block, which loads a folder's weights, be an error that says how large they are.
+    """Report an out-of-memory error while the block loads a folder's weights, with the size of the weights.
 
     Raises:
-        MemoryError: naming the folder and the bytes of its weight files.
+        MemoryError: with the folder and the size of its weight files in bytes.
     """
     try:
         yield
@@ -46,7 +46,7 @@ def loading_memory(folder: Path) -> Iterator[None]:
 
 
 def _ran_out(error: BaseException | None) -> bool:
-    """Whether memory did, or what led to the error: diffusers says of any error that the file cannot be read."""
+    """Whether the error or one of its causes is out-of-memory; diffusers reports every error as an unreadable file."""
     while error is not None:
         if isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _ALLOCATORS):
             return True
@@ -55,17 +55,17 @@ def _ran_out(error: BaseException | None) -> bool:
 
 
 def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOutput:
-    """All images at once, or, if memory does not suffice, half of them after the other half.
+    """Generate all images in one batch or, if memory does not suffice, in two batches of half the size.
 
     Raises:
-        torch.OutOfMemoryError: if half does not fit either.
+        torch.OutOfMemoryError: if half of the images do not fit either.
     """
     try:
         return run(slice(0, images))
     except torch.OutOfMemoryError as error:
         if images == 1:
             raise torch.OutOfMemoryError("out of memory with one image; use a smaller model or dtype") from error
-    # Outside the handler: the error's traceback would keep the first try's tensors alive.
+    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
     logger.warning("out of memory with %d images at once: drawing them in two halves", images)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -82,7 +82,7 @@ def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOu
         if parts[-1].stats.stopped:
             break
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
-    missing = images - len(tokens)  # a callback stopped the first half
+    missing = images - len(tokens)  # images of the second half, if a callback stopped the first
     tokens, length = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (tokens, length))
     return DecodeOutput(
         tokens, length, DecodeStats.joined([part.stats for part in parts]), all(part.finished for part in parts)
@@ -91,21 +91,21 @@ def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOu
 
 @dataclass(frozen=True)
 class CandidateSelection:
-    """How many candidates of each picture to draw, and what chooses among them; see `pipe(num_candidates=, scorer=)`."""
+    """How many candidates to generate per image, and the scorer that selects one; see `pipe(num_candidates=, scorer=)`."""
 
     count: int = 1
     scorer: Scorer | None = None
 
     @classmethod
     def checked(cls, num_candidates: Any, scorer: Any, named: Callable[[str], Scorer]) -> CandidateSelection:
-        """Of a call's arguments.
+        """Build the selection from a call's arguments.
 
         Args:
-            named: opens a scorer by name.
+            named: loads a scorer by name.
 
         Raises:
-            ValueError: for a count that is none, several candidates without a scorer, or an unknown scorer.
-            TypeError: for a scorer that is neither a name, a `Scorer` nor a function.
+            ValueError: for an invalid number of candidates, several candidates without a scorer, or an unknown scorer.
+            TypeError: for a scorer that is not a name, a `Scorer` or a function.
         """
         count = parse_int(num_candidates, 1)
         if count is None:
@@ -117,24 +117,25 @@ class CandidateSelection:
         return cls(count, named(scorer) if isinstance(scorer, str) else to_scorer(scorer))
 
     def check_images(self, images: int) -> None:
-        """Raise ValueError if a call of so many pictures would draw too many candidates."""
+        """Raise ValueError if a call for this many images exceeds the limit of `MAX_IMAGES` candidates."""
         if images * self.count > MAX_IMAGES:
             raise ValueError(
                 f"one call draws at most {MAX_IMAGES} images, got {images} x {self.count} candidates (num_candidates)"
             )
 
     def choose(self, result: DecodeOutput, seeds: ImageSeeds, pictures: Tensor, texts: Sequence[str]) -> DecodeOutput:
-        """The best candidate of each picture; all scores and seeds go into the statistics.
+        """Select the best candidate of each image, and record all scores and seeds in the statistics.
 
         Args:
-            result: of all candidates, those of a picture together. pictures: float `[N, 3, Y, X]` in [0, 1], of the same.
-            texts: prompts of the pictures, without repetition.
+            result: output for all candidates, grouped by image.
+            pictures: the candidates' pixels, float `[N, 3, Y, X]` in [0, 1], in the same order.
+            texts: one prompt per image, not repeated for its candidates.
 
         Returns:
-            The result with its chosen rows alone.
+            The rows of the selected candidates.
 
         Raises:
-            NonFiniteScoreError: for a score that is no number.
+            NonFiniteScoreError: for a score that is NaN or infinite.
         """
         assert self.scorer is not None
         prompts = [text for text in texts for _ in range(self.count)]
@@ -157,7 +158,7 @@ OnStepEnd = Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None]
 
 
 class PromptInputs(NamedTuple):
-    """What a call says of its condition, or of the one that guidance leads away from; see a pipeline's `__call__`."""
+    """A call's arguments that define the condition, or the negative condition; see a pipeline's `__call__`."""
 
     prompt: Any = None
     embeds: Any = None
@@ -167,12 +168,14 @@ class PromptInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """A call whose arguments are checked and whose prompts are encoded.
+    """A call with validated arguments and encoded prompts.
 
     Attributes:
-        prompts: how many prompts or classes. drawn: pictures to draw, candidates included; the condition has a row for each.
-        negative: a row for each likewise, or None.
-        texts: what a scorer reads, for each picture; empty without one.
+        prompts: number of prompts or classes.
+        drawn: number of images to generate, including candidates.
+        condition: one row per generated image.
+        negative: negative condition with one row per generated image, or None.
+        texts: text for the scorer, one per image; empty without a scorer.
     """
 
     prompts: int
@@ -187,7 +190,7 @@ class GenerationRequest:
 def check_call(
     pipe: VisualPipeline, output_type: Any, compile: bool, on_step_end: Any, tensor_inputs: Any, negative_prompt: Any
 ) -> None:
-    """Raise ValueError or TypeError for what a call cannot use, before anything is encoded."""
+    """Raise ValueError or TypeError for invalid arguments of a call, before any prompt is encoded."""
     if pipe.transformer is None or pipe.vqvae is None:
         raise ValueError("this pipeline was loaded without a transformer or vqvae: it only encodes prompts")
     checks.check_output_type(output_type)
@@ -198,10 +201,10 @@ def check_call(
 
 
 def resolve_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float, Sampling]:
-    """Guidance scale and sampling of a call; None stands for the checkpoint's default.
+    """Return the guidance scale and the sampling settings of a call; None selects the checkpoint's default.
 
     Raises:
-        ValueError, TypeError: for values out of range, naming the argument.
+        ValueError, TypeError: for a value out of range; the message names the argument.
     """
     scale, sampling = checks.check_sampling({**pipe.default_sampling, **{k: v for k, v in given.items() if v is not None}})
     sampling.check_vocabulary(pipe.vocab)
@@ -217,13 +220,16 @@ def requested(
     best: CandidateSelection,
     clean: bool,
 ) -> GenerationRequest:
-    """Encode what a call asks for.
+    """Validate and encode a call's conditions, and resolve its seeds.
 
     Args:
-        unwanted: what guidance leads away from. per_prompt: pictures of each prompt. generator, clean: of the call.
+        asked: the condition.
+        unwanted: the negative condition of guidance.
+        per_prompt: images per prompt.
+        generator, clean: arguments of the call.
 
     Raises:
-        ValueError, TypeError: for conditions, generators or numbers of pictures that do not fit, before any drawing.
+        ValueError, TypeError: before any image is generated, for invalid conditions, generators or numbers of images.
     """
     per_prompt = checks.check_count(per_prompt, 1)
     condition, prompts = pipe.condition(asked.prompt, asked.class_labels, asked.embeds, asked.mask, clean)
@@ -245,10 +251,11 @@ def drawn(
     output_type: str,
     return_dict: bool,
 ) -> Any:
-    """Draw what is asked for, and make pictures of it.
+    """Generate the requested images.
 
     Args:
-        run: draws a part of the request's rows, with a callback. on_step_end: of the call.
+        run: generates the tokens of a slice of the request's rows, with a callback.
+        on_step_end: callback of the call.
 
     Returns:
         The pipeline's `output`, or `(images,)`.
@@ -269,16 +276,16 @@ def _pictures(pipe: VisualPipeline, result: DecodeOutput, output_type: str) -> A
 
 
 def _callback(pipe: VisualPipeline, call: Call, bar: Any, on_step_end: OnStepEnd | None) -> Callable[[Progress], bool | None]:
-    """Feeds the progress bar, and the caller's callback with diffusers' arguments."""
+    """Return a callback that updates the progress bar and calls the user's callback with the arguments of diffusers."""
 
     def callback(progress: Progress) -> bool | None:
-        # Reading a length waits for the device: on CUDA only now and then.
+        # Reading the length synchronizes with the device, so on CUDA it is read every 16 steps only.
         if progress.tokens.device.type == "cpu" or progress.step % 16 == 0 or on_step_end is not None:
             drawn = int(progress.length.amin())
             bar.update(drawn - bar.n)
         if on_step_end is None:
             return not call.interrupt
-        left_out = progress.tokens < 0  # whole scales, by some schedules
+        left_out = progress.tokens < 0  # scales that the schedule skips
         answer = on_step_end(pipe, progress.step - 1, drawn, {"latents": progress.tokens})
         answer = checks.check_answer(answer, progress.tokens, pipe.vocab, left_out)
         latents = answer.get("latents")

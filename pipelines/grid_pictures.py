@@ -1,6 +1,6 @@
-"""Between pictures and the tokens of one grid: what pipelines of next-token models do with their image tokenizer.
+"""Conversion between images and tokens on a single grid, for pipelines of next-token models.
 
-Shape suffixes: B pictures, N tokens of the grid, Y/X pixel rows and columns.
+Shape suffixes: B images, N tokens of the grid, Y/X pixel rows and columns.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vargen.pipelines.images import decoded_pixels, preprocess_images
 
 
 class GridPictures:
-    """Decodes, previews and encodes pictures; a part of a pipeline."""
+    """Mixin of a pipeline that decodes, previews and encodes images."""
 
     transformer: Any
     vqvae: Any
@@ -29,13 +29,13 @@ class GridPictures:
     @torch.no_grad()
     @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Pictures of tokens int64 `[B, N]` or `[B, rows, columns]`; what lies past `length [B]` is left white.
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images. The area of tokens past `length [B]` is left white.
 
-        Also a preview of a picture that is still being drawn.
+        With `length`, this also previews an image during generation.
 
         Raises:
-            ValueError, TypeError: for tokens that are none of this model's, or an unknown output type.
-            NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
         """
         checks.check_output_type(output_type)
         side = self.transformer.config.grid_size
@@ -67,11 +67,13 @@ class GridPictures:
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, rows, columns]` of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8, resized to the model's.
+        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
+
+        Images are resized to the model's size.
 
         Raises:
-            ValueError, TypeError: for what is no picture, or numbers of another type or outside of [0, 1].
-            NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
+            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)

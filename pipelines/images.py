@@ -1,4 +1,4 @@
-"""Between tokens and pictures: what every image tokenizer's pixels go through on their way out and in."""
+"""Decoding tokens to pixels, preprocessing input images, and the source and mask of variations and inpainting."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ logger = logging.getLogger("vargen")
 
 
 def decoded_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Float32 `[B, 3, Y, X]` of tokens; by halves where memory does not hold all of them: drawn tokens are not lost to it.
+    """Decode tokens to pixels, float32 `[B, 3, Y, X]`. Splits the batch in two on out-of-memory, so that no tokens are lost.
 
     Raises:
-        torch.OutOfMemoryError: if not even one picture fits.
+        torch.OutOfMemoryError: if a single image does not fit.
     """
     try:
         return decode(tokens).float()
@@ -41,14 +41,14 @@ def decoded_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor
 
 
 def preprocess_images(images: Any, processor: Any, side: int, name: str = "images") -> Tensor:
-    """Float32 `[B, 3, side, side]` in [-1, 1] of PIL images, of a tensor `[B, 3, Y, X]` or array `[B, Y, X, 3]`: floating-point
-    numbers in [0, 1], or uint8.
+    """Convert images to float32 `[B, 3, side, side]` in [-1, 1], and resize them.
 
     Args:
-        name: of the argument, for messages.
+        images: PIL images, a tensor `[B, 3, Y, X]` or an array `[B, Y, X, 3]`; floating-point numbers in [0, 1], or uint8.
+        name: name of the argument in error messages.
 
     Raises:
-        ValueError, TypeError: for what is no picture, numbers of another type, or ones outside of [0, 1], NaN included.
+        ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1], including NaN.
     """
     if not isinstance(images, Tensor | np.ndarray):
         images = list(images) if isinstance(images, list | tuple) else [images]
@@ -64,30 +64,30 @@ def preprocess_images(images: Any, processor: Any, side: int, name: str = "image
 
 
 def _unit(images: Any, name: str) -> Any:
-    """A tensor or array with its numbers in [0, 1], as float32."""
+    """Convert a tensor or array to float32 in [0, 1]."""
     numbers, array = torch.as_tensor(images), isinstance(images, np.ndarray)
     if numbers.dtype == torch.uint8:
         numbers = numbers.float() / 255
     if not numbers.is_floating_point():
         raise TypeError(f"{name} must hold floating-point numbers from 0 to 1, or uint8 from 0 to 255, got {images.dtype}")
     low, high = (float(edge) for edge in numbers.float().aminmax())
-    if not (low >= 0 and high <= 1):  # written so that NaN is refused
+    if not (low >= 0 and high <= 1):  # negated so that NaN is rejected
         raise ValueError(f"{name} must hold numbers from 0 to 1, or be uint8 from 0 to 255, got {low:g} to {high:g}")
     return numbers.float().numpy() if array else numbers.float()
 
 
-VARIATION, INPAINTING = 0.8, 1.0  # strength where a call gives none, without and with a mask
-_HALF = 0.5  # of its area: a cell of which more is white is drawn anew
+VARIATION, INPAINTING = 0.8, 1.0  # default strength without and with a mask
+_HALF = 0.5  # threshold of mask values, and of the kept fraction of a token's area
 
 
 @dataclass(frozen=True)
 class Source:
-    """A picture to start from.
+    """Source image of a variation or of inpainting.
 
     Attributes:
         pixels: float32 `[N, 3, Y, X]` in [-1, 1].
-        mask: bool `[M, 1, Y, X]`, True where it is drawn anew, M is 1 or N; None for everywhere.
-        strength: in [0, 1], the share of scales that are drawn anew.
+        mask: bool `[M, 1, Y, X]`, M is 1 or N; True in the area to regenerate. None: the whole image.
+        strength: fraction of the scales to regenerate, in [0, 1].
     """
 
     pixels: Tensor
@@ -95,19 +95,19 @@ class Source:
     strength: float
 
     def kept_scales(self, scales: int) -> int:
-        """How many of the scales, the coarse ones, stay the picture's own; any strength over 0 draws at least the finest."""
+        """Number of coarse scales kept from the source image. Any strength above 0 regenerates at least the finest scale."""
         return scales - math.ceil(round(self.strength * scales, 6))
 
 
 def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any) -> Source | None:
-    """The `image`, `mask` and `strength` of a call; None where there is no image.
+    """Validate the `image`, `mask` and `strength` of a call. Returns None if there is no image.
 
     Args:
-        side: of the model's pictures in pixels.
+        side: width and height of the model's images in pixels.
 
     Raises:
-        ValueError, TypeError: for a mask or a strength without an image, a strength outside [0, 1], an image that is not of the
-            model's size, or a mask that is not of the image's; naming what was given.
+        ValueError, TypeError: for a mask or a strength without an image, a strength outside [0, 1], an image that does not have
+            the model's size, or a mask that does not have the image's size.
     """
     if image is None:
         for name, value in (("mask", mask), ("strength", strength)):
@@ -127,7 +127,7 @@ def check_source(image: Any, mask: Any, strength: Any, side: int, processor: Any
 
 
 def _sizes(image: Any) -> set[tuple[int, int]]:
-    """Width and height of each picture; empty for what is none, which `preprocess_images` refuses."""
+    """Return the sizes (width, height) of the images; empty for other objects, which `preprocess_images` rejects."""
     if isinstance(image, Tensor) and image.ndim in (3, 4):
         return {(image.shape[-1], image.shape[-2])}
     if isinstance(image, np.ndarray) and image.ndim in (3, 4):
@@ -137,7 +137,7 @@ def _sizes(image: Any) -> set[tuple[int, int]]:
 
 
 def _mask(mask: Any, images: int, side: int) -> Tensor:
-    """bool `[M, 1, Y, X]`, True where white."""
+    """Convert a mask to bool `[M, 1, Y, X]`, True where white."""
     allowed = "a PIL image, a list of them, or numbers from 0 (keep) to 1 (draw anew) [Y, X] or [N, 1, Y, X]"
     if isinstance(mask, Tensor | np.ndarray):
         values = torch.as_tensor(mask).float()
@@ -163,15 +163,15 @@ def _mask(mask: Any, images: int, side: int) -> Tensor:
 
 
 class Kept:
-    """Tokens that stay a picture's own, as a next-scale loop asks for them at each scale.
+    """Chooses the tokens of the kept (unmasked) area at each scale of a next-scale loop.
 
-    They are the codes nearest to what the *drawn* canvas still lacks of the picture, not those of the picture alone: what was
-    drawn beside them at coarser scales reaches into them, and is made good for here.
+    It quantizes the difference between the source image's latent and the latent generated so far, instead of the source image
+    itself, because coarse generated tokens overlap the kept area and their error must be corrected at finer scales.
 
     Args:
-        quantiser: of the image tokenizer.
-        latent: float `[B, C, R, G]`, of the pictures, not quantised.
-        mask: bool `[B, 1, Y, X]`, True where pixels are drawn anew. A latent cell is known where none of its pixels is.
+        quantiser: quantizer of the image tokenizer.
+        latent: float `[B, C, R, G]`, latents of the source images before quantization.
+        mask: bool `[B, 1, Y, X]`, True in the area to regenerate. A latent cell is kept if none of its pixels is masked.
     """
 
     def __init__(self, quantiser: MultiScaleQuantizer, latent: Tensor, mask: Tensor):
@@ -180,13 +180,13 @@ class Kept:
         self.known = 1 - F.max_pool2d(mask.to(latent.device, torch.float32), pixels)
 
     def rows(self, chosen: slice) -> Kept:
-        """Of some of the images."""
+        """Return the same for a slice of the images."""
         part = object.__new__(Kept)
         part.quantiser, part.latent, part.known = self.quantiser, self.latent[chosen], self.known[chosen]
         return part
 
     def __call__(self, canvas: Tensor, scale: int) -> tuple[Tensor, Tensor]:
-        """Tokens int64 `[B, n]` of a scale behind the canvas `[B, C, R, G]`, and bool `[B, n]` where they are to stay."""
+        """Tokens int64 `[B, n]` for a scale, given the latent so far `[B, C, R, G]`, and bool `[B, n]`, True where kept."""
         share = self.quantiser.shrink(self.known, scale)
         lacking = self.quantiser.shrink((self.latent - canvas) * self.known, scale) / share.clamp(min=1e-6)
         return self.quantiser.nearest(lacking, scale).flatten(1), (share >= _HALF).flatten(1)

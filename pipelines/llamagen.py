@@ -1,4 +1,4 @@
-"""`LlamaGenPipeline`: a prompt or a class to pictures, with a LlamaGen transformer and its VQ tokenizer."""
+"""`LlamaGenPipeline`: text or class to image with a LlamaGen transformer and its VQ tokenizer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.scoring.protocol import Scorer
 
-from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
+from diffusers.utils import BaseOutput  # isort: skip  # after base, which guards torchvision
 
 
 @dataclass
@@ -41,9 +41,9 @@ class LlamaGenPipelineOutput(BaseOutput):
     """Result of a call.
 
     Attributes:
-        images: a list of PIL images; or float32 `[B, Y, X, 3]` numpy or `[B, 3, Y, X]` torch in [0, 1]; or tokens, int64
-            `[B, rows, columns]`; by `output_type`.
-        stats: what decoding did; see `vargen.decoding.DecodeStats`.
+        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
+            `[B, 3, Y, X]` in [0, 1], or tokens, int64 `[B, rows, columns]`.
+        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
     """
 
     images: Any
@@ -59,21 +59,21 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         >>> pipe("a red apple").images[0].save("apple.png")
 
     Args:
-        vqvae: tokenizer between pixels and tokens.
-        transformer: the network that draws tokens.
-        text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
-        draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="speculative"`.
+        vqvae: image tokenizer.
+        transformer: the network that predicts tokens.
+        text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
+        draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="speculative"`.
         eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
-        low_res: a transformer of the same tokens and conditions with a smaller grid, which drafts for `accelerator="mulo"`.
-        upsampler: says what its pictures make likely; without it they are decoded, resized and encoded.
-        id2label: class names, comma-separated synonyms, by class number (`condition="class"` only).
-        defaults: sampling defaults of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
-        prompt_styles: words for styles that its captions were trained with, such as "flat" in "a red apple, flat style".
-        prompt_names: what characters in a prompt stand for, such as "grinning cat" for "😺"; only for models whose captions
-            name them so. Kept in the model folder as `prompt_names.json`.
+        low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
+        upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
+        id2label: class names (comma-separated synonyms) by class number (`condition="class"` only).
+        defaults: default sampling settings of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
+        prompt_styles: style words in the training captions, such as "flat" in "a red apple, flat style".
+        prompt_names: names that replace characters in a prompt, such as "grinning cat" for "😺"; only for models whose training
+            captions contain these names. Stored in the model folder as `prompt_names.json`.
 
     Raises:
-        ValueError: for parts that do not belong together, class names or defaults that a call could not use.
+        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = "next-token"
@@ -111,11 +111,11 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in what the file leaves to the defaults
+        with torch.device("meta"):  # fills in default values that the file omits
             config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
@@ -198,49 +198,52 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         compress_prefix: bool = True,
         clean_prompt: bool = False,
     ) -> LlamaGenPipelineOutput | tuple[Any]:
-        """Draw pictures.
+        """Generate images.
 
         Args:
             prompt: one prompt or several (`condition="text"`).
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
-            num_images_per_prompt: pictures of each.
-            guidance_scale: classifier-free guidance, at least 0; 1 switches it off. None: the checkpoint's default, as for
-                `temperature` (at least 0; 0 is greedy), `top_k` (1 to the vocabulary, which keeps every token) and `top_p`
-                (in (0, 1]).
-            guidance_interval: guide only up to this decoding step; None guides all.
-            negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
-            accelerator: name of a preset (`vargen info presets` lists them), or an `Accelerator`. The default, `"auto"`, draws
-                the picture of `"ar"` (in float32; in bfloat16 a wide pass rounds differently), drafting as far as that pays.
-            generator: a `torch.Generator`, or one per picture; picture i of a list is what its generator draws alone. A single
-                generator, or torch's global one for None, serves all pictures in turn. Whichever it was, a new generator with
-                the seed `stats.seeds[i]`, on the same device, draws picture i again alone: the seed that was asked for, or a
-                new one where the generator had moved on.
+            num_images_per_prompt: number of images per prompt or class.
+            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. None: the checkpoint's default; so for
+                `temperature` (at least 0; 0 is greedy), `top_k` (from 1 to the vocabulary size, which keeps every token) and
+                `top_p` (in (0, 1]).
+            guidance_interval: last decoding step with guidance; None guides all steps.
+            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
+            accelerator: name of a preset (`vargen info presets` lists them), or an `Accelerator`. The default, `"auto"`, drafts
+                as many tokens as is fastest, and generates the same image as `"ar"` in float32. In bfloat16 a wide pass
+                rounds differently.
+            generator: a `torch.Generator`, or a list with one per image. Image i of a list depends only on its own generator. A
+                single generator, or torch's global one for None, is used for all images in turn. In each case, a new generator
+                on the same device with the seed `stats.seeds[i]` reproduces image i on its own. This seed is the one that was
+                passed, or a new one if the generator had been used before.
             prompt_embeds, prompt_mask: caption features `[B, P, C]`, valid rows last, and their mask (a tensor, an array or
                 nested lists), instead of a prompt.
-            negative_prompt_embeds, negative_prompt_mask: the same instead of a negative prompt; B is 1, or that of the prompts.
-            num_candidates: drawn of each picture; the `scorer` keeps the best. `stats.scores` has the scores of all.
-            scorer: a name as `vargen score` takes it, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
-                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, the higher the better.
-                With one candidate it scores what is drawn.
+            negative_prompt_embeds, negative_prompt_mask: the same for the negative prompt; B is 1 or the number of prompts.
+            num_candidates: number of candidates generated per image, of which the `scorer` selects the best. `stats.scores` has
+                the scores of all candidates.
+            scorer: a name that `vargen score` accepts, such as `"emoji-scorer"`; a `Scorer` of `vargen.scoring`; or a function
+                of images (a float tensor `[N, 3, Y, X]` in [0, 1]) and prompts that returns N numbers, higher is better. With
+                one candidate, it scores the image without selecting.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass. It may change
-                the tokens in place or return `{"latents": ...}`; returning `{"stop": True}`, or setting `pipe._interrupt`,
-                ends the run with what is drawn.
-            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
-            compress_prefix: hold the conditioning in its one exact cache slot; False holds all its rows.
-            clean_prompt: clean the prompt as official LlamaGen text models were trained (needs ftfy and beautifulsoup4).
+                the tokens in place or return `{"latents": ...}`. Returning `{"stop": True}`, or setting `pipe._interrupt`,
+                ends the call with the tokens generated so far.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
+            compress_prefix: store the conditioning in one cache slot, which is exact; False stores all its rows.
+            clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
         Raises:
-            ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
-            NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
-                NonFiniteScoreError: likewise the scorer.
+            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
+            NonFiniteLogitsError: if the transformer returns NaN or infinite logits.
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
+            NonFiniteScoreError: if the scorer returns NaN or infinite scores.
         """
         inputs = callback_on_step_end_tensor_inputs
         check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
         preset = self.resolved(accelerator)
         base, colon, settings = preset.name.partition(":")
-        if compile and base == DEFAULT_METHOD:  # which feeds many widths, each a graph of its own: the same picture by one
+        if compile and base == DEFAULT_METHOD:  # whose many widths each need a graph; gumbel gives the same image with one
             preset = self.resolved(f"gumbel{colon}{settings}")
         given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
         scale, sampling = resolve_sampling(self, given)
@@ -266,10 +269,10 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         compress_prefix: bool = True,
         compile: bool = False,
     ) -> LlamaGenTokenModel:
-        """The transformer, and the one it may draft with, as `vargen.decoding.decode` sees them; arguments as in a call.
+        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`; arguments as in `__call__`.
 
         Raises:
-            ValueError: for a bad scale, or `compile` on a CPU.
+            ValueError: for an invalid guidance scale, or `compile` on a CPU.
         """
         check_compile(compile, self._device_of(self.transformer))
         options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
@@ -293,18 +296,18 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Open a low-resolution transformer, as `vargen train drafter low-res` makes them, and draft with it from now on.
+        """Load a low-resolution transformer that `vargen train drafter low-res` trained, and use it in later calls.
 
-        Saving the pipeline saves both along.
+        `save_pretrained` writes both networks with the pipeline.
 
         Args:
-            low_res: the folder of its run, or of the transformer. upsampler: likewise, or of the saved
-                network; None decodes, resizes and encodes instead.
+            low_res: folder of the training run, or of the saved transformer.
+            upsampler: folder of the training run, or of the saved up-sampler; None decodes, resizes and encodes instead.
 
         Raises:
-            ValueError: for other tokens, conditions or grids than the transformer's, damaged files, or a folder that holds
-                code; before a weight is read.
-            FileNotFoundError: for folders that hold no such network.
+            ValueError: before any weight is read, if tokens, conditions or grids do not match the transformer's, a file is
+                damaged, or a folder contains code.
+            FileNotFoundError: if a folder has no such network.
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")

@@ -1,4 +1,4 @@
-"""A LlamaGen transformer to measure: a checkpoint's, or one of an official size with random weights."""
+"""LlamaGen transformers for benchmarks: of a checkpoint, or of an official size with random weights."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.decoders import TokenDecoder
 
 RANDOM = {f"llamagen-{size.lower()}": size for size in SIZES}
-_GATHERED = ("tok_embeddings.", "cls_embedding.")  # a pass reads a few rows of these, never the table
+_GATHERED = ("tok_embeddings.", "cls_embedding.")  # embedding tables, of which a pass reads only a few rows
 
 
 @dataclass(frozen=True)
 class Network:
-    """A transformer to measure, and the sampling that its checkpoint asks for."""
+    """A transformer to benchmark, with the sampling settings of its checkpoint."""
 
     name: str
     transformer: LlamaGenTransformer
@@ -33,28 +33,28 @@ class Network:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a picture."""
+        """Number of tokens of an image."""
         return self.transformer.tokens
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters that every pass reads in full."""
+        """Size in bytes of the parameters that every pass reads in full."""
         return sum(p.nbytes for name, p in self.transformer.named_parameters() if not name.startswith(_GATHERED))
 
     def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-        """By width, a function that runs one pass of so many tokens over half a picture. They share their memory."""
+        """By width, a function that runs one pass of `width` tokens with half of an image in the cache. Caches share memory."""
         caches = filled_caches(self.transformer, rows, widths)
         vocab, device = self.transformer.config.vocab_size, self.transformer.device
         fed = {width: torch.randint(vocab, (rows, width), device=device) for width in sorted(set(widths))}
-        # The cache's pointer stays, so every call is the same pass.
+        # The cache's length does not advance, so every call repeats the same pass.
         return {width: _step(self.transformer, fed[width], caches[width]) for width in fed}
 
     def condition(self, batch: int) -> Condition:
-        """A condition of the right shape: what it says has no part in the time a pass takes."""
+        """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
         return plausible_condition(self.transformer, batch)
 
     def decoder(self, compile: bool = False) -> TokenDecoder:
-        """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
+        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
         step = torch.compile(self.transformer, dynamic=False) if compile else None
         return TokenDecoder(LlamaGenTokenModel(self.transformer, self.guidance_scale, step=step), self.sampling)
 
@@ -64,7 +64,7 @@ def _step(transformer: LlamaGenTransformer, fed: torch.Tensor, cache: KVCache) -
 
 
 def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[int]) -> dict[int, KVCache]:
-    """By width, a cache half full of random keys and values that takes passes so wide. They share their memory."""
+    """By width, a cache for passes of `width` tokens, half full of random keys and values. The caches share memory."""
     caches = {width: transformer.new_cache(rows, scratch=width) for width in sorted(widths)}
     widest = caches[max(widths)]
     widest.k.normal_()
@@ -77,16 +77,16 @@ def filled_caches(transformer: LlamaGenTransformer, rows: int, widths: Sequence[
 
 
 def random_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
-    """One of `RANDOM`."""
+    """Create one of `RANDOM`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = LlamaGenTransformer(**SIZES[RANDOM[name]])
-        torch.nn.init.normal_(transformer.output.weight, std=0.02)  # starts at zero, for training
+        torch.nn.init.normal_(transformer.output.weight, std=0.02)  # zero by default, for training
     return Network(name, transformer.to(device, dtype).eval())
 
 
 def stored_network(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Network:
-    """The transformer of a checked pipeline folder."""
+    """Load the transformer of a validated pipeline folder."""
     stored = json.loads((folder / "model_index.json").read_text()).get("defaults") or {}
     stored = {key: value for key, value in stored.items() if value is not None}
     guidance = float(stored.pop("guidance_scale", 4.0))
@@ -95,7 +95,7 @@ def stored_network(name: str, folder: Path, dtype: torch.dtype, device: torch.de
 
 
 def plausible_condition(transformer: LlamaGenTransformer, batch: int) -> Condition:
-    """A condition of the right shape; see `Network.condition`."""
+    """Return a condition of the right shape; see `Network.condition`."""
     config, device = transformer.config, transformer.device
     if config.condition == "class":
         return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)

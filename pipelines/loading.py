@@ -1,6 +1,7 @@
-"""Parts that a packaged model takes from another packaged one, so that both need not carry the same text encoder.
+"""Locating and validating model folders, their dtypes, trained drafters and shared components.
 
-`borrowed.json` in the folder says where each lies: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
+A packaged model can share the text encoder of another packaged model instead of storing a copy. Its `borrowed.json` names the
+model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ PARTS = ("text_encoder", "tokenizer", "prompt_names")
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:
-    """For each part that a model folder borrows, the folder of the packaged model that has it.
+    """Return, by name of a shared component, the folder of the packaged model that has it.
 
     Raises:
-        ValueError: if the file is damaged, or names what is no such part or no packaged model.
+        ValueError: if `borrowed.json` is damaged, or names an unknown component or model.
     """
     file = folder / FILE
     if not file.is_file():
@@ -68,7 +69,7 @@ def shared_component_folders(folder: Path) -> dict[str, Path]:
 
 
 def load_shared_components(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """The components that a model folder borrows and a caller does not bring, loaded."""
+    """Load the shared components of a model folder, except those that the caller passes in `given`."""
     found: dict[str, Any] = {}
     for part, lender in shared_component_folders(folder).items():
         if part in given:
@@ -83,21 +84,22 @@ def load_shared_components(folder: Path, given: dict[str, Any]) -> dict[str, Any
 
 
 def list_packaged_drafters(family: Family) -> dict[str, Path]:
-    """Folders of the drafters that come with the library, by name, such as `"emoji/eagle"`."""
+    """Return the folders of the packaged drafters by name, such as `"emoji/eagle"`."""
     root = Path(vargen.assets.__file__).parent
     found = [config.parent for name in family.drafters for config in sorted(root.rglob(f"{name}/config.json"))]
     return {folder.relative_to(root).as_posix(): folder for folder in found}
 
 
 def resolve_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
-    """The component that a trained drafter is, such as `"eagle"`, and its folder.
+    """Return the component name of a trained drafter, such as `"eagle"`, and its folder.
 
     Args:
-        name: a packaged drafter, or a folder. transformer: configuration of the model that it is to draft for.
+        name: name of a packaged drafter, or a folder.
+        transformer: configuration of the target transformer.
 
     Raises:
-        ValueError: for an unknown name or folder, one that holds code, no trained drafter, or one of another width, vocabulary
-            or grid; before a weight is read.
+        ValueError: before any weight is read, for an unknown name or folder, or a folder that contains code, no trained
+            drafter, or one whose width, vocabulary or grid differs from the transformer's.
     """
     packaged = list_packaged_drafters(family)
     folder = packaged.get(str(name)) or expand_user(name, "drafter")
@@ -119,15 +121,15 @@ def resolve_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -
 
 
 _SMALL = 50_000_000  # parameters
-_LONGEST_ID = 96  # characters of a model's name on the hub
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # of a hub model: nothing that could run
+_LONGEST_ID = 96  # characters of a model id on the Hub
+_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # files fetched from the Hub: none that could be executed
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
-    """The fastest dtype of a device for the transformer in a pipeline folder; float32 for a small one on a CPU.
+    """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small one on a CPU.
 
-    Passes of a small network are bound by the number of operations, so bfloat16 brings it little, and costs it the promise that
-    a seed is a picture: a pass over more tokens rounds differently, and then `auto` and `ar` draw different pictures.
+    Passes of a small network are bound by the number of operations, so bfloat16 gains little. It also makes images depend on
+    the method: a pass over more tokens rounds differently, so `auto` and `ar` no longer generate the same image for a seed.
     """
     if torch.device(device).type == "cpu":
         files = (folder / "transformer").glob("*.safetensors")
@@ -137,10 +139,13 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
 
 
 def resolve_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
-    """Per component: what is `given`, or the fastest, for the transformer and a T5 text encoder; float32 for the rest.
+    """Return the dtype of each component.
+
+    Transformers, trained drafters and a T5 text encoder have the given dtype or, by default, the fastest one. All other
+    components are in float32.
 
     Args:
-        given: a dtype, or dtypes by component (`"default"` for those not named), as diffusers has them.
+        given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
 
     Raises:
         ValueError: for anything else.
@@ -159,27 +164,28 @@ def resolve_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | N
 
 
 def check_model_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> Path:
-    """The folder of a packaged model, a local one, or a hub model's, checked without loading a weight.
+    """Locate the folder of a packaged, local or Hub model, and validate it without loading weights.
 
     Args:
-        pipeline: the class that is to open it; None takes any of `FAMILIES`.
+        pipeline: name of the class that loads the model; None allows any of `FAMILIES`.
 
     Raises:
-        ValueError: unknown name; no or foreign `model_index.json`; code in the folder, or asked for; parts that are missing,
-            damaged, of another shape or type than their configuration says, or do not belong together.
+        ValueError: for an unknown name, a missing `model_index.json` or one of another library, code in the folder or requested
+            from elsewhere, or a component that is missing, damaged, does not match its configuration in shape or type, or does
+            not match the other components.
     """
     folder, index = read_model_index(name, pipeline, hub_options)
     check_no_code(folder)
-    with loading_memory(folder):  # headers are read from files that are mapped whole
+    with loading_memory(folder):  # reading a header maps the whole file
         _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
     return folder
 
 
 def read_model_index(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """The folder of a model and its `model_index.json`, of which alone it is known that it names classes of vargen's.
+    """Return the folder of a model and its `model_index.json`. Only the index is validated, not the components.
 
     Raises:
-        ValueError: as `check_model_folder`, of the name and the index.
+        ValueError: as `check_model_folder`, for the name and the index.
     """
     check_options(hub_options)
     folder = _locate(name, hub_options)
@@ -202,7 +208,7 @@ def read_model_index(name: Any, pipeline: str | None, hub_options: dict[str, Any
 
 
 def _check_components(folder: Path, index: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
-    """Check each component that the index names and a caller does not bring, then whether they belong together."""
+    """Validate each component in the index that the caller does not pass, then whether all components match each other."""
     variant = given.get("variant")
     named = {part: index[part][1] for part in family.classes() if part not in given and (index.get(part) or [None, None])[1]}
     configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in family.classes()}
@@ -229,7 +235,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     if text in packaged_models():
         return packaged_model_path(text)
     path = expand_user(name, "model")
-    if os.path.isdir(path):  # of a Path it would be an error for a name too long for any file
+    if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
     hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~")) and len(text) <= _LONGEST_ID
     if not hub_like:
@@ -241,7 +247,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
         )
     known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
     options = {key: hub_options[key] for key in known if key in hub_options}
-    try:  # not DiffusionPipeline.download, which refuses components that are classes of neither diffusers nor transformers
+    try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
         return Path(snapshot_download(text, allow_patterns=_WANTED, **options))
     except Exception as error:
         raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error

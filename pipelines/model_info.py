@@ -1,4 +1,4 @@
-"""What pipelines say of themselves and their models: methods, a folder's contents, and how tokens are drawn and priced."""
+"""Data types that describe pipelines and models: supported methods, contents of a folder, and the decoder protocol."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from vargen.models.condition import Condition
 
 @dataclass(frozen=True)
 class Method:
-    """A preset as a pipeline sees it.
+    """A preset, and whether a pipeline supports it.
 
     Attributes:
-        name, kind, summary, source: of the preset; kind is `"exact"` or `"relaxed"`.
-        reason: why this pipeline cannot run it; None where it can.
+        name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
+        reason: why this pipeline cannot run it; None if it can.
     """
 
     name: str
@@ -33,19 +33,21 @@ class Method:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What a model folder says without its weights.
+    """Description of a model folder, available without loading weights.
 
     Attributes:
-        folder: where it is. pipeline: name of the class that opens it.
-        condition: `"text"` or `"class"`. num_classes, id2label: classes, and their names by number (`"class"` only).
-        vocab: tokens V to draw from. tokens: N that a picture has.
-        has_draft: whether it has a smaller model to draft with.
-        steps: passes of the baseline.
-        image_size: side in pixels of pictures that a call may start from; None where it starts from none.
-        drafters: drafters trained on its features that it has, `"eagle"` and `"medusa"`.
+        folder: path of the folder.
+        pipeline: name of the pipeline class.
+        condition: `"text"` or `"class"`.
+        vocab: vocabulary size V; 0 for video models.
+        tokens: number of tokens N of an image; for video models, the number of frames of a video of default length.
+        num_classes, id2label: number of classes, and their names by number (`"class"` only).
+        has_draft: whether it has a draft transformer.
+        steps: number of passes of the baseline, for an image or a video of default length.
+        image_size: width and height in pixels of the source image of a call; None if calls take no image.
+        drafters: trained drafters in the folder, of `"eagle"` and `"medusa"`.
         low_res: whether it has a low-resolution transformer.
-        fps: frames per second, of models of video; None for those of pictures. Video has no tokens: `vocab` is 0 then, `tokens`
-            the frames of a usual video, and `steps` its passes.
+        fps: frames per second of video models; None for image models.
     """
 
     folder: Path
@@ -64,7 +66,7 @@ class ModelInfo:
 
 
 class Decoder(Protocol):
-    """Draws tokens with one guidance and sampling, and says what its passes cost: what comparisons of methods need."""
+    """Generates tokens with fixed guidance and sampling, and measures the cost of passes; used to compare methods."""
 
     @property
     def device(self) -> torch.device: ...
@@ -77,16 +79,16 @@ class Decoder(Protocol):
         callback: Callable[[Progress], bool | None] | None = None,
         profile: bool = False,
     ) -> DecodeOutput:
-        """Draw B pictures by a preset's name or a method of this family; see `vargen.decoding.decode`."""
+        """Generate B images with a preset (by name) or a method of this paradigm; see `vargen.decoding.decode`."""
 
     def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
-        """As many CPU threads as passes of the baseline are worth, for as long as the block runs."""
+        """Use the autotuned number of CPU threads for passes of the baseline while the block runs."""
 
     def measure_pass_costs(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
-        """Seconds of a target pass by the tokens it feeds, measured anew; of `widths` and of the narrowest that there is."""
+        """Measure the seconds of a target pass by number of fed tokens, for `widths` and the narrowest pass, uncached."""
 
     def spent(
         self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
     ) -> tuple[float, int]:
-        """Seconds that the passes of some runs of a method take by the cost curve, drafting included, and nothing else; and how
-        many passes these are, those of a drafter that only proposes left out."""
+        """Return the seconds of all passes of some runs according to the cost curve, including drafting but nothing else, and
+        the number of passes, excluding those of a drafter that only proposes."""

@@ -1,6 +1,6 @@
-"""Whether the parts of a model belong together, by their configurations: networks, sampling defaults, class names.
+"""Checks, from configurations alone, that the components, sampling defaults and class names of a model match each other.
 
-A folder is asked before a weight of it is loaded, and the constructor for parts that were made elsewhere.
+They run before a folder's weights are loaded, and in the constructor of a pipeline, for components that were created elsewhere.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vargen.values import short_repr
 def check_parts(
     family: Family, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None
 ) -> None:
-    """Compare the networks' configurations, and check what a pipeline keeps beside them.
+    """Check that the components' configurations match, and validate the values stored with them.
 
     Args:
-        configs: a mapping by component, None for one that is not there. id2label, defaults, prompt_styles: arguments of the
-            pipeline.
+        configs: configuration by component, None for a missing one.
+        id2label, defaults, prompt_styles: arguments of the pipeline.
 
     Raises:
-        ValueError: the vqvae has other tokens than the transformer draws, the draft model draws other tokens or from other
-            conditions, the text encoder's features are of another width; see also `check_defaults`, `check_id2label`.
+        ValueError: if the tokens of the vqvae, the tokens or conditions of a drafter, or the width of the text encoder's
+            features do not match the transformer; see also `check_defaults` and `check_id2label`.
     """
     transformer = configs.get("transformer") or {}
     if family.check is not None:
@@ -112,15 +112,15 @@ def _check_low_res(low: Any, upsampler: Any, transformer: Any, shared: tuple[str
 
 
 def _of(config: Any, name: str) -> Any:
-    """A value of a configuration: a mapping as read from a file and of diffusers, an object of transformers."""
+    """Return a value of a configuration: a mapping (from a file or diffusers) or an object (of transformers)."""
     return config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
 
 
 def check_defaults(defaults: Any, vocab_size: int | None = None) -> None:
-    """Raise ValueError unless it is None or a dict of sampling settings that a call could be given (None where unset).
+    """Raise ValueError unless it is None or a dict of valid sampling settings (None where unset).
 
     Args:
-        vocab_size: what `top_k` may be at most, where it is known.
+        vocab_size: maximum of `top_k`, if known.
     """
     if defaults is None:
         return
@@ -138,10 +138,10 @@ def check_defaults(defaults: Any, vocab_size: int | None = None) -> None:
 
 
 def check_id2label(id2label: Any, num_classes: int | None = None) -> None:
-    """Raise ValueError unless it is None or a mapping of class numbers (as text too, as JSON has them) to names.
+    """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names.
 
     Args:
-        num_classes: the number of classes that may be named, where it is known.
+        num_classes: number of classes, if known.
     """
     if id2label is None:
         return

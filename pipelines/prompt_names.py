@@ -1,7 +1,7 @@
-"""What characters in a prompt stand for, where a model was trained to know: "😺" is "grinning cat" to a model of emoji.
+"""Replacing characters in a prompt by the names that a model was trained with, such as "grinning cat" for "😺".
 
-The table belongs to the model and lies in its folder, `prompt_names.json`: a model of photographs has none, and reads every
-prompt as it was typed.
+The table of names belongs to the model and is stored in its folder as `prompt_names.json`. A model of photographs has none, and
+uses prompts as typed.
 """
 
 from __future__ import annotations
@@ -16,32 +16,31 @@ from typing import Any
 from vargen.values import short_repr
 
 FILE = "prompt_names.json"
-_LARGEST = 2**22  # bytes of a table; all emoji take a fiftieth
-_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))  # skin tones, which follow a person or a hand
+_LARGEST = 2**22  # bytes of a table; one of all emoji has a fiftieth of that
+_TONES = frozenset(map(chr, range(0x1F3FB, 0x1F400)))  # skin tones, modifiers of a person or a hand
 _UNSEEN = frozenset("\ufe0e\ufe0f\U000e007f")  # present in some spellings of an emoji, absent in others
-_LOOSE = _UNSEEN | _TONES | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}  # mean nothing without what they follow
+_LOOSE = _UNSEEN | _TONES | {"\u200d", "\u20e3", *map(chr, range(0xE0020, 0xE0080))}  # modifiers, meaningless without a base
 _EMOJI_STYLE, _KEYCAP = "\ufe0f", "\u20e3"
-_FIRST_PICTURE = "\u2190"  # signs before it, such as © and ™, are letters of ordinary text unless emoji style is asked for
+_FIRST_PICTURE = "\u2190"  # characters below it, such as ©, are ordinary text unless followed by the emoji style selector
 _TONE_NAME = " skin tone"
 
 
 @dataclass(frozen=True)
 class NormalizedPrompt:
-    """A prompt as the model reads it, and what was typed by what it was read as, in order."""
+    """A prompt with names inserted (`text`), and the names by the characters that they replaced (`names`), in order."""
 
     text: str
     names: dict[str, str]
 
 
 class PromptNames:
-    """A table of names, and how it is applied.
+    """A table of names for sequences of characters.
 
     Args:
-        names: what sequences of characters stand for; sequences without variation selectors and skin tones, which are read
-            wherever they occur.
+        names: names by sequence. The sequences have no variation selectors and skin tones, which are recognized anywhere.
 
     Raises:
-        ValueError: unless all are non-empty text.
+        ValueError: unless all names and sequences are non-empty text, and the sequences are not ASCII.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -56,10 +55,10 @@ class PromptNames:
 
     @classmethod
     def read(cls, folder: Path) -> PromptNames | None:
-        """The table of a model folder; None where it has none.
+        """Read the table of a model folder; None if it has none.
 
         Raises:
-            ValueError: if the file is damaged, naming it.
+            ValueError: if the file is damaged; the message names it.
         """
         file = folder / FILE
         if not file.is_file():
@@ -72,7 +71,7 @@ class PromptNames:
             raise ValueError(f"{file} is not a table of names: {error}") from error
 
     def write(self, folder: Path) -> None:
-        """Put the table into a folder: one entry a line, in order."""
+        """Write the table to a folder, one entry per line, sorted."""
         lines = (f"{json.dumps(key, ensure_ascii=False)}:{json.dumps(name)}" for key, name in sorted(self.names.items()))
         (folder / FILE).write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
@@ -81,12 +80,12 @@ class PromptNames:
         return frozenset(key[:end] for key in self.names for end in range(1, len(key) + 1))
 
     def reading(self, text: str) -> NormalizedPrompt:
-        """`text` with names in the place of what they name, the longest sequence first."""
+        """Replace sequences in `text` by their names, longest match first."""
         if text.isascii():
             return NormalizedPrompt(text, {})
         found: dict[str, str] = {}
         parts: list[str] = []
-        named, at = False, 0  # whether the last part is a name
+        named, at = False, 0  # named: whether the last part is a name
         while at < len(text):
             name, end = self._at(text, at)
             if name is None:
@@ -95,7 +94,7 @@ class PromptNames:
                 parts.append(text[at])
                 named, end = named and text[at].isspace(), at + 1
             else:
-                while named and parts[-1].isspace():  # of two names in a row the comma is all that is between them
+                while named and parts[-1].isspace():  # consecutive names are separated by a comma only
                     parts.pop()
                 if named or (parts and parts[-1].isalnum()):
                     parts.append(", " if named else " ")
@@ -107,7 +106,7 @@ class PromptNames:
         return NormalizedPrompt("".join(parts).strip(), found) if found else NormalizedPrompt(text, {})
 
     def _at(self, text: str, start: int) -> tuple[str | None, int]:
-        """The name of the longest sequence that begins at `start`, and where it ends."""
+        """Return the name of the longest sequence that begins at `start`, and its end."""
         key, tones, best, end = "", [], None, start
         matched: dict[str, Any] = {}
         for at in range(start, len(text)):
@@ -128,6 +127,6 @@ class PromptNames:
         return ", ".join(part for part in (self.names[best], self._tones(matched["tones"])) if part), end
 
     def _tones(self, tones: tuple[str, ...]) -> str:
-        """`"dark skin tone"`, `"light and dark skin tones"`, or nothing, in the table's own words."""
+        """Return `"dark skin tone"`, `"light and dark skin tones"` or an empty string, in the words of the table."""
         named = [self.names[tone].removesuffix(_TONE_NAME) for tone in tones if tone in self.names]
         return " and ".join(named) + _TONE_NAME + "s" * (len(named) > 1) if named else ""

@@ -1,4 +1,4 @@
-"""Prompts to what a text-conditioned LlamaGen was trained on: cleaned text, features padded on the left."""
+"""Prompt encoding as text-conditioned LlamaGen models were trained: cleaned captions, left-padded text features."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ logger = logging.getLogger("vargen")
 
 
 def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Move valid rows to the end and clear the padding.
+    """Turn right padding into left padding.
 
     Args:
-        features: `[B, P, C]`, padded on the right. mask: bool `[B, P]`, True where valid.
+        features: `[B, P, C]`, padded on the right.
+        mask: bool `[B, P]`, True where valid.
 
     Returns:
-        Features `[B, P, C]` with valid rows last in their order, padding zero; and their mask.
+        Features `[B, P, C]`, zero in the padding and with valid rows last in their original order; and their mask `[B, P]`.
     """
     P = mask.shape[1]
     padding = P - mask.sum(1, keepdim=True)
@@ -35,7 +36,7 @@ def left_pad(features: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def warn_if_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
-    """Warn for every prompt longer than `rows` tokens, with how many are lost and the first words of what is."""
+    """Warn for each prompt longer than `rows` tokens, with the number of ignored tokens and the text before the cut."""
     for text in prompts:
         ids = tokenized(tokenizer, text, truncation=False, add_special_tokens=True, verbose=False)["input_ids"]
         if len(ids) > rows:
@@ -47,14 +48,14 @@ def warn_if_truncated(tokenizer: Any, prompts: list[str], rows: int) -> None:
             )  # fmt: skip
 
 
-_LATIN_ENDS = "\u0250"  # letters before it are Latin; an uncased tokenizer reads them without their accents
-_GREEK = "\u0370", "\u03ff"  # single letters of it are signs that English texts use
+_LATIN_ENDS = "\u0250"  # letters below it are Latin, from which an uncased tokenizer strips the accents
+_GREEK = "\u0370", "\u03ff"  # single Greek letters occur as symbols in English text
 
 
 def find_unreadable_words(tokenizer: Any, prompt: str) -> list[str]:
-    """Words of another script that a text encoder gets nothing of: unknown to its tokenizer, or read letter by letter.
+    """Return the words in other scripts that the tokenizer does not know or splits into single letters.
 
-    Each once, in order. A tokenizer that knows a script has pieces of several letters for its words.
+    Each word is listed once, in order. A tokenizer that covers a script splits its words into pieces of several letters.
     """
     found: list[str] = []
     for word in dict.fromkeys(prompt.split()):
@@ -75,7 +76,7 @@ _PUNCTUATION = "\"'`.,;:!?()[]{}«»„“”‘’…、。，！？"
 
 
 def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
-    """A sentence that names the `find_unreadable_words`; None where there are none."""
+    """Return a sentence that lists the `find_unreadable_words`, or None if there are none."""
     words = find_unreadable_words(tokenizer, prompt)
     if not words:
         return None
@@ -84,10 +85,10 @@ def describe_unreadable_words(tokenizer: Any, prompt: str) -> str | None:
 
 
 def clean_caption(text: str) -> str:
-    """The DeepFloyd caption cleaner, twice, as LlamaGen's text models were trained (through diffusers).
+    """Apply the DeepFloyd caption cleaner (of diffusers) twice, as in the training of LlamaGen's text models.
 
     Raises:
-        ImportError: without ftfy and beautifulsoup4.
+        ImportError: if ftfy or beautifulsoup4 is not installed.
     """
     try:
         import bs4  # noqa: F401
@@ -102,10 +103,10 @@ def clean_caption(text: str) -> str:
 
 
 class Conditioning:
-    """The part of a pipeline that reads prompts and classes.
+    """Mixin of a pipeline that turns prompts and classes into conditions.
 
     Attributes:
-        prompt_names: what characters in a prompt stand for; None where every prompt is read as it was typed.
+        prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
     """
 
     transformer: Any
@@ -117,39 +118,39 @@ class Conditioning:
 
     @property
     def by_class(self) -> bool:
-        """Whether it draws classes, not prompts."""
+        """Whether the model is conditioned on classes instead of text."""
         return self.transformer.config.condition == "class"
 
     @property
     def class_names(self) -> dict[int, str]:
-        """Comma-separated names by class number; empty where they are not known."""
+        """Comma-separated synonyms by class number; empty if the checkpoint has no class names."""
         return {int(number): names for number, names in (self.config.id2label or {}).items()}
 
     @property
     @abstractmethod
     def caption_rows(self) -> int:
-        """Most rows of a caption that the transformer takes."""
+        """Maximum number of caption tokens that the transformer accepts."""
 
     def normalize_prompt(self, prompt: str) -> NormalizedPrompt:
-        """A prompt as the model reads it: `text`, and in `names` what was typed by what it was read as; see `prompt_names`."""
+        """Replace characters by their names (see `prompt_names`). `names` of the result maps the typed characters to names."""
         return NormalizedPrompt(prompt, {}) if self.prompt_names is None else self.prompt_names.reading(prompt)
 
     @without_autocast
     def encode_prompt(
         self, prompt: str | list[str], clean: bool = False, max_sequence_length: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """A call's `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
+        """Encode prompts to `prompt_embeds` `[B, P, C]` (valid rows last, padding zero) and bool `prompt_mask` `[B, P]`.
 
-        Prompts are read by `normalize_prompt`. Those longer than P tokens are cut, with a warning that says how much was lost;
-        words that the text encoder cannot read get a warning too.
+        Prompts pass through `normalize_prompt`. Prompts longer than P tokens are truncated with a warning that reports how
+        many tokens are ignored. Words that the text encoder cannot read cause a warning, too.
 
         Args:
             prompt: one prompt or several.
-            clean: clean them first; see `clean_prompt` of a call.
-            max_sequence_length: P; default: what the transformer takes. A pipeline opened without one has to be told.
+            clean: clean the prompts first; see `clean_prompt` of `__call__`.
+            max_sequence_length: P. Default: the transformer's maximum; required if the pipeline has no transformer.
 
         Raises:
-            ValueError, TypeError: for prompts that a call refuses, no text encoder, or no P.
+            ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
         """
         prompts = checks.check_prompts(prompt)
         if self.text_encoder is None or self.tokenizer is None:
@@ -180,10 +181,10 @@ class Conditioning:
         clean: bool = False,
         name: str = "prompt",
     ) -> tuple[Condition, int]:
-        """The condition of a call's prompts or classes, and how many there are. Validates before it encodes.
+        """Return the condition for a call's prompts or classes, and their number. Arguments are validated before encoding.
 
         Args:
-            name: of the argument, for messages.
+            name: name of the argument in error messages.
         """
         if prompt_embeds is not None and not isinstance(prompt_embeds, Tensor):
             raise TypeError(f"{name}_embeds must be a tensor, got {type(prompt_embeds).__name__}")
@@ -215,10 +216,10 @@ class Conditioning:
         return Condition(caption_embeds=embeds, caption_mask=mask), len(embeds)
 
     def scored_texts(self, prompt: Any, condition: Condition) -> list[str]:
-        """What a scorer reads, for each row of a call's condition: prompts as the model reads them, or names of classes.
+        """Return the text for the scorer, one per row of the condition: normalized prompts, or class names.
 
         Raises:
-            ValueError: where there is neither.
+            ValueError: if neither is available.
         """
         if condition.class_labels is not None:
             names, labels = self.class_names, condition.class_labels.tolist()
@@ -230,7 +231,7 @@ class Conditioning:
         return [self.normalize_prompt(text).text for text in checks.check_prompts(prompt)]
 
     def negative_condition(self, prompt: Any, embeds: Any, mask: Any, clean: bool, count: int, images: int) -> Condition | None:
-        """What guidance leads away from, a row per picture, `images` of `count` prompts; None where nothing is given."""
+        """Return the negative condition with one row per image (`images` rows for `count` prompts); None if none is given."""
         if prompt is None and embeds is None and mask is None:
             return None
         negative, given = self.condition(prompt, None, embeds, mask, clean, "negative_prompt")
@@ -240,6 +241,6 @@ class Conditioning:
 
 
 def repeat_condition(condition: Condition, count: int) -> Condition:
-    """Each row `count` times, in place: prompt 0's images first."""
+    """Repeat each row `count` times; the rows of prompt 0 come first."""
     parts = (condition.class_labels, condition.caption_embeds, condition.caption_mask)
     return Condition(*(None if part is None else part.repeat_interleave(count, dim=0) for part in parts))

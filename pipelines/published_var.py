@@ -1,8 +1,8 @@
-"""The opponent in `vargen bench var`: VAR's published sampling loop, written straightforwardly.
+"""VAR's published sampling loop, reimplemented plainly as the reference of `vargen bench var`.
 
-What it does at every scale, and ours does once or not at all: compute each block's modulation from the condition, grow the
-keys and values by concatenation, run the head on the conditional and the unconditional rows of every token, filter by sorting
-the whole vocabulary, and draw from one generator for the batch. All in float32. Source of the algorithm: Tian et al. 2024
+At every scale, it does what vargen does once or not at all: it computes each block's modulation from the condition, grows keys
+and values by concatenation, runs the head on the conditional and the unconditional rows of every token, filters by sorting the
+whole vocabulary, and samples with one generator for the batch. All of it is in float32. Algorithm: Tian et al. 2024
 (arXiv:2404.02905), algorithm 2 and section 3; the weights are those of a `VARTransformer`.
 
 Shape suffixes: R rows (conditional, then unconditional), T tokens of a pass, P caption rows, D width, V codes.
@@ -25,7 +25,7 @@ _MOST_SHARPNESS = math.log(100)
 
 
 class PublishedLoop:
-    """Draws as the published code does.
+    """Generates images as the published code does.
 
     Args:
         transformer: in float32.
@@ -45,7 +45,7 @@ class PublishedLoop:
         top_k: int | None = None,
         top_p: float = 1.0,
     ) -> tuple[list[Tensor], Tensor]:
-        """Tokens int64 `[B, n]` of each scale, and what they add up to, `[B, C, R, G]`."""
+        """Return tokens int64 `[B, n]` of each scale, and the sum of their embeddings, `[B, C, R, G]`."""
         model, scales = self.transformer, self.transformer.scales
         rows = condition.join(model.null_condition(condition))
         vector_RD, prefix, mask = model.embed_condition(rows)
@@ -77,12 +77,12 @@ class PublishedLoop:
         return drawn, canvas
 
     def _visible(self, scale: int, prefix: int, mask: Tensor | None) -> Tensor | None:
-        """Which of the caption's rows and the tokens so far a pass sees: bool `[R, 1, T, S]`, None for all."""
+        """Attention mask of a pass over caption rows and tokens so far: bool `[R, 1, T, S]`, None for all visible."""
         if mask is None:
             return None
         end, side = prefix + self.transformer.ends[scale], self.transformer.scales[scale]
         seen = F.pad(mask, (0, end - prefix), value=True)[:, None].repeat(1, side * side, 1)
-        if scale == 0:  # the caption is fed in this pass, and sees itself alone
+        if scale == 0:  # the caption is fed in this pass, and attends only to itself
             own = F.pad(mask[:, None].repeat(1, prefix, 1), (0, side * side), value=False)
             own = own | torch.eye(prefix, end, dtype=torch.bool, device=mask.device)
             seen = torch.cat([own, seen], dim=1)
@@ -98,7 +98,7 @@ class PublishedLoop:
         keys: Tensor | None,
         values: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Rows behind a block, and its keys and values with those of this pass."""
+        """Return the output of a block, and its keys and values including those of this pass."""
         if shared is not None:
             modulation = shared.unflatten(-1, (1, 6, -1)) + block.ada_gss
         else:
@@ -125,7 +125,7 @@ def _norm(x: Tensor) -> Tensor:
 
 
 def _filtered(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
-    """Logits with all but the k largest, then all but the nucleus, at -inf; the nucleus is cut from below, by sorting all."""
+    """Top-k, then top-p filter: other logits become -inf. The nucleus is found by sorting all logits in ascending order."""
     if top_k is not None:
         least = logits.topk(top_k, dim=-1).values[..., -1:]
         logits = logits.masked_fill(logits < least, float("-inf"))

@@ -1,4 +1,4 @@
-"""Opening a model without diffusers' bars and notices, where that takes a second."""
+"""Loading small models without the progress bars and notices of diffusers."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any
 
 from diffusers.utils import is_accelerate_available, logging
 
-_LONG = 1e9  # bytes of weights whose loading is worth a bar
+_LONG = 1e9  # bytes of weights from which on a progress bar is shown
 
 
 def placing() -> dict[str, Any]:
-    """Options that load weights as diffusers does by itself without accelerate, which it would recommend at each network."""
+    """Loading options that suppress diffusers' recommendation, once per network, to install accelerate."""
     return {} if is_accelerate_available() else {"low_cpu_mem_usage": False}
 
 
 @contextmanager
 def no_bar(folder: Path) -> Iterator[None]:
-    """Show no loading bar of diffusers meanwhile, unless the folder holds gigabytes."""
+    """Hide the loading bars of diffusers while the block runs, unless the folder has a gigabyte of weights or more."""
     shown = logging.is_progress_bar_enabled()
     if not shown or sum(file.stat().st_size for file in folder.rglob("*.safetensors")) >= _LONG:
         yield

@@ -1,4 +1,4 @@
-"""Models by name or folder, whatever their family."""
+"""Opening and describing models of any family by name or folder, and the networks that benchmarks measure."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vargen.pipelines.model_info import Decoder, ModelInfo
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
-    """The class that an index names; see `FAMILIES`."""
+    """Return the pipeline class with this name; see `FAMILIES`."""
     return getattr(import_module(FAMILIES[name].module), name)
 
 
 def paradigm_of(name: Any) -> str:
-    """The family of a model, such as `"next-token"`, by its index alone.
+    """Return the paradigm of a model, such as `"next-token"`. Reads only its index.
 
     Raises:
         ValueError: see `vargen.pipelines.loading.read_model_index`.
@@ -33,27 +33,27 @@ def paradigm_of(name: Any) -> str:
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
-    """Open a packaged model by name, a folder, or a model of the hub, of any family.
+    """Load a packaged model by name, a local folder, or a Hub model, of any family.
 
     Args:
-        name: `"emoji"`, say; a folder with a `model_index.json`; or `"owner/name"`.
-        device: where it runs, such as `"cuda"`; `"auto"` takes a GPU where there is one. Its fastest dtype is the default then.
-            None leaves the pipeline on the CPU.
-        **options: of `VisualPipeline.from_pretrained`, such as `torch_dtype`.
+        name: name of a packaged model, such as `"emoji"`; a folder with a `model_index.json`; or a Hub id `"owner/name"`.
+        device: device such as `"cuda"`; `"auto"` selects a GPU if there is one. The default dtype is then the fastest of the
+            device. None leaves the pipeline on the CPU.
+        **options: passed to `VisualPipeline.from_pretrained`, such as `torch_dtype`.
 
     Raises:
-        ValueError, TypeError: see `VisualPipeline.from_pretrained`; for no device, or one that torch does not see.
+        ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
     folder, index = read_model_index(name, None, options)
     if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
         options["torch_dtype"] = default_dtype(folder, place)
-    pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # which checks the rest of the folder
+    pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # validates the rest of the folder
     return pipe if place is None else pipe.to(place)
 
 
 def describe(name: Any) -> ModelInfo:
-    """Find a model, check its files, and read its configuration; no weight is read.
+    """Locate a model, validate its files, and describe it from its configuration. No weights are read.
 
     Raises:
         ValueError: see `vargen.pipelines.loading.check_model_folder`.
@@ -64,11 +64,12 @@ def describe(name: Any) -> ModelInfo:
 
 
 class Network(Protocol):
-    """A transformer to measure, and the sampling that its checkpoint asks for.
+    """A transformer to benchmark, with the sampling settings of its checkpoint.
 
     Attributes:
-        baseline: preset of sequential decoding.
-        tokens: of a picture. weight_bytes: of the parameters that every pass reads in full.
+        baseline: name of the preset for sequential decoding.
+        tokens: number of tokens of an image.
+        weight_bytes: size of the parameters that every pass reads in full.
     """
 
     baseline: str
@@ -89,33 +90,33 @@ class Network(Protocol):
     def weight_bytes(self) -> int: ...
 
     def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-        """By width, a function that runs one pass of so many tokens over half a picture."""
+        """By width, a function that runs one pass of `width` tokens with half of an image in the cache."""
 
     def condition(self, batch: int) -> Any:
-        """A condition of the right shape."""
+        """Return an arbitrary condition of the right shape."""
 
     def decoder(self, compile: bool = False) -> Decoder:
-        """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
+        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
 
 
 class PictureNetwork(Network, Protocol):
-    """A network of which whole pictures are measured, against the sampling loop that its authors published."""
+    """A network that can be benchmarked on whole images, against the sampling loop that its authors published."""
 
     def pixels(self, drawn: DecodeOutput) -> Tensor:
-        """Pixels `[B, 3, Y, X]` of what a decoder drew."""
+        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
 
     def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-        """What draws such a batch by the published loop, in float32, and what decodes its result to pixels."""
+        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
 
     def work(self, batch: int) -> list[tuple[int, int]]:
-        """Bytes of weights that are read, and floating-point operations, of each pass of the baseline."""
+        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
 
     def pixel_work(self, batch: int) -> int:
         """Floating-point operations of decoding the pixels."""
 
 
 def random_networks() -> dict[str, str]:
-    """Networks of official sizes with random weights, to measure: the module that makes each, by name."""
+    """Return, by name, the modules that create networks of official sizes with random weights for benchmarks."""
     modules = [family.networks_module for family in FAMILIES.values() if family.networks_module]
     return {name: module for module in modules for name in import_module(module).RANDOM}
 
@@ -124,7 +125,7 @@ def check_network(name: str, pictures: bool = False) -> None:
     """Raise ValueError unless `open_network` can open `name`; reads no weight.
 
     Args:
-        pictures: it must also be one of which whole pictures are measured, a `PictureNetwork`.
+        pictures: require a `PictureNetwork`, which can be benchmarked on whole images.
     """
     module = _module_of(name)
     if pictures and not hasattr(import_module(module).Network, "published"):
@@ -133,10 +134,10 @@ def check_network(name: str, pictures: bool = False) -> None:
 
 
 def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
-    """The transformer of a pipeline folder, a packaged or a hub model; or one of an official size with random weights.
+    """Load the transformer of a folder, a packaged or a Hub model, or create one of an official size with random weights.
 
     Raises:
-        ValueError: if it is none of these; see `check_model_folder`.
+        ValueError: for an unknown name; see `check_model_folder`.
     """
     module = import_module(_module_of(name))
     if name in random_networks():
@@ -145,7 +146,7 @@ def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network
 
 
 def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
-    """Likewise, with the image tokenizer.
+    """Like `open_network`, with the image tokenizer.
 
     Raises:
         ValueError: see `check_network`.
@@ -156,7 +157,7 @@ def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) ->
 
 
 def _module_of(name: str) -> str:
-    """What opens the networks of a model."""
+    """Return the module that opens the networks of a model."""
     random = random_networks()
     if name in random:
         return random[name]

@@ -1,6 +1,6 @@
-"""Between pictures and the tokens of all their scales: what pipelines of next-scale models do with their image tokenizer.
+"""Conversion between images and tokens of all scales, for pipelines of next-scale models.
 
-Shape suffixes: B pictures, L tokens of all scales, n of one, C latent channels, R/G latent rows and columns.
+Shape suffixes: B images, L tokens of all scales, n of one, C latent channels, R/G latent rows and columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vargen.pipelines.images import Kept, Source, decoded_pixels, preprocess_ima
 
 
 class ScalePictures:
-    """Decodes, encodes, and keeps parts of pictures; a part of a pipeline."""
+    """Mixin of a pipeline that decodes, previews and encodes images, and prepares source images for inpainting."""
 
     transformer: Any
     vqvae: Any
@@ -29,16 +29,20 @@ class ScalePictures:
     _device_of: Callable[[Any], torch.device]
 
     def _quantiser(self) -> MultiScaleQuantizer:
-        """The sum over scales where passes run: while the tokenizer is offloaded as a whole, a copy, which is small."""
+        """Return the quantizer on the device of the passes; a (small) copy while the tokenizer is offloaded."""
         own, device = self.vqvae.quantize, self._device_of(self.transformer)
         weight = own.embedding.weight
         return own if weight.is_meta or weight.device == device else copy.deepcopy(own).to(device)
 
     def _source(self, source: Source | None, count: int, each: int) -> tuple[list[Tensor], Kept | None]:
-        """Tokens `[B, n]` of the scales that stay a picture's own, and what says which others stay; `each` image of `count`.
+        """Return the tokens `[B, n]` of the kept coarse scales, and the `Kept` rule for the finer scales under a mask.
+
+        Args:
+            count: number of prompts.
+            each: images per prompt.
 
         Raises:
-            ValueError: unless there is one picture, or one for each prompt.
+            ValueError: unless there is one source image, or one per prompt.
         """
         if source is None:
             return [], None
@@ -55,14 +59,14 @@ class ScalePictures:
     @torch.no_grad()
     @without_autocast
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
-        """Pictures of tokens int64 `[B, L]`, all scales from coarse to fine; scales that hold -1 or end past `length [B]` are
-        left out, which makes a coarser picture, white where none is left.
+        """Decode tokens int64 `[B, L]` of all scales, from coarse to fine, to images.
 
-        Also a preview of a picture that is still being drawn.
+        Scales that contain -1 or end past `length [B]` are skipped, which gives a coarser image, or a white one if no scale is
+        left. So this also previews an image during generation.
 
         Raises:
-            ValueError, TypeError: for tokens that are none of this model's, or an unknown output type.
-            NonFinitePixelsError: with the picture and place of the first NaN or infinite pixel.
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
         """
         checks.check_output_type(output_type)
         checks.check_tokens(tokens, self.vqvae.config.codebook_size, least=-1)
@@ -82,7 +86,7 @@ class ScalePictures:
         return self.decode_tokens(tokens, torch.full((len(tokens),), drawn))
 
     def _sum(self, tokens: Tensor, length: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What the scales that are there add up to, `[B, C, R, G]`, and bool `[B]`, whether any is."""
+        """Return the sum over the complete scales, `[B, C, R, G]`, and bool `[B]`, whether there is any complete scale."""
         device, quantiser = self._device_of(self.vqvae), self._quantiser()
         tokens = tokens.to(quantiser.embedding.weight.device if not quantiser.embedding.weight.is_meta else device)
         ends = torch.tensor([side * side for side in quantiser.scales]).cumsum(0).tolist()
@@ -99,7 +103,7 @@ class ScalePictures:
         return canvas.to(device), drawn
 
     def _latent(self, pixels: Tensor) -> Tensor:
-        """`[B, C, R, G]`, not quantised, of pixels `[B, 3, Y, X]` in [-1, 1]."""
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to latents `[B, C, R, G]` before quantization."""
         latent = self.vqvae.latent(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype)).float()
         NonFinitePixelsError.check(latent)
         return latent.to(self._device_of(self.transformer))
@@ -107,12 +111,13 @@ class ScalePictures:
     @torch.no_grad()
     @without_autocast
     def encode_image(self, images: Any) -> Tensor:
-        """Tokens int64 `[B, L]`, all scales from coarse to fine, of PIL images or `[B, 3, Y, X]`, float in [0, 1] or uint8,
-        resized to the model's size.
+        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, L]` of all scales.
+
+        Scales are ordered from coarse to fine. Images are resized to the model's size.
 
         Raises:
-            ValueError, TypeError: for what is no picture, or numbers of another type or outside of [0, 1].
-            NonFinitePixelsError: if the tokenizer makes NaN or infinite values of finite ones.
+            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
         """
         latent = self._latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantiser().quantise(latent)], dim=1)

@@ -1,4 +1,4 @@
-"""Pipelines as files, and as what they can run: opening and saving, and the methods of their family; for pictures and video."""
+"""`StoredPipeline`: loading, saving and the list of supported methods, for image and video pipelines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vargen.compat import ensure_torchvision
 from vargen.decoding import list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 
-# from_pretrained finds this class by module path, so the module must have been imported.
+# Imported for its side effect: from_pretrained finds this class by module path.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.call_arguments import answering, names_of
 from vargen.pipelines.components import FAMILIES, current_modules
@@ -38,16 +38,17 @@ import diffusers
 from diffusers import DiffusionPipeline
 
 _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
-_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # what diffusers calls it
+_DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
 
 
 class StoredPipeline(Conditioning, DiffusionPipeline):
-    """A pipeline of any family.
+    """Base class of the pipelines of all families.
 
     Attributes:
-        family: which presets it runs; see `vargen.decoding.Accelerator`.
-        baseline: preset that ratios of speed are against. default_method: what a call draws with.
-        examples: of models of pictures, tokens to look up.
+        paradigm: selects the presets that this pipeline runs; see `vargen.decoding.Accelerator`.
+        baseline: name of the preset that speedups are relative to.
+        default_method: name of the preset that a call uses by default.
+        examples: for image models, example tokens for lookup drafters.
     """
 
     paradigm: ClassVar[str]
@@ -62,17 +63,17 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        calls = ("__call__", "stream")  # a call of video passes options on to `stream`, one of a subclass to its parent's
+        calls = ("__call__", "stream")  # a video call forwards options to `stream`, an override forwards them to its parent
         taken = names_of(*(vars(each)[name] for each in cls.__mro__ for name in calls if name in vars(each)))
         for name in calls:
             if name in vars(cls):
                 setattr(cls, name, answering(vars(cls)[name], taken))
 
     def _register(self, parts: Mapping[str, Any], config: Mapping[str, Any], prompt_names: Any) -> None:
-        """Check the parts and the values kept beside them, and register both; begins the body of every `__init__`.
+        """Validate and register the components and the values stored with them. Every `__init__` starts with it.
 
         Raises:
-            ValueError: for parts that do not belong together, class names, defaults or styles that a call could not use.
+            ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
         configs = {name: getattr(part, "config", None) for name, part in parts.items()}
         check_parts(FAMILIES[type(self).__name__], configs, **config)
@@ -83,7 +84,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         self.examples = None
         self._scorers: dict[tuple[str, torch.device], Scorer] = {}
 
-    # -- opening and saving ---------------------------------------------------------------------------------------------
+    # -- loading and saving ---------------------------------------------------------------------------------------------
 
     @classmethod
     def from_pretrained(
@@ -93,20 +94,20 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         dtype: torch.dtype | dict[str, torch.dtype] | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Open a packaged model by name (no network), a folder, or a model of the hub (`"owner/name"`).
+        """Load a packaged model by name (without network access), a local folder, or a Hub model (`"owner/name"`).
 
         Args:
-            torch_dtype, dtype: of the transformer and a large text encoder, under diffusers' old or new name, or dtypes by
-                component. Default: bfloat16 on machines with CUDA and on CPUs that multiply it in hardware, else float32. The
-                image tokenizer stays in float32, as trained.
-            **kwargs: of `DiffusionPipeline.from_pretrained`.
+            torch_dtype, dtype: dtype of the transformer and of a large text encoder, or a dict of dtypes by component; the
+                two are the old and the new name in diffusers. Default: bfloat16 on machines with CUDA and on CPUs with
+                hardware bfloat16 multiplication, else float32. The image tokenizer stays in float32, as trained.
+            **kwargs: passed to `DiffusionPipeline.from_pretrained`.
 
         Raises:
-            ValueError: for two dtypes or one that is not of floating point, an unknown name, a folder without
-                `model_index.json`, one that holds or asks for foreign code, or parts that are missing, damaged or do not
-                belong together; before any weight is loaded. For `trust_remote_code` or `custom_pipeline`.
-            TypeError: for an argument of another name.
-            MemoryError: naming the bytes of the weights, if memory does not hold them.
+            ValueError: before any weight is loaded, if both dtypes are given, a dtype is not floating-point, the name is
+                unknown, the folder has no `model_index.json`, contains code or requests it from elsewhere, or a component is
+                missing, damaged or does not match the others. Also for `trust_remote_code` and `custom_pipeline`.
+            TypeError: for an unknown argument.
+            MemoryError: if the weights do not fit in memory; the message reports their size in bytes.
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
@@ -128,27 +129,27 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
 
     @classmethod
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
-        """As diffusers has it, with the modules of components where they are now."""
+        """As in diffusers, with former module paths of components replaced by the current ones."""
         loaded: Any = super().load_config(*args, **kwargs)
         return (current_modules(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else current_modules(loaded)
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
-        """As diffusers has it; `prompt_names` and `examples`, which are no part of the config, go along."""
+        """As in diffusers. Also copies `prompt_names` and `examples`, which are not part of the config."""
         kwargs.setdefault("prompt_names", getattr(pipeline, "prompt_names", None))
         pipe = super().from_pipe(pipeline, **kwargs)
         pipe.examples = getattr(pipeline, "examples", None)
         return pipe
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write a folder that `from_pretrained` opens; each file appears whole, and none if saving fails.
+        """Write a folder that `from_pretrained` can load. Files are written atomically, and none is written if saving fails.
 
         Args:
-            save_directory: made when missing; files of other names that it holds stay, but for shards of older weights.
-            **kwargs: of `DiffusionPipeline.save_pretrained`.
+            save_directory: created if missing. Other files in it are kept, except shards of earlier weights.
+            **kwargs: passed to `DiffusionPipeline.save_pretrained`.
 
         Raises:
-            OSError: if the folder cannot be made or written.
+            OSError: if the folder cannot be created or written.
         """
         folder = expand_user(save_directory, "save_directory")
         if kwargs.get("push_to_hub"):
@@ -160,29 +161,29 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
             if self.examples is not None:
                 write_examples(self.examples, staged)
         if self.examples is None:
-            (folder / EXAMPLES_FILE).unlink(missing_ok=True)  # as below
-        (folder / BORROWED_FILE).unlink(missing_ok=True)  # of another model that was saved here
+            (folder / EXAMPLES_FILE).unlink(missing_ok=True)  # left by a model saved here earlier
+        (folder / BORROWED_FILE).unlink(missing_ok=True)  # likewise
         if self.prompt_names is None:
             (folder / NAMES_FILE).unlink(missing_ok=True)
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- supported methods ----------------------------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        """What a checked folder of this family says, `index` being its `model_index.json`."""
+        """Summarize a validated folder of this family. `index` is the content of its `model_index.json`."""
 
     @classmethod
     @abstractmethod
     def check_method(cls, described: ModelInfo, method: Any) -> None:
-        """Raise ValueError if a model that a folder describes cannot run a method; what weights would tell is not asked."""
+        """Raise ValueError if the model of a folder cannot run a method; `check_runs` has the checks that need weights."""
 
     @abstractmethod
     def check_runs(self, method: Any) -> None:
-        """Raise ValueError if this pipeline cannot run a method, saying why."""
+        """Raise ValueError with the reason if this pipeline cannot run a method."""
 
     def methods(self) -> list[Method]:
-        """The presets of this family: name, exact or relaxed, and the reason if this pipeline cannot run it."""
+        """List the presets of this paradigm, each with its name, kind, and the reason if this pipeline cannot run it."""
         found = []
         for preset in list_methods(self.paradigm):
             reason = None
@@ -194,7 +195,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         return found
 
     def resolved(self, accelerator: Any) -> Any:
-        """A preset by name, or the object itself, of this family.
+        """Return the method for a preset name, or the given method itself, if it belongs to this paradigm.
 
         Raises:
             ValueError, TypeError: for anything else.
@@ -202,13 +203,13 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         return resolve_method(accelerator, self.paradigm)
 
     def named_scorer(self, name: str) -> Scorer:
-        """The scorer of that name, opened at its first use; see `vargen.scoring.open_scorer`."""
+        """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""
         key = (name, self._execution_device)
         if key not in self._scorers:
             self._scorers[key] = open_scorer(*key)
         return self._scorers[key]
 
     def _device_of(self, component: Any) -> torch.device:
-        """Where a component's passes run: not where its weights lie, while diffusers offloads them to the CPU."""
+        """Device on which a component runs. While diffusers offloads it, its weights are on another one."""
         offloaded = component.device.type == "meta" or hasattr(component, "_hf_hook")
         return self._execution_device if offloaded else component.device

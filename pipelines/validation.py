@@ -1,4 +1,4 @@
-"""Checks of what a call is given. Each runs without weights and says what is wrong, what was given and what is allowed."""
+"""Validation of a call's arguments, without loaded weights. Errors name the argument, its value and what is allowed."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from vargen.decoding import Sampling
 from vargen.options import OPTIONS
 from vargen.values import parse_int, short_repr
 
-MAX_IMAGES = 1024  # of one call; a larger number is a typing error or wants a batch script
+MAX_IMAGES = 1024  # per call; a larger number is a typo or a job for a batch script
 MAX_SEED = 2**63 - 1
 
 
 def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
-    """The prompts as a list.
+    """Return the prompts as a list.
 
     Raises:
-        TypeError: if `prompt` is neither a string nor a list of strings.
-        ValueError: if it is empty, or holds an empty prompt.
+        TypeError: if `prompt` is not a string or a list of strings.
+        ValueError: if the list is empty, or a prompt is empty or not valid Unicode.
     """
     prompts = [prompt] if isinstance(prompt, str) else prompt
     if not isinstance(prompts, list | tuple):
@@ -36,23 +36,23 @@ def check_prompts(prompt: Any, name: str = "prompt") -> list[str]:
             raise TypeError(f"{name}[{i}] must be a string, got {type(text).__name__}: {short_repr(text)}")
         if not any(_visible(char) for char in text):
             raise ValueError(f"{name}[{i}] is empty; describe a picture, for example 'a red apple'")
-        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # bytes of a shell that are no text
+        if not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):  # undecodable bytes from a shell
             raise ValueError(f"{name}[{i}] must be valid Unicode that UTF-8 can hold, got {short_repr(text)}")
     return list(prompts)
 
 
 def _visible(char: str) -> bool:
-    """Whether a character is there for a reader: no space, and no mark of order or width."""
+    """Whether a character is visible: no whitespace, control, formatting or combining character."""
     return not char.isspace() and (char.isascii() or unicodedata.category(char) not in ("Cf", "Cc", "Mn"))
 
 
 def check_guidance(guidance_scale: Any) -> float:
-    """The scale as a float. Raises ValueError unless it is a finite number of at least 0 and at most 1000."""
+    """Return the guidance scale as a float. Raises ValueError unless it is a finite number from 0 to 1000."""
     return OPTIONS["guidance_scale"].check(guidance_scale)
 
 
 def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
-    """The guidance scale (1 where none is given) and the rest of `guidance_scale`, `temperature`, `top_k`, `top_p`.
+    """Split the settings into the guidance scale (default 1) and a `Sampling` of `temperature`, `top_k` and `top_p`.
 
     Raises:
         ValueError, TypeError: naming the setting, its value and what is allowed.
@@ -62,19 +62,19 @@ def check_sampling(settings: Mapping[str, Any]) -> tuple[float, Sampling]:
 
 
 def check_guidance_interval(interval: Any) -> int | None:
-    """The step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
+    """Return the last guided step, or None. Raises ValueError unless it is None or a whole number of at least 0."""
     number = parse_int(interval, 0)
     if interval is not None and number is None:
         raise ValueError(f"guidance_interval must be None or a whole number of at least 0, got {short_repr(interval)}")
-    return None if number is None else min(number, 2**31)  # past every grid, and still a number that tensors hold
+    return None if number is None else min(number, 2**31)  # beyond every grid, and representable in a tensor
 
 
 def check_class_labels(class_labels: Any, num_classes: int, id2label: dict[int, str] | None = None) -> list[int]:
-    """Class numbers as a list; names are looked up in `id2label`.
+    """Return the class numbers as a list; names are looked up in `id2label`.
 
     Raises:
-        TypeError: for anything but numbers, names, or a list or int tensor of them.
-        ValueError: for a number outside [0, num_classes) or an unknown name (names the nearest).
+        TypeError: unless it is a number, a name, or a list, array or integer tensor of them.
+        ValueError: for a number outside [0, num_classes) or an unknown name (the message suggests similar names).
     """
     if isinstance(class_labels, Tensor):
         class_labels = class_labels.flatten().tolist()
@@ -105,7 +105,7 @@ def _class_number(label: Any, num_classes: int, id2label: dict[int, str]) -> int
 
 
 def check_count(num_images_per_prompt: Any, prompts: int) -> int:
-    """The count as an int. Raises ValueError unless it is at least 1 and the call makes at most `MAX_IMAGES` images."""
+    """Return the count as an int. Raises ValueError if it is below 1 or the call would exceed `MAX_IMAGES` images."""
     count = parse_int(num_images_per_prompt, 1)
     if count is None:
         raise ValueError(f"num_images_per_prompt must be a whole number of at least 1, got {short_repr(num_images_per_prompt)}")
@@ -117,10 +117,11 @@ def check_count(num_images_per_prompt: Any, prompts: int) -> int:
 
 
 def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
-    """Caption features `[B, P, C]`, and their mask as bool `[B, P]`; without one all rows are valid.
+    """Return caption features `[B, P, C]` and their mask as bool `[B, P]`. Without a mask all features are valid.
 
     Raises:
-        ValueError: for no features at all, ones that are not finite floats, or a mask of another shape or other values.
+        ValueError: if B is 0, a feature is not a finite floating-point number, or the mask has a wrong shape or a value other
+            than 0 and 1.
     """
     if not len(embeds):
         raise ValueError(f"{name}_embeds must hold at least one row, got {list(embeds.shape)}")
@@ -144,7 +145,7 @@ def check_embeds(embeds: Tensor, mask: Any, name: str) -> tuple[Tensor, Tensor]:
 
 
 def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
-    """Raise TypeError or ValueError unless `callback` is a function and `tensor_inputs` names of `known`; both may be None."""
+    """Raise TypeError or ValueError unless `callback` is None or callable and `tensor_inputs` is None or names in `known`."""
     if callback is not None and not callable(callback):
         raise TypeError(f"callback_on_step_end must be a function, or None, got {short_repr(callback)}")
     named = () if tensor_inputs is None else tensor_inputs
@@ -153,14 +154,14 @@ def check_callback(callback: Any, tensor_inputs: Any, known: list[str]) -> None:
 
 
 def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> dict[str, Any]:
-    """What `callback_on_step_end` returned, as a dictionary.
+    """Validate what `callback_on_step_end` returned, and return it as a dictionary.
 
     Args:
-        left_out: bool, as `tokens`: places that hold no token, whatever stands there.
+        left_out: bool, same shape as `tokens`: positions without a token, whose values are ignored.
 
     Raises:
-        TypeError: for anything but a dictionary or None.
-        ValueError: for tokens of another shape, or outside the vocabulary.
+        TypeError: unless it is a dictionary or None.
+        ValueError: for tokens of a wrong shape or outside the vocabulary.
     """
     if answer is None:
         answer = {}
@@ -178,15 +179,15 @@ def check_answer(answer: Any, tokens: Tensor, vocab: int, left_out: Tensor) -> d
             raise ValueError(f"{returned} must be a tensor {list(tokens.shape)}, got {given}")
         check_tokens(latents, vocab, returned, left_out=left_out)
     else:
-        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", left_out=left_out)  # in place, as it may
+        check_tokens(tokens, vocab, "tokens that callback_on_step_end changed", left_out=left_out)  # edited in place
     return dict(answer)
 
 
 def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0, left_out: Tensor | None = None) -> Tensor:
-    """Raise TypeError or ValueError unless it is a tensor of whole numbers, each of the vocabulary, or from `least` on.
+    """Raise TypeError or ValueError unless `tokens` is an integer tensor with values from `least` to `vocab` - 1.
 
     Args:
-        left_out: bool, as `tokens`: where not to look.
+        left_out: bool, same shape as `tokens`: positions that are not checked.
     """
     if not isinstance(tokens, Tensor) or tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         given = str(tokens.dtype) if isinstance(tokens, Tensor) else short_repr(tokens)
@@ -199,10 +200,10 @@ def check_tokens(tokens: Any, vocab: int, who: str = "tokens", least: int = 0, l
 
 
 def check_seed(seed: Any, images: int) -> int:
-    """The seed of the first of `images` pictures, of which each next one has the next seed.
+    """Return the seed of the first of `images` images, which have consecutive seeds.
 
     Raises:
-        ValueError: unless it is a whole number of at least 0, and the last one's seed fits into 63 bits.
+        ValueError: unless it is a whole number of at least 0 and the seed of the last image fits in 63 bits.
     """
     number = parse_int(seed, 0, MAX_SEED)
     if number is None:
@@ -237,12 +238,12 @@ def check_output_type(output_type: Any) -> str:
 
 
 class ImageSeeds(NamedTuple):
-    """What the images of a call are drawn from.
+    """Seeds of the images of a call.
 
     Attributes:
-        asked: per image, the seed of a generator that draws this image alone.
-        noise: int64 `[images]`, what its noise is made from: the first number that such a generator draws.
-        devices: per image, that of the generator.
+        asked: per image, the seed of a generator that reproduces this image on its own.
+        noise: int64 `[images]`, the key of the image's counter-based noise: the first number from such a generator.
+        devices: per image, the device of the generator.
     """
 
     asked: list[int]
@@ -250,8 +251,10 @@ class ImageSeeds(NamedTuple):
     devices: list[torch.device]
 
     def candidates(self, count: int) -> ImageSeeds:
-        """Of `count` candidates of each image, which follow one another: the first is the image itself, the others have the
-        seeds below 2**32 that a generator of the image's seed draws."""
+        """Return the seeds of `count` candidates per image, grouped by image.
+
+        The first candidate has the image's own seed. The others have 32-bit seeds from a generator with the image's seed.
+        """
         if count == 1:
             return self
         asked, noise, devices = [], [], []
@@ -265,15 +268,16 @@ class ImageSeeds(NamedTuple):
 
 
 def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
-    """The seeds of a call's images; image i is the one that `torch.Generator(device).manual_seed(asked[i])` draws alone.
+    """Return one seed per image such that `torch.Generator(device).manual_seed(asked[i])` reproduces image i on its own.
 
-    A list gives image i the generator i, one generator serves all images in turn, and None stands for torch's global one. A
-    generator that nothing was drawn from yet passes its own seed on. From one that has moved on, as for the second image of
-    a single generator, no seed would give the same numbers: there a new seed below 2**32 is drawn from it.
+    A list has one generator per image. A single generator is used for all images in turn, and None selects torch's global
+    generator. An unused generator contributes its initial seed. A generator that has already produced numbers cannot be
+    rebuilt from a seed, so a new 32-bit seed is sampled from it; this is also the case for the second and later images of a
+    single generator.
 
     Raises:
-        TypeError: for anything but None, a `torch.Generator` or a list of them.
-        ValueError: if a list is not as long as the number of images.
+        TypeError: unless it is None, a `torch.Generator` or a list of them.
+        ValueError: if the length of a list differs from the number of images.
     """
     if isinstance(generator, list | tuple):
         if len(generator) != images:
@@ -294,11 +298,11 @@ def resolve_seeds(generator: Any, images: int) -> ImageSeeds:
 
 
 def _seed_and_noise(source: torch.Generator) -> tuple[int, int]:
-    """A seed, and the first number that a generator of it draws; draws one number from `source`."""
+    """Return a seed and the first number of a generator with that seed. Advances `source` by one number."""
     drawn, seed = _draw(source), source.initial_seed()
     if drawn == _draw(torch.Generator(source.device).manual_seed(seed)):
         return seed, drawn
-    seed = drawn % 2**32  # all that generators of the CPU tell apart
+    seed = drawn % 2**32  # CPU generators use only the low 32 bits of a seed
     return seed, _draw(torch.Generator(source.device).manual_seed(seed))
 
 

@@ -1,4 +1,4 @@
-"""`VARPipeline`: a prompt or a class to pictures, scale by scale, with a VAR transformer and its multi-scale tokenizer."""
+"""`VARPipeline`: text or class to image, scale by scale, with a VAR transformer and its multi-scale tokenizer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.scale_pictures import ScalePictures
 
-from diffusers.utils import BaseOutput  # isort: skip  # behind base, which guards torchvision
+from diffusers.utils import BaseOutput  # isort: skip  # after base, which guards torchvision
 
 
 @dataclass
@@ -34,9 +34,9 @@ class VARPipelineOutput(BaseOutput):
     """Result of a call.
 
     Attributes:
-        images: a list of PIL images; or float32 `[B, Y, X, 3]` numpy or `[B, 3, Y, X]` torch in [0, 1]; or tokens, int64
-            `[B, L]`, all scales from coarse to fine, -1 at those that were left out; by `output_type`.
-        stats: what decoding did; see `vargen.decoding.DecodeStats`.
+        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
+            `[B, 3, Y, X]` in [0, 1], or tokens, int64 `[B, L]`, all scales from coarse to fine, -1 in skipped scales.
+        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
     """
 
     images: Any
@@ -52,14 +52,14 @@ class VARPipeline(ScalePictures, VisualPipeline):
         >>> pipe(class_labels=207, generator=torch.Generator().manual_seed(0)).images[0].save("dog.png")
 
     Args:
-        vqvae: multi-scale tokenizer between pixels and tokens.
-        transformer: the network that draws tokens.
-        text_encoder, tokenizer: what turns a prompt into caption features (`condition="text"` only).
-        draft_transformer: a smaller transformer of the same tokens and conditions, for `accelerator="code"` and others.
-        id2label, defaults, prompt_styles, prompt_names: as of `LlamaGenPipeline`.
+        vqvae: multi-scale image tokenizer.
+        transformer: the network that predicts tokens.
+        text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
+        draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="code"` and others.
+        id2label, defaults, prompt_styles, prompt_names: as in `LlamaGenPipeline`.
 
     Raises:
-        ValueError: for parts that do not belong together, class names or defaults that a call could not use.
+        ValueError: for components that do not match each other, or class names or defaults that are not valid.
     """
 
     paradigm: ClassVar[str] = "next-scale"
@@ -86,11 +86,11 @@ class VARPipeline(ScalePictures, VisualPipeline):
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
-    # -- what it is -----------------------------------------------------------------------------------------------------
+    # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
     def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in what the file leaves to the defaults
+        with torch.device("meta"):  # fills in default values that the file omits
             transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
             side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
@@ -171,34 +171,35 @@ class VARPipeline(ScalePictures, VisualPipeline):
         compile: bool = False,
         clean_prompt: bool = False,
     ) -> VARPipelineOutput | tuple[Any]:
-        """Draw pictures.
+        """Generate images.
 
         Args:
             prompt: one prompt or several (`condition="text"`).
-            image: draw a picture like this one, or, with `mask`, draw a part of it anew: a PIL image, or `[N, 3, Y, X]`, float
-                in [0, 1] or uint8, of the model's size; one for all prompts, or one for each.
-            mask: white where the image is drawn anew, as large as it is; a PIL image, or numbers in [0, 1].
-            strength: share of the scales, the fine ones, that are drawn anew, in [0, 1]. Default: 0.8, and 1 with a mask.
+            image: source of a variation or, with `mask`, of inpainting: a PIL image, or a tensor `[N, 3, Y, X]`, float in
+                [0, 1] or uint8. It must have the model's size. One for all prompts, or one per prompt.
+            mask: white in the area to inpaint; a PIL image, or numbers in [0, 1], of the size of the image.
+            strength: fraction of the scales to regenerate, from the finest down, in [0, 1]. Default: 0.8, and 1 with a mask.
             class_labels: one class or several, by number or, where the checkpoint has them, name (`condition="class"`).
-            num_images_per_prompt: pictures of each.
-            num_candidates, scorer: as of `LlamaGenPipeline`: draw so many of each, and keep what scores best.
-            guidance_scale: classifier-free guidance, at least 0; 1 switches it off. It grows linearly over the scales, from
-                none, to this at the last; the official `cfg` is one less. None: the checkpoint's default, as for `temperature`,
-                `top_k` and `top_p`.
-            negative_prompt: what guidance leads away from, instead of the null caption; one for all prompts, or one for each.
+            num_images_per_prompt: number of images per prompt or class.
+            num_candidates, scorer: as in `LlamaGenPipeline`: generate several candidates per image, and keep the best.
+            guidance_scale: scale of classifier-free guidance, at least 0; 1 disables it. Guidance grows linearly over the
+                scales from none at the first to this value at the last. The official `cfg` is this value minus 1. None: the
+                checkpoint's default; so for `temperature`, `top_k` and `top_p`.
+            negative_prompt: replaces the null caption in guidance; one for all prompts, or one per prompt.
             accelerator: name of a preset (`vargen info presets` lists them), or a `ScaleSchedule`.
-            generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as of `LlamaGenPipeline`.
+            generator, prompt_embeds, prompt_mask, negative_prompt_embeds, negative_prompt_mask: as in `LlamaGenPipeline`.
             output_type: `"pil"`, `"np"`, `"pt"`, or `"latent"` for the tokens.
             return_dict: False returns `(images,)`.
             callback_on_step_end: called as `f(pipe, step, tokens_drawn, {"latents": tokens})` after every pass;
-                `pipe.preview(tokens, tokens_drawn)` shows what is there. It may change the tokens of the scale that was drawn
-                last. Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the run with what is drawn.
-            compile: run the passes through `torch.compile`; the first call takes minutes. Not on a CPU, where it does not pay.
-            clean_prompt: clean the prompt as official text models were trained (needs ftfy and beautifulsoup4).
+                `pipe.preview(tokens, tokens_drawn)` returns the partial image. It may change the tokens of the latest scale.
+                Returning `{"stop": True}`, or setting `pipe._interrupt`, ends the call with the tokens generated so far.
+            compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
+            clean_prompt: clean the prompt as in the training of official text models (needs ftfy and beautifulsoup4).
 
         Raises:
-            ValueError, TypeError: for bad arguments, naming the argument, the value and what is allowed.
-            NonFiniteLogitsError: if the model returns NaN or infinite logits. NonFinitePixelsError: likewise the tokenizer.
+            ValueError, TypeError: for invalid arguments, naming the argument, its value and what is allowed.
+            NonFiniteLogitsError: if the transformer returns NaN or infinite logits.
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite pixels.
         """
         inputs = callback_on_step_end_tensor_inputs
         check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
@@ -228,8 +229,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
         return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
     def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScaleModel:
-        """The transformer, and the one it may draft with, as `vargen.decoding.decode_scales` sees them; arguments as in a
-        call."""
+        """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`; arguments as in
+        `__call__`."""
         scale, quantiser = checks.check_guidance(guidance_scale), self._quantiser()
         device = self._device_of(self.transformer)
         draft = self.draft_transformer

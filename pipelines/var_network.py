@@ -1,4 +1,4 @@
-"""A VAR model to measure: a checkpoint's, or one of an official size with random weights."""
+"""VAR models for benchmarks: of a checkpoint, or of an official size with random weights."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from vargen.pipelines.decoders import ScaleDecoder, scale_pass, scales_of
 from vargen.pipelines.published_var import PublishedLoop
 
 RANDOM = {f"var-d{depth}": depth for depth in (16, 20, 24, 30, 36)}
-_LARGE = 36  # depth of the official model for 512 pixels; the others draw 256
-_ONCE = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")  # read once a picture, or a few rows a pass
+_LARGE = 36  # depth of the official 512-pixel model; the others generate 256 pixels
+_ONCE = ("ada_lin", "class_emb", "caption_", "null_cond", "pos_", "lvl_embed")  # read once per image, or a few rows per pass
 
 
 @dataclass(frozen=True)
 class Network:
-    """A transformer and its image tokenizer to measure, and the sampling that its checkpoint asks for."""
+    """A transformer and its image tokenizer to benchmark, with the sampling settings of the checkpoint."""
 
     name: str
     transformer: VARTransformer
@@ -39,20 +39,20 @@ class Network:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a picture."""
+        """Number of tokens of an image."""
         return self.transformer.tokens
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the parameters that every pass reads in full."""
+        """Size in bytes of the parameters that every pass reads in full."""
         named = self.transformer.named_parameters()
         return sum(p.nbytes for name, p in named if not any(part in name for part in _ONCE))
 
     def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-        """By width, a function that runs the pass of so many tokens at its place in a picture.
+        """By width, a function that runs the pass of `width` tokens at its scales of an image.
 
         Raises:
-            ValueError: for a width of no scale.
+            ValueError: for a width that is not the size of a scale or of consecutive scales.
         """
         model, found = self._scales(1.0), {}
         for width in sorted(set(widths)):
@@ -61,7 +61,7 @@ class Network:
         return found
 
     def condition(self, batch: int) -> Condition:
-        """A condition of the right shape, captions of eight words: what it says has no part in the time a pass takes."""
+        """Return an arbitrary condition of the right shape (captions of eight tokens); content does not affect the time."""
         config, device = self.transformer.config, self.transformer.device
         if config.condition == "class":
             return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
@@ -71,7 +71,7 @@ class Network:
         return Condition(caption_embeds=embeds, caption_mask=mask)
 
     def decoder(self, compile: bool = False) -> ScaleDecoder:
-        """With the checkpoint's sampling; `compile` runs the passes through `torch.compile`."""
+        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
         step = torch.compile(self.transformer, dynamic=False) if compile else None
         return ScaleDecoder(self._scales(self.guidance_scale, step), self.sampling)
 
@@ -79,19 +79,19 @@ class Network:
         device = self.transformer.device
         return VARScaleModel(self.transformer, self.vqvae.quantize, guidance_scale, step=step, device=device)
 
-    # -- whole pictures -----------------------------------------------------------------------------------------------
+    # -- whole images -------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def pixels(self, drawn: DecodeOutput) -> Tensor:
-        """Pixels `[B, 3, Y, X]` of what was drawn."""
+        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
         assert drawn.canvas is not None
         return self.vqvae.decode_latent(drawn.canvas)
 
     def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-        """The opponent: what draws such a batch by the published loop, in float32, and what decodes that to pixels."""
+        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
         loop = PublishedLoop(*(copy.deepcopy(part).float() for part in (self.transformer, self.vqvae)))
         model, condition = self._scales(self.guidance_scale), self.condition(batch)
-        condition = model.start(condition).conditions[0]  # it is not to be slower by rows of padding
+        condition = model.start(condition).conditions[0]  # without padding rows, which would slow it down
         generator = torch.Generator(self.transformer.device).manual_seed(0)
         settings = (self.guidance_scale, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
 
@@ -102,7 +102,7 @@ class Network:
         return lambda: loop(condition, generator, *settings)[1], pixels
 
     def work(self, batch: int) -> list[tuple[int, int]]:
-        """Bytes of weights that are read, and floating-point operations, of each pass of the baseline."""
+        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
         config, scales = self.transformer.config, self.transformer.scales
         D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
         rows = batch * (1 if self.guidance_scale == 1 else 2)
@@ -127,20 +127,20 @@ class Network:
 
 
 def random_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
-    """One of `RANDOM`."""
+    """Create one of `RANDOM`."""
     depth = RANDOM[name]
     pixels = 512 if depth == _LARGE else 256
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         transformer = VARTransformer(**official_config(depth, pixels))
         vqvae = MultiScaleVQModel(scales=SCALES[pixels])
-        torch.nn.init.normal_(transformer.head.weight, std=0.02)  # starts at zero, for training
+        torch.nn.init.normal_(transformer.head.weight, std=0.02)  # zero by default, for training
     transformer = transformer.to(device, dtype).eval()
     return Network(name, transformer, vqvae.to(device).eval(), sampling=_sampling(DEFAULTS))
 
 
 def stored_network(name: str, folder: Path, dtype: torch.dtype, device: torch.device) -> Network:
-    """The transformer and the tokenizer of a checked pipeline folder."""
+    """Load the transformer and the tokenizer of a validated pipeline folder."""
     stored = json.loads((folder / "model_index.json").read_text()).get("defaults") or {}
     stored = {key: value for key, value in stored.items() if value is not None}
     transformer = VARTransformer.from_pretrained(folder / "transformer", torch_dtype=dtype, use_safetensors=True)

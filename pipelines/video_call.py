@@ -1,4 +1,4 @@
-"""What a call of a pipeline of video may ask for."""
+"""Validation of the arguments of a video pipeline's call."""
 
 from __future__ import annotations
 

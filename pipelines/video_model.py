@@ -1,4 +1,4 @@
-"""A pipeline of video without its call: what one of its videos is drawn from, with, and judged by."""
+"""Base class of video pipelines: conditions, models, scorers and methods of a call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from vargen.specs import read_spec
 
 
 class VideoModel(StoredPipeline):
-    """Networks of video as a video needs them; see `CausalVideoPipeline`."""
+    """Prepares networks, conditions and scorers for the generation of a video; see `CausalVideoPipeline`."""
 
     paradigm: ClassVar[str] = VideoMethod.paradigm
     baseline: ClassVar[str] = "target"
@@ -70,7 +70,7 @@ class VideoModel(StoredPipeline):
         return int(longest or self.default("caption_rows"))
 
     def default(self, name: str) -> Any:
-        """The checkpoint's own setting, else the usual one; see `vargen.pipelines.video_parts.USUAL`."""
+        """Return the checkpoint's value of a setting, else the one in `vargen.pipelines.video_parts.USUAL`."""
         value = (self.config.defaults or {}).get(name)
         return USUAL[name] if value is None else value
 
@@ -79,12 +79,12 @@ class VideoModel(StoredPipeline):
         """Frames per second."""
         return self.transformer.geometry.fps
 
-    # -- parts of a call --------------------------------------------------------------------------------------------------
+    # -- steps of a call --------------------------------------------------------------------------------------------------
 
     def block_model(
         self, window: int | None = None, sinks: int | None = None, motion: int | None = None
     ) -> CausalVideoBlockModel:
-        """The models as `vargen.decoding.decode_video` sees them; arguments as in a call."""
+        """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`."""
         guidance = float(self.default("guidance"))
         null = None if guidance == 1 else self.no_caption()
         options: dict[str, Any] = {
@@ -105,10 +105,10 @@ class VideoModel(StoredPipeline):
         )
 
     def video_condition(self, prompt: Any, prompt_embeds: Any = None, clean: bool = False) -> Condition:
-        """What one video is drawn from.
+        """Return the condition of one video.
 
         Raises:
-            ValueError, TypeError: unless there is one prompt, or its features `[1, P, text_dim]`.
+            ValueError, TypeError: unless there is exactly one prompt, or its features `[1, P, text_dim]`.
         """
         if prompt_embeds is not None:
             width = self.transformer.config.text_dim
@@ -123,7 +123,7 @@ class VideoModel(StoredPipeline):
         return Condition(caption_embeds=embeds[:, mask[0]], caption_mask=mask[:, mask[0]])
 
     def no_caption(self) -> Condition:
-        """What guidance leads away from: the features of an empty caption, as captions are dropped in training."""
+        """Return the null condition: features of an empty caption, as in training with caption dropout."""
         if self.text_encoder is None or self.tokenizer is None:
             raise ValueError("this pipeline was loaded without a text encoder, which guidance needs")
         encoded = tokenized(self.tokenizer, [""], return_tensors="pt").to(self._execution_device)
@@ -131,9 +131,9 @@ class VideoModel(StoredPipeline):
         return Condition(caption_embeds=features if isinstance(features, Tensor) else features[0])
 
     def scored_prompt(self, prompt: str) -> str:
-        """What scorers are asked about: the prompt as it is read, with the model's style where it draws but one style.
+        """Return the prompt for scorers: normalized, with the model's style appended if the model has only one.
 
-        A scorer that knows several styles would else ask for something between them.
+        Without it, a scorer trained with several styles would prefer a mixture of them.
         """
         text = self.normalize_prompt(prompt).text
         styles = list(self.config.prompt_styles or ())
@@ -141,12 +141,12 @@ class VideoModel(StoredPipeline):
         return text if named else f"{text}, {styles[0]} style"
 
     def frame_scorer(self, scorer: Any = None) -> Any:
-        """What scores drafts.
+        """Return the scorer of drafts.
 
         Args:
-            scorer: a name as `vargen score` takes it, a `Scorer`, a function of images and prompts, or an object whose
-                `bind(prompt)` gives a function of a `View`, such as a `FrameScorer`. None: the packaged scorer. Scorers of
-                pictures see the checkpoint's `scored_frames` of each block.
+            scorer: a name that `vargen score` accepts, a `Scorer`, a function of images and prompts, or an object whose
+                `bind(prompt)` returns a function of a `View`, such as a `FrameScorer`. None: the packaged scorer. Image scorers
+                get the checkpoint's `scored_frames` of each block.
         """
         frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):
@@ -162,7 +162,7 @@ class VideoModel(StoredPipeline):
         return WanStreamingDecoder(self.vae)
 
     def _given(self, image: Any) -> list[Tensor]:
-        """The latents of a picture that a video starts from."""
+        """Encode the start image of a video to latents."""
         if image is None:
             return []
         rows, columns = self.transformer.geometry.pixel_size
@@ -173,10 +173,10 @@ class VideoModel(StoredPipeline):
         return [decoder.encode(pixels[None].to(self._device_of(self.vae)))]
 
     def chosen(self, accelerator: Any, tau: Any = None) -> VideoMethod:
-        """The method of a call, with its threshold.
+        """Return the method of a call with its threshold.
 
         Raises:
-            ValueError, TypeError: for an unknown one, one that this pipeline cannot run, or a `tau` that it has no use for.
+            ValueError, TypeError: for an unknown method or one of another paradigm, or `tau` for a method without a threshold.
         """
         usual = self.default_method if self.draft_transformer is not None else self.baseline
         method = self.resolved(usual if accelerator is None else accelerator)

@@ -1,4 +1,4 @@
-"""Whether the parts of a video model belong together, by their configurations, and what its `defaults` may be."""
+"""Checks, from configurations alone, that the components of a video model match, and that its `defaults` are valid."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from vargen.decoding.video.policies import validate_threshold
 from vargen.models.causal_video import geometry_from_config
 from vargen.values import parse_float, parse_int, short_repr
 
-# What `defaults` may say, and what counts where it does not.
+# Settings that `defaults` may contain, with the values used otherwise.
 USUAL: dict[str, Any] = {
-    "levels": None,  # of the steps; None: those of the distilled models
-    "euler": False,  # follow the velocity instead of noising each estimate anew
+    "levels": None,  # noise levels of the steps; None: those of the distilled models
+    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
     "guidance": 1.0,
     "num_blocks": 8,
-    "tau": None,  # None: the method's own
+    "tau": None,  # None: the method's
     "window": None,
     "sinks": 0,
     "caption_rows": 64,
-    "scored_frames": None,  # of a drafted block; None: all
+    "scored_frames": None,  # frames of a drafted block to score; None: all
 }
-_WHOLE = {  # least and most
+_WHOLE = {  # minimum and maximum
     "num_blocks": (1, 100_000),
     "window": (1, 1_000_000),
     "sinks": (0, 1_000_000),
@@ -37,10 +37,11 @@ class _Config:
 
 
 def check_parts(configs: Mapping[str, Any], defaults: Any) -> None:
-    """Raise ValueError unless networks are of one latent space, drafter and target take the same text, and defaults are such.
+    """Raise ValueError unless all networks share the latents, draft and target model the text features, and defaults are valid.
 
     Args:
-        configs: by component, None for one that is not there. defaults: of the pipeline.
+        configs: configuration by component, None for a missing one.
+        defaults: `defaults` of the pipeline.
     """
     check_defaults(defaults)
     target, draft = configs.get("transformer"), configs.get("draft_transformer")
@@ -79,7 +80,7 @@ def check_parts(configs: Mapping[str, Any], defaults: Any) -> None:
 
 
 def check_defaults(defaults: Any) -> None:
-    """Raise ValueError unless it is None or a dict of settings of drawing."""
+    """Raise ValueError unless it is None or a dict of valid settings in `USUAL`."""
     if defaults is None:
         return
     if not isinstance(defaults, dict) or any(name not in USUAL for name in defaults):

@@ -1,4 +1,4 @@
-"""Videos to files: mp4 with PyAV, animated gif and webp with Pillow. A file appears whole or not at all."""
+"""Video output: the result of a call, a video stream, and writing mp4 (PyAV), GIF and WebP files (Pillow) atomically."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ from vargen.files import atomic_file, expand_user
 from vargen.values import parse_float, short_repr
 
 FORMATS = (".mp4", ".gif", ".webp")
-_CODECS = ("libx264", "mpeg4")  # the first that this build of FFmpeg has
+_CODECS = ("libx264", "mpeg4")  # in order of preference
 
 
 def check_video_path(path: Any, name: str = "path") -> Path:
-    """The file to write.
+    """Validate the path of a video file, and return it.
 
     Raises:
-        ValueError: for another suffix. ImportError: for an mp4 without PyAV.
+        ValueError: for an unsupported suffix.
+        ImportError: for .mp4 without PyAV.
     """
     file = expand_user(path, name)
     if file.suffix.lower() not in FORMATS:
@@ -38,15 +39,18 @@ def check_video_path(path: Any, name: str = "path") -> Path:
 
 
 def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
-    """Write a video, whole or not at all; gif and webp loop.
+    """Write a video file atomically. GIF and WebP files loop.
 
     Args:
-        frames: PIL images, or numbers in [0, 1] as `[F, Y, X, 3]` numpy or `[F, 3, Y, X]` torch.
-        path: ends in .mp4, .gif or .webp. fps: frames per second. comment: kept in the file, where it can be.
+        frames: PIL images, or numbers in [0, 1] as a NumPy array `[F, Y, X, 3]` or a torch tensor `[F, 3, Y, X]`.
+        path: file name that ends in .mp4, .gif or .webp.
+        fps: frames per second.
+        comment: stored in the file's metadata if the format supports it.
 
     Raises:
-        ValueError: for no frame, frames of different sizes, another suffix, or a rate that is not above 0.
-        ImportError: for an mp4 without PyAV. OSError: where it cannot be written; nothing is left behind then.
+        ValueError: for no frames, frames of different sizes, an unsupported suffix, or `fps` that is not above 0.
+        ImportError: for .mp4 without PyAV.
+        OSError: if the file cannot be written; no partial file is left then.
     """
     file, rate = check_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
@@ -83,7 +87,7 @@ def _write_animation(pictures: list[Image.Image], file: Path, fps: float, suffix
 
 
 def _write_mp4(pictures: list[Image.Image], file: Path, fps: float, comment: str) -> None:
-    """H.264 where FFmpeg has it. Sides are made even, as its colours need, by repeating the last row or column."""
+    """Use H.264 if FFmpeg has it. yuv420p needs even sides: odd ones are extended by repeating the last row or column."""
     av = _av()
     codec = next((name for name in _CODECS if name in av.codecs_available), _CODECS[-1])
     width, height = pictures[0].size
@@ -121,23 +125,25 @@ class CausalVideoPipelineOutput(BaseOutput):
     """Result of a call.
 
     Attributes:
-        frames: N videos, one of each prompt: lists of PIL images; or float32 `[N, F, Y, X, 3]` numpy or `[N, F, 3, Y, X]` torch
-            in [0, 1]; or latents, float32 `[N, F', C, Y', X']`; by `output_type`. Arrays of a call that was stopped between
-            videos come as a list, for they are of different lengths.
-        stats: of the video, a row for each block; for a list of prompts, a list of them. See `vargen.decoding.VideoStats`.
-        fps: frames per second that it is made for.
+        frames: N videos, one per prompt. Depending on `output_type`, lists of PIL images, a float32 NumPy array
+            `[N, F, Y, X, 3]` or torch tensor `[N, F, 3, Y, X]` in [0, 1], or latents, float32 `[N, F', C, Y', X']`. If the call
+            was stopped, videos differ in length, and arrays are returned as a list.
+        stats: statistics of the video, with one row per block; a list of them for a list of prompts. See
+            `vargen.decoding.VideoStats`.
+        fps: frames per second of the model.
     """
 
     frames: Any
-    stats: Any  # VideoStats | list[VideoStats], which would have to be told apart wherever one prompt is given
+    stats: Any  # VideoStats | list[VideoStats]; the union would need a check wherever there is one prompt
     fps: int
 
 
 class VideoStream(Iterator[Block]):
-    """A video that is being made: blocks as they are finished; see `CausalVideoPipeline.stream`.
+    """Iterator over the blocks of a video as they are generated; see `CausalVideoPipeline.stream`.
 
     Attributes:
-        fps: frames per second. blocks: how many there will be.
+        fps: frames per second.
+        blocks: total number of blocks.
     """
 
     def __init__(self, pipe: VideoModel, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
@@ -156,12 +162,12 @@ class VideoStream(Iterator[Block]):
 
     @property
     def stats(self) -> VideoStats:
-        """Of the blocks that are finished."""
+        """Statistics of the finished blocks."""
         return self._blocks.stats
 
     @property
     def tau(self) -> float | None:
-        """The threshold just now; what is set counts from the next decision on."""
+        """The current threshold. A new value applies from the next decision on."""
         return self._blocks.tau
 
     @tau.setter
@@ -171,26 +177,26 @@ class VideoStream(Iterator[Block]):
     @torch.no_grad()
     @without_autocast
     def switch(self, prompt: str) -> None:
-        """Go on with another prompt from the next block on; drafts are then scored with it."""
+        """Use another prompt from the next block on, also to score drafts."""
         condition = self._pipe.video_condition(prompt, None, self._clean)
         score = None if self._scorer is None else self._scorer.bind(self._pipe.scored_prompt(prompt))
         self._blocks.switch(condition, score)
 
     def cancel(self) -> None:
-        """End the video within a pass; from any thread."""
+        """End the video within one pass. Can be called from any thread."""
         self._blocks.cancel()
 
     def close(self) -> None:
-        """Free what it holds; for a video that is not iterated over to its end."""
+        """Free the memory of a video that is not iterated to its end."""
         self._blocks.close()
 
 
 def stack_videos(videos: list[list[Tensor]], output_type: str) -> Any:
-    """Videos of parts `[F, ...]` as a call returns them."""
+    """Concatenate the blocks `[F, ...]` of each video, and convert them to the output type."""
     if output_type == "pil":
         return [[Image.fromarray(frame) for part in parts for frame in part.permute(0, 2, 3, 1).numpy()] for parts in videos]
     whole = [torch.cat(parts) if parts else torch.zeros(0) for parts in videos]
-    alike = len({video.shape for video in whole}) == 1  # unless the call was stopped
+    alike = len({video.shape for video in whole}) == 1  # False if the call was stopped
     if output_type != "np":
         return torch.stack(whole) if alike else whole
     arrays = [(video.permute(0, 2, 3, 1) if video.ndim == 4 else video).cpu().numpy() for video in whole]

@@ -1,1 +1,1 @@
-"""Networks as decoding sees them: one adapter per family."""
+"""Adapters that implement the protocols of `vargen.decoding` for the networks of each family."""

@@ -1,4 +1,4 @@
-"""A `CausalVideoTransformer` as the block loop sees it: prompts, guidance rows, caches and timesteps.
+"""Adapter of a `CausalVideoTransformer` for the block loop: prompts, CFG rows, caches and timesteps.
 
 Shape suffixes: F latent frames, C channels, Y/X rows and columns, P rows of text.
 """
@@ -22,25 +22,25 @@ from vargen.models.condition import Condition
 
 @dataclass
 class BlockState:
-    """A video in one model: its cache, and its prompt's keys and values (the row without prompt second, where it is guided)."""
+    """State of a video in one model: its cache, and the prompt's keys and values (unguided row second, under guidance)."""
 
     cache: VideoCache
     text: TextCache
 
 
 class CausalVideoBlockModel:
-    """See `vargen.decoding.BlockModel`.
+    """`vargen.decoding.BlockModel` of a causal video transformer.
 
     Args:
         levels: noise level of each step; see `vargen.decoding.video.denoising.shifted_levels`.
         fresh_noise: see `BlockModel`.
-        guidance_scale: 1 runs the prompt alone; distilled models need no more.
-        null: condition of the unguided row; needed for another scale.
-        window: most latent frames that a block sees, its own and the sinks among them; None for all. sinks: first frames of
-            the video that stay visible.
-        motion: level of motion that is asked for, where the network knows levels; None for any.
-        draft_model: a smaller model of the same latents.
-        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+        guidance_scale: scale of classifier-free guidance; 1 runs only the row with the prompt, as distilled models do.
+        null: condition of the unguided row; required for any other scale.
+        window: maximum number of latent frames that a block attends to, including its own and the sinks; None for all.
+        sinks: number of first frames of the video that always stay visible.
+        motion: motion level, for networks trained with levels; None for any.
+        draft_model: a smaller model with the same latents.
+        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
 
     Raises:
         ValueError: for guidance without `null`.
@@ -71,12 +71,12 @@ class CausalVideoBlockModel:
 
     @property
     def rows(self) -> int:
-        """Of every pass."""
+        """CFG rows of every pass."""
         return 1 if self.guidance_scale == 1 else 2
 
     @property
     def cost_key(self) -> str:
-        """What the seconds of a pass depend on, beside machine: sizes and dtype, not the values of weights."""
+        """Key of measured pass costs: what the time of a pass depends on, besides the machine: sizes and dtype."""
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
         dtype = str(self.transformer.dtype).removeprefix("torch.")
@@ -104,7 +104,7 @@ class CausalVideoBlockModel:
         mask = torch.cat([pad(part, (0, longest - part.shape[1])).to(self.device) for part in valid])
         levels = None if self.motion is None else torch.full((self.rows,), self.motion, device=self.device)
         if levels is not None and self.rows == 2:
-            levels[1] = self.transformer.config.motion_levels  # guidance leads away from any motion
+            levels[1] = self.transformer.config.motion_levels  # the unguided row has the null level
         return self.transformer.text_cache(padded, mask, levels)
 
     def room(self, state: BlockState) -> int:

@@ -1,4 +1,4 @@
-"""Trained drafters of a LlamaGen transformer as decoding sees them: its embedding, norm and output, guidance rows, caches.
+"""Adapters of the trained drafters of a LlamaGen transformer, whose embedding, final norm and output layer they share.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed slots, D width, V vocabulary, h heads.
 """
@@ -32,7 +32,7 @@ from vargen.pipelines.quiet import placing
 
 
 class Target(Protocol):
-    """What drafters share with the transformer whose features they extend."""
+    """What drafters use of the target transformer, whose features they extend."""
 
     halves: int
 
@@ -49,19 +49,19 @@ class Target(Protocol):
         """Embeddings `[R, T, D]` of tokens `[B, T]`."""
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
+        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
 
 
 @dataclass
 class _Held:
-    """The cache, and the target's features by slot `[R, N + scratch, D]` where those above are taken."""
+    """The cache and, for drafters that use the row above, the target's features by slot `[R, N + scratch, D]`."""
 
     cache: KVCache
     seen: Tensor | None
 
 
 class _OfTarget:
-    """A drafter draws the tokens of its target."""
+    """Base of drafters, which share the vocabulary and the grid of their target."""
 
     target: Target
 
@@ -105,14 +105,14 @@ class EagleModel(_OfTarget):
         return Output(self.target.head(hidden, position), hidden)
 
     def _above(self, features: Tensor, state: _Held, position: Tensor, earlier: int) -> Tensor:
-        """The target's features behind the tokens above those to predict, `[R, T, D]`; zero where it has seen none.
+        """Return the target's features after the tokens above those to predict, `[R, T, D]`; zero where there are none.
 
-        Slot j holds the feature that predicted token j, so that behind the token above token j + 1 is in slot j + 2 - columns.
+        Slot j has the feature that predicted token j. The feature after the token above token j + 1 is in slot j + 2 - columns.
         """
         seen, halves, columns = state.seen, self.target.halves, self.target.grid[1]
         assert seen is not None
         position = position.repeat(halves, 1)
-        if earlier == 0:  # tokens that the target has drawn; behind them come those that it has not
+        if earlier == 0:  # tokens that the target has processed; drafted ones follow
             at = position.clamp(max=seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
             seen.scatter_(1, at, features.to(seen.dtype))
         source = position + 2 - columns
@@ -145,18 +145,20 @@ if TYPE_CHECKING:
     from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _WINDOW = 16
-_AHEAD = 2  # rows of the low resolution that are drawn anew behind those that a refresh shows
-_PASSES = 2  # over them: what the first one drew, the second one sees
+_AHEAD = 2  # low-resolution rows to resample after the completed ones
+_PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
 
 
 @dataclass
 class _Small:
-    """The pictures at the low resolution, and what they make likely.
+    """The low-resolution images, and the predictions from them.
 
     Attributes:
-        low: int64 `[B, n]`. larger: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` where there is none.
-        seeds: of the low resolution, `[B]`. cache: of its model, behind the first `shown` `[B]` tokens, which are as committed;
-            None before any is.
+        seeds: `[B]`, for the noise of the low-resolution images.
+        low: low-resolution tokens, int64 `[B, n]`.
+        larger: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
+        shown: `[B]`, number of low-resolution tokens that are synchronized with the accepted tokens.
+        cache: cache of the low-resolution model, which holds the `shown` tokens; None before the first refresh.
     """
 
     condition: Condition
@@ -172,11 +174,12 @@ class LowResolutionDrafter:
     """`LowResModel` of a low-resolution transformer.
 
     Args:
-        model: it, as decoding sees it.
-        grid: of the target.
-        upsampler: gives probabilities. None: the picture is decoded, made larger and encoded, and its tokens are the drafts
-            (MuLo-SD's up-sampler that needs no training).
-        vqvae: the image tokenizer. codes: its codebook `[V, E]`.
+        model: adapter of the transformer.
+        grid: grid of the target.
+        upsampler: predicts token probabilities. None: the image is decoded, enlarged and encoded, and its tokens are the drafts
+            (MuLo-SD's training-free up-sampler).
+        vqvae: image tokenizer.
+        codes: its codebook `[V, E]`.
     """
 
     def __init__(
@@ -201,15 +204,17 @@ class LowResolutionDrafter:
         return enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
     def refresh(self, state: _Small, tokens: Tensor, committed: Tensor) -> _Small:
-        """As MuLo-SD refreshes the low-resolution prefix, once for a row of it: each token becomes the nearest code of what was
-        committed in its place, and the rows behind it are drawn anew, with the noise that drew them first.
+        """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
 
-        Without an up-sampler the whole picture is decoded and encoded for each row.
+        Runs once per completed low-resolution row. Each low-resolution token in the completed area is replaced by the codebook
+        entry nearest to the mean of the accepted embeddings it covers. The next two rows are resampled with their original
+        noise, so a refresh changes only what the new context changes. Without an up-sampler the whole image is decoded and
+        encoded for each row.
         """
         rows, columns = self.model.grid
         whole = committed // (self.grid[1] * (self.grid[0] // rows)) * columns
-        whole = torch.where(whole < rows * columns, whole, state.shown)  # behind the last row nothing is drafted
-        images = (whole > state.shown).nonzero()[:, 0]  # those that have something new to show
+        whole = torch.where(whole < rows * columns, whole, state.shown)  # no drafts are needed after the last row
+        images = (whole > state.shown).nonzero()[:, 0]  # images with a newly completed row
         if not len(images):
             return state
         seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
@@ -220,14 +225,15 @@ class LowResolutionDrafter:
         return replace(state, low=low, larger=larger, shown=whole, cache=cache)
 
     def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
-        """The tokens `[B, n]`, of some images with a few rows behind the first `whole` `[B]` as these make them likely; the
-        cache holds these then."""
+        """Return the tokens `[B, n]` with the rows after the first `whole` `[B]` tokens resampled for the given images.
+
+        Afterwards the cache holds the first `whole` tokens."""
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
         T = min(int(news.max()) + _AHEAD * columns - 1, n)
         tree, slots = Tree.of_chain(T - 1, device), torch.arange(T, device=device)
         fed = state.shown[:, None] + slots
-        first = int(news[images].min()) - 1  # slots before it say what is known
+        first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
         behind, start = fed[images, first:] + 1, whole[images, None]
         anew = (behind >= start) & (behind < start + _AHEAD * columns)
         noise, low = Noise(state.seeds[images], behind), F.pad(state.low, (0, T + 1))
@@ -248,14 +254,14 @@ class LowResolutionDrafter:
 
 
 def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
-    """Tokens int64 `[B, n]` of a grid `low`: the nearest codes of the means of those of tokens `[B, N]` of a larger one."""
+    """Downsample tokens `[B, N]` to the grid `low`, int64 `[B, n]`: the codes nearest to the mean embeddings of the blocks."""
     (R, C), (r, c) = grid, low
     means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
     return (means @ codes.T).argmax(-1)
 
 
 def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
-    """The networks `low_res` and `upsampler` (None without one) of folders, checked to belong to a transformer; see
+    """Load the networks `low_res` and `upsampler` (None without one) from folders, and check that they match a transformer; see
     `LlamaGenPipeline.load_low_res`."""
     found: dict[str, Path] = {"low_res": resolve_network_folder(low_res, "transformer", "low_res")}
     if upsampler is not None:
@@ -280,7 +286,7 @@ def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae
 def enlarged(
     low: Tensor, grid: tuple[int, int], decoded: Callable[[Tensor], Tensor], encoded: Callable[[Tensor], Tensor]
 ) -> Tensor:
-    """Tokens int64 `[B, R, C]` of a larger grid, of a picture's tokens `[B, r, c]`: decoded, resized, encoded."""
+    """Upsample tokens `[B, r, c]` to a larger grid, int64 `[B, R, C]`: decode, resize the pixels and encode."""
     pixels = decoded(low)
     factor = grid[0] // low.shape[1], grid[1] // low.shape[2]
     larger = F.interpolate(pixels, scale_factor=[float(each) for each in factor], mode="bicubic", align_corners=False)

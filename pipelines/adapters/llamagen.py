@@ -1,4 +1,4 @@
-"""A `LlamaGenTransformer` as decoding sees it: guidance rows, caches and positions are handled here.
+"""Adapter of a `LlamaGenTransformer` for decoding: CFG rows, caches and positions.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T fed tokens, A path slots, V vocabulary.
 """
@@ -28,17 +28,17 @@ class LlamaGenTokenModel:
 
     Args:
         transformer: the network.
-        guidance_scale: 1 runs without the unconditional rows.
+        guidance_scale: scale of classifier-free guidance; 1 runs without the unconditional rows.
         guidance_interval: guide token 0 and decoding steps up to this one, counted from 0 at token 1; None guides all.
-        negative: condition of the unconditional rows; default: the null condition.
-        compress_prefix: store the conditioning as its one exact slot.
-        step: what runs the passes after prefill; a compiled twin of the transformer, or itself.
-        codebook: float `[V, C]`, the tokenizer's, for rules that ask how alike two tokens are.
-        draft_model: a smaller model of the same vocabulary, for speculative drafting.
+        negative: condition of the unconditional rows. Default: the null condition.
+        compress_prefix: store the conditioning in one cache slot, which is exact.
+        step: callable for the passes after prefill: the transformer or its compiled version.
+        codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
+        draft_model: a smaller model with the same vocabulary, for speculative decoding.
         eagle, medusa: drafters trained on this transformer's features.
-        low_res: a model of small pictures, from which drafts are made.
-        examples: integers `[M, N]`, tokens of pictures, for drafters that look up.
-        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+        low_res: a low-resolution model whose images predict drafts.
+        examples: integers `[M, N]`, example tokens for lookup drafters.
+        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class LlamaGenTokenModel:
         self.examples, self.low_res = examples, low_res
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
-        hooks = ("_hf_hook", "_diffusers_hook")  # of accelerate and of diffusers
+        hooks = ("_hf_hook", "_diffusers_hook")  # set by accelerate and by diffusers
         self._hooked = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
-        # A tensor: for every other number the compiler would make another graph.
+        # A tensor, because the compiler would build a new graph for every other Python number.
         self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
 
     @property
     def cost_key(self) -> str:
-        """What the seconds of a pass depend on, beside batch and machine: sizes and dtype, not the values of weights."""
+        """Key of measured pass costs: what the time of a pass depends on, besides batch and machine: sizes and dtype."""
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
         compiled = ", compiled" if self.step is not self.transformer else ""
@@ -95,10 +95,10 @@ class LlamaGenTokenModel:
         return len(self.transformer.layers)
 
     def skipping(self, layers: Sequence[int]) -> LlamaGenTokenModel:
-        """The same model without some layers of its transformer, whose weights it shares; see `LayeredModel`.
+        """Return the same model without some layers of its transformer. Weights are shared; see `LayeredModel`.
 
         Raises:
-            ValueError: for layers that it has not, or while hooks bring the weights, which bring all layers or none.
+            ValueError: for unknown layers, or while hooks move the weights, which move all layers or none.
         """
         if self._hooked:
             raise ValueError("layers cannot be skipped while the transformer is offloaded or cast layer by layer")
@@ -135,29 +135,29 @@ class LlamaGenTokenModel:
         return Output(out.logits, out.hidden)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Embeddings `[R, T, D]` of tokens `[B, T]`, for drafters that are trained on them."""
+        """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""
         with self._mode():
             return self.transformer.tok_embeddings(tokens.repeat(self.halves, 1))
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
-        """Guided logits `[B, T, V]` of what follows slots at positions `[B, T]`, by states `[R, T, D]` before the norm."""
+        """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
         with self._mode():
-            # Not the network's own dtype, for which diffusers goes through all parameters.
+            # Not `transformer.dtype`, for which diffusers iterates over all parameters.
             return self.transformer.head(hidden.to(self.transformer.norm.weight.dtype), self._guidance_at(position))
 
     def _guidance_at(self, position: Tensor) -> Tensor | None:
-        """For slots at positions `[B, T]`, of which the first is that of step 0, which draws token 1."""
+        """Guidance scale for the tokens after positions `[B, T]`. Position 0 is decoding step 0, which samples token 1."""
         if self._guidance is None or self.guidance_interval is None:
             return self._guidance
         return torch.where(position <= self.guidance_interval, self._guidance, 1.0)[..., None]
 
     def _mode(self) -> AbstractContextManager[None]:
-        """That of the loop; but hooks that bring or cast a layer's weights put others in their place, which have to be ordinary
-        ones to be trained one day."""
+        """Keep the loop's inference mode, unless hooks replace a layer's weights: these must be normal tensors, which can be
+        trained later."""
         return normal_tensors() if self._hooked else nullcontext()
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
-        """What a tree says of each image, for each row of the network."""
+        """Repeat a per-image tensor of a tree for the CFG rows of the network."""
         return part if part.dim() == dims else part.repeat(self.halves, *[1] * dims)
 
     def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:

@@ -1,4 +1,4 @@
-"""A `VARTransformer` and its image tokenizer as decoding sees them: guidance rows, caches and the sum over scales.
+"""Adapter of a `VARTransformer` and its image tokenizer for decoding: CFG rows, caches and the sum over scales.
 
 Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), T tokens of one pass, n of one scale, V codes.
 """
@@ -21,14 +21,14 @@ from vargen.modes import inference_mode_for
 
 
 class ScaleState:
-    """What B images hold: conditional rows, and unconditional ones where guidance is asked for.
+    """Cache state of B images: conditional rows and, under guidance, unconditional rows.
 
-    Unconditional rows may hold fewer scales: those at which guidance is off are not run for them, and are caught up when it
-    comes back.
+    Unconditional rows may hold fewer scales: they skip the scales without guidance, and catch up when guidance resumes.
 
     Attributes:
-        halves: caches of the conditional rows and of the unconditional ones; they share the memory of `both`.
-        conditions: of each half.
+        both: cache of all rows.
+        halves: caches of the conditional and of the unconditional rows, views of the memory of `both`.
+        conditions: condition of each of `halves`.
     """
 
     def __init__(self, cache: ScaleCache, conditions: Sequence[Condition]):
@@ -42,10 +42,10 @@ class ScaleState:
         return self.halves[0].scale == self.halves[-1].scale
 
     def joined(self) -> tuple[ScaleCache, Condition]:
-        """All rows as one cache, and their condition; `together` must hold."""
+        """Return all rows as one cache, and their joint condition. Requires `together`."""
         first, last = self.halves
         self.both.scale = first.scale
-        if first.scale and self.both.modulation is None:  # the halves were begun apart
+        if first.scale and self.both.modulation is None:  # conditional and unconditional rows were started separately
             assert first.modulation is not None and last.modulation is not None
             self.both.modulation = first.modulation.join(last.modulation)
             if first.prefix_mask is not None and last.prefix_mask is not None:
@@ -53,7 +53,7 @@ class ScaleState:
         return self.both, self.conditions[0].join(self.conditions[1])
 
     def split(self) -> None:
-        """Let the halves hold what `both` does, behind a pass over all rows."""
+        """Update `halves` from `both` after a pass over all rows."""
         B = len(self.both.k[0]) // 2
         self.halves = [self.both.part(slice(0, B)), self.both.part(slice(B, 2 * B))]
 
@@ -63,13 +63,13 @@ class VARScaleModel:
 
     Args:
         transformer: the network.
-        quantiser: of its image tokenizer, on `device`.
-        guidance_scale: 1 runs without the unconditional rows. Guidance grows linearly from none at the first scale to this at
-            the last, as published; the official `cfg` is one less.
-        negative: condition of the unconditional rows; default: the null condition.
-        step: what runs passes: a compiled twin of the transformer, or itself.
-        draft_model: a smaller model of the same tokens.
-        device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+        quantiser: quantizer of its image tokenizer, on `device`.
+        guidance_scale: scale of classifier-free guidance; 1 runs without the unconditional rows. Guidance grows linearly from
+            none at the first scale to this value at the last, as published. The official `cfg` is this value minus 1.
+        negative: condition of the unconditional rows. Default: the null condition.
+        step: callable for the passes: the transformer or its compiled version.
+        draft_model: a smaller model with the same tokens.
+        device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class VARScaleModel:
 
     @property
     def cost_key(self) -> str:
-        """What the seconds of a pass depend on, beside batch and machine: sizes and dtype, not the values of weights."""
+        """Key of measured pass costs: what the time of a pass depends on, besides batch and machine: sizes and dtype."""
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
         compiled = ", compiled" if self.step is not self.transformer else ""
@@ -126,7 +126,7 @@ class VARScaleModel:
         conditions = [condition]
         if self.halves == 2:
             conditions.append(self.negative or self.transformer.null_condition(condition))
-        if self.device.type == "cpu":  # a GPU would be waited for, and passes of one shape can be recorded once
+        if self.device.type == "cpu":  # on a GPU this would synchronize, and fixed shapes allow graph capture
             conditions = _without_padding(conditions)
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
@@ -165,7 +165,7 @@ class VARScaleModel:
         count: int,
         guidance: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the last `count` scales, and the cache holds them all."""
+        """Run a pass, and return the logits of the last `count` scales. The cache then holds all scales in `inputs`."""
         fed = [part for part in inputs[cache.scale :] if part is not None]
         rows = torch.cat(fed, dim=1) if len(fed) > 1 else fed[0] if fed else None
         if rows is not None and len(rows) < cache.rows:
@@ -174,7 +174,7 @@ class VARScaleModel:
         return self.step(rows, condition=first, cache=cache, logits_of=count, guidance=guidance).logits
 
     def _strength(self, first: int, factors: Sequence[float]) -> Tensor:
-        """`[T]`: how strongly the tokens of the scales from `first` on are guided."""
+        """Guidance strength `[T]` for the tokens of the scales from `first` on."""
         parts = self._ramp[self._ends[first] : self._ends[first + len(factors)]].split(
             list(self.scale_tokens[first : first + len(factors)])
         )
@@ -182,7 +182,7 @@ class VARScaleModel:
         return scaled[0] if len(scaled) == 1 else torch.cat(scaled)
 
     def _by_scale(self, logits: Tensor, first: int) -> list[Tensor]:
-        """Logits `[B, T, V]` of the scales from `first` on, apart, each of the codes that it uses."""
+        """Split logits `[B, T, V]` by scale, from `first` on, and restrict each scale to the codes that it uses."""
         parts, begin = [], 0
         for scale in range(first, len(self.scale_tokens)):
             if begin == logits.shape[1]:
@@ -201,7 +201,7 @@ class VARScaleModel:
 
 
 def _without_padding(conditions: list[Condition]) -> list[Condition]:
-    """Captions cut to the longest of them: rows that no token sees cost as much as others."""
+    """Trim captions to the longest one, since padding rows cost as much as valid ones."""
     masks = [each.caption_mask for each in conditions]
     if any(mask is None for mask in masks):
         return conditions

@@ -1,4 +1,4 @@
-"""What networks draw from: class labels, or caption features.
+"""Conditions of networks: class labels or caption features.
 
 Shape suffixes: B rows, P conditioning rows.
 """
@@ -13,12 +13,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Condition:
-    """What a row is drawn from: class labels, or caption features.
+    """Condition of a batch of rows: class labels or caption features.
 
     Attributes:
         class_labels: int64 `[B]`, 0 to `num_classes - 1`, or `num_classes` for the null class.
         caption_embeds: `[B, P, caption_dim]`, valid rows last (left padding), padding rows zero.
-        caption_mask: bool `[B, P]`, True where a row is valid; None exposes all rows.
+        caption_mask: bool `[B, P]`, True where valid; None makes all rows visible.
     """
 
     class_labels: Tensor | None = None
@@ -26,15 +26,15 @@ class Condition:
     caption_mask: Tensor | None = None
 
     def rows(self, chosen: slice) -> Condition:
-        """Some of the rows."""
+        """Return a slice of the batch."""
         parts = (self.class_labels, self.caption_embeds, self.caption_mask)
         return Condition(*(None if part is None else part[chosen] for part in parts))
 
     def join(self, other: Condition) -> Condition:
-        """This batch followed by another, as one; where only one has a mask, all rows of the other stay exposed.
+        """Concatenate this batch with another. If only one has a mask, all caption rows of the other stay visible.
 
         Raises:
-            ValueError: if one holds classes and the other captions.
+            ValueError: if one has class labels and the other captions.
         """
         labels, embeds = (self.class_labels, other.class_labels), (self.caption_embeds, other.caption_embeds)
         masks = [self.caption_mask, other.caption_mask]

@@ -42,7 +42,7 @@ from diffusers.utils import BaseOutput
 
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
-# The official sizes: width, layers, heads.
+# Official model sizes.
 SIZES: dict[str, dict[str, int]] = {
     "B": {"dim": 768, "n_layer": 12, "n_head": 12},
     "L": {"dim": 1024, "n_layer": 24, "n_head": 16},
@@ -50,14 +50,14 @@ SIZES: dict[str, dict[str, int]] = {
     "XXL": {"dim": 1536, "n_layer": 48, "n_head": 24},
     "3B": {"dim": 3200, "n_layer": 24, "n_head": 32},
 }
-# No weight tells the grid, and memory for angles and cache grows with its area: a wrong number could ask for 640 GB.
+# Weights do not determine the grid, and memory of rotary table and cache grows with its area: up to 640 GB for a wrong one.
 MAX_GRID = 256
 
 
 @dataclass
 class LlamaGenOutput(BaseOutput):
     """`logits`: float32 `[B, T, V]`; `features`: last hidden states `[B, T, D]` after the final norm; `hidden`: the same before
-    it, which is what trained drafters extend. All are always set."""
+    the final norm, input of trained drafters. All are always set."""
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
@@ -65,7 +65,7 @@ class LlamaGenOutput(BaseOutput):
 
 
 def guided(features_BTD: Tensor, scale: float | Tensor) -> Tensor:
-    """Classifier-free guidance `[B/2, T, D]` on features: the output product is linear, so it may follow, on half the rows."""
+    """Classifier-free guidance `[B/2, T, D]` on features; the output layer is linear, so it can run on half of the rows."""
     high = features_BTD.to(torch.promote_types(features_BTD.dtype, torch.float32))
     conditional, unconditional = high.chunk(2)
     return (unconditional + scale * (conditional - unconditional)).type_as(features_BTD)
@@ -77,17 +77,17 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     Args:
         condition: `"class"` or `"text"`.
         dim, n_layer, n_head, n_kv_head: width, layers, heads; the head width `dim / n_head` must be divisible by 4.
-        vocab_size: image tokens V.
-        grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table fits no other grid.
-        num_classes: classes, without the null class (`condition="class"`).
+        vocab_size: number of image tokens V.
+        grid_size: side of the square token grid, at most 256; N = grid_size^2. The rotary table is specific to the grid.
+        num_classes: number of classes, without the null class (`condition="class"`).
         caption_dim, cls_token_num: width and number of caption rows (`condition="text"`).
         multiple_of, ffn_dim_multiplier: the feed-forward width is 8/3 dim times the multiplier, rounded up to `multiple_of`.
-        dropout: of embeddings and residuals, in training only.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        dropout: dropout of embeddings and residuals, in training only.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
-        ValueError: for an unknown condition, a grid outside 1 to 256, or a width that the heads or the two rotary axes do not
-            divide.
+        ValueError: for an unknown condition, a grid size outside 1 to 256, or a width that is not divisible by the heads and
+            the two rotary axes.
     """
 
     _supports_gradient_checkpointing = False
@@ -144,39 +144,39 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # a change of dtype is for weights: rounded angles would stay so on the way back
+        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
             self.rotary = table.to(self.rotary.device)
         return self
 
     @property
     def tokens(self) -> int:
-        """Image tokens N of the grid."""
+        """Number of image tokens N of the grid."""
         return self.config.grid_size**2
 
     @property
     def prefix_rows(self) -> int:
-        """Conditioning rows P."""
+        """Number of conditioning rows P."""
         return 1 if self.config.condition == "class" else self.config.cls_token_num
 
     def null_condition(self, condition: Condition) -> Condition:
-        """The unconditional twin for guidance: null class, or the null caption behind the *same* mask."""
+        """Return the unconditional condition for guidance: the null class, or the null caption with the *same* mask."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
         assert condition.caption_embeds is not None
-        B, P, _ = condition.caption_embeds.shape  # fewer rows than the model's: cut on the left, where the padding is
+        B, P, _ = condition.caption_embeds.shape  # if P is below the model's, the null caption is cut on the left
         null = self.cls_embedding.uncond_embedding[-P:].expand(B, -1, -1)
         return Condition(caption_embeds=null.to(condition.caption_embeds), caption_mask=condition.caption_mask)
 
     def new_cache(
         self, rows: int, scratch: int = 1, compress_prefix: bool = True, device: torch.device | None = None
     ) -> KVCache:
-        """A cache for `rows` rows; `compress_prefix=False` stores every conditioning row instead of the exact single slot.
+        """Create a cache for `rows` rows. `compress_prefix=False` stores all conditioning rows instead of one exact slot.
 
         Args:
-            device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         config = self.config
-        with normal_tensors():  # which passes of any mode may write to
+        with normal_tensors():  # writable in and outside of inference mode
             return KVCache(
                 len(self.layers),
                 rows,
@@ -190,10 +190,10 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             )
 
     def skipping(self, layers: Sequence[int]) -> LlamaGenTransformer:
-        """This network without some of its layers: a view that shares every weight with it, and has no config of its own.
+        """Return a view of this network without some of its layers, which shares all weights and the config.
 
         Raises:
-            ValueError: for layers that it has not, or if none would be left.
+            ValueError: for unknown layers, or if no layer would remain.
         """
         wrong = [layer for layer in layers if not 0 <= layer < len(self.layers)]
         kept = [block for layer, block in enumerate(self.layers) if layer not in layers]
@@ -215,23 +215,24 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         guidance: float | Tensor | None = None,
         return_dict: bool = True,
     ) -> LlamaGenOutput | tuple[Tensor, Tensor, Tensor]:
-        """One pass, in one of three forms.
+        """Run one pass in one of three forms.
 
-        Teacher forcing (`tokens [B, N]`, `condition`): logits `[B, N, V]`; row i is for token i given those before it.
-        Prefill (`condition`, `cache`): stores the condition; logits `[B, 1, V]` of token 0.
-        Step (`tokens [B, T]`, `cache`): feeds T tokens behind each row's pointer; logits `[B, T, V]` of the token after each.
-        The pointer does not move: call `cache.advance` or `cache.keep` with what is to stay.
+        Teacher forcing (`tokens [B, N]`, `condition`): returns logits `[B, N, V]`; row i predicts token i from earlier ones.
+        Prefill (`condition`, `cache`): stores the condition, and returns logits `[B, 1, V]` of token 0.
+        Step (`tokens [B, T]`, `cache`): feeds T tokens after each row's pointer, and returns logits `[B, T, V]` of the token
+        after each. It does not advance the pointer: call `cache.advance` or `cache.keep` for the tokens to keep.
 
         Args:
-            positions: int64 `[T]` or `[B, T]`, grid cell of each fed token; default: consecutive from the pointer. Cells past
-                the grid are clamped (their logits are meaningless).
-            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each may see, or packed (`KVCache.seen`); default:
-                a chain.
-            guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`: the second half of the rows are
-                unconditional, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: logits of all rows.
+            positions: int64 `[T]` or `[B, T]`, grid cell of each fed token. Default: consecutive from the pointer. Cells past
+                the grid are clamped, and their logits are meaningless.
+            ancestors: bool `[T, T]` or `[B, T, T]`, which fed tokens each fed token attends to, or packed (`KVCache.seen`).
+                Default: a chain.
+            guidance: scale s of classifier-free guidance, a number, `[]` or `[B/2, T, 1]`. The last B/2 rows are the
+                unconditional ones, and logits `[B/2, T, V]` are u + s (c - u) (Ho & Salimans 2022). Default: no guidance, and
+                logits of all rows.
 
         Raises:
-            ValueError: if the combination of arguments is none of the three.
+            ValueError: for any other combination of arguments.
         """
         if condition is not None and tokens is not None and cache is None:
             x = self._teacher_forced(tokens, condition)
@@ -246,14 +247,14 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         return LlamaGenOutput(logits=logits, features=features, hidden=x) if return_dict else (logits, features, x)
 
     def head(self, hidden: Tensor, guidance: float | Tensor | None = None) -> Tensor:
-        """Logits of last hidden states `[B, T, D]` before the final norm, as in a pass; `guidance` as there."""
+        """Compute logits from last hidden states `[B, T, D]` before the final norm; `guidance` as in `forward`."""
         return self._logits(self.norm(hidden), guidance)
 
     def _logits(self, features: Tensor, guidance: float | Tensor | None) -> Tensor:
         return self.output(features if guidance is None else guided(features, guidance)).float()
 
     def hidden(self, tokens_BN: Tensor, condition: Condition) -> Tensor:
-        """Teacher forcing without the head: features `[B, N, D]` after the final norm."""
+        """Run teacher forcing without the head; returns features `[B, N, D]` after the final norm."""
         return self.norm(self._teacher_forced(tokens_BN, condition))
 
     def _embed(self, condition: Condition) -> Tensor:
@@ -267,21 +268,23 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         B, P, _ = prefix.shape
         x = self.embedding_dropout(torch.cat([prefix, self.tok_embeddings(tokens_BN[:, :-1])], dim=1))
         T = x.shape[1]
-        # Zero rotary rows make the queries and keys of conditioning exactly zero.
+        # Zero rotary factors make queries and keys of conditioning rows exactly zero.
         rotary = rotation(torch.cat([self.rotary.new_zeros(P, *self.rotary.shape[1:]), self.rotary[: T - P]]))
         visible = torch.ones(T, T, dtype=torch.bool, device=x.device).tril()
         if condition.caption_mask is not None:
             visible = visible.expand(B, T, T).clone()
             visible[:, :, :P] &= condition.caption_mask.bool()[:, None]
-            visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding sees itself only
+            visible |= torch.eye(T, dtype=torch.bool, device=x.device)  # padding attends only to itself
             visible = visible[:, None]
         for layer in self.layers:
             x = layer(x, rotary, visible)
         return x[:, P - 1 :]
 
     def _prefill(self, condition: Condition, cache: KVCache) -> Tensor:
-        """Conditioning scores are all zero, so each row attends to a running mean of values: no score matrix is needed,
-        and to later tokens n visible rows are one slot of value mean(v), key zero and score log(n)."""
+        """Run the conditioning rows without a score matrix.
+
+        Their attention scores are all zero, so the output of a row is the running mean of values. For later tokens, n visible
+        rows are equivalent to one slot of key zero, value mean(v) and score log(n)."""
         if is_eager_cpu(cache.k):
             transpose_linear_weights(self)
             cache.norm_scales = [
@@ -291,7 +294,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
         B, P, _ = x.shape
         mask = condition.caption_mask
         visible = torch.ones(B, P, device=x.device) if mask is None else mask.float()
-        seen = visible.cumsum(1)  # visible rows up to each, [B, P]
+        seen = visible.cumsum(1)  # number of visible rows up to each row, [B, P]
         total = seen[:, -1:]
         compressed = cache.prefix == 1
         cache.prefix_bias.copy_(total.log() if compressed else visible.log())
@@ -299,7 +302,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
             attention = layer.attention
             v = attention.values(layer.attention_norm(x))  # [B, P, H, K]
             weighted = v.float() * visible[:, :, None, None]
-            # A padding row sees itself too, which no other row does.
+            # A padding row also attends to itself, but no other row attends to it.
             running = (weighted.cumsum(1) + v.float() - weighted) / (seen + 1 - visible)[:, :, None, None]
             running = running.type_as(v)
             mean = (weighted.sum(1, keepdim=True) / total.clamp_min(1)[:, :, None, None]).type_as(v)
