@@ -189,5 +189,5 @@ def test_usage_runs(tiny_model: Path, tiny_scale_model: Path, tmp_path: Path, mo
             for name, folder in names.items():
                 code = code.replace(name, repr(str(folder)))
             exec(compile(code, block.page, "exec"), scope)
-    assert scope["right_anew"].size == scope["picture"].size and (tmp_path / "wink.webp").stat().st_size
+    assert scope["inpainted"].size == scope["image"].size and (tmp_path / "wink.webp").stat().st_size
     assert len(scope["result"].stats.blocks) == 8, "the last result is a video's"
