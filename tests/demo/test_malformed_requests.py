@@ -24,7 +24,9 @@ def http(address: str) -> Any:
 @pytest.fixture
 def quiet(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Checks an answer, and what this process logged meanwhile."""
-    monkeypatch.setattr(logging.getLogger("vargen"), "handlers", [])  # of the command line in other tests, to streams now closed
+    monkeypatch.setattr(
+        logging.getLogger("vargen"), "handlers", []
+    )  # of the command line in other tests, to streams now closed
 
     def check(answer: str) -> None:
         logged = "".join(capfd.readouterr())

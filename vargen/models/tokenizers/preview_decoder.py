@@ -1,6 +1,6 @@
 """A preview of a block: latents to pixels with a small network, good enough to be scored, many times cheaper than the decoder.
 
-VideoMethod between a small and a large video model looks at every draft, and a decoder can cost more than the draft. Frames are
+Routing between a small and a large video model looks at every draft, and a decoder can cost more than the draft. Frames are
 decoded alone, so a preview keeps nothing of earlier blocks and needs no undoing.
 
 Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns.
