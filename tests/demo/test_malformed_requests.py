@@ -12,7 +12,7 @@ import pytest
 
 httpx = pytest.importorskip("httpx")
 
-INSIDES = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|/[\w.-]+/[\w.-]+\.py|/tmp/|/home/|/root/|gradio\.|vargen-")
+INSIDES = re.compile(r"0x[0-9a-f]{6,}|Traceback|site-packages|/[\w.-]+/[\w.-]+\.py|/(?:tmp|home|root)/|gradio\.|vargen-")
 
 
 @pytest.fixture
