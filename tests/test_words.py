@@ -1,0 +1,71 @@
+"""The glossary of docs/architecture.md holds in identifiers and pages.
+
+Names of before the glossary remain. Their number may only fall: lower the limits below when it does.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+BANNED = frozenset(
+    "anew behind chance chances coin coins draw drawing drawn draws elder elders granted halves judge judged lineage picture "
+    "pictures stands stood told youngers".split()
+)
+# Folder -> how many identifiers with a banned word are left in it.
+LEFT = {"vargen": 210, "pipelines": 29, "kernels": 21, "recipes": 48}
+PAGES_LEFT = {"README.md": 1, "docs": 201}
+
+
+def identifiers(file: Path) -> Iterator[str]:
+    """Names that a file defines: functions, classes, arguments, and what is assigned to."""
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.id if isinstance(node, ast.Name) else node.attr
+
+
+def words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+def banned_identifiers(root: Path, folder: str) -> set[tuple[str, str]]:
+    return {
+        (str(file.relative_to(root)), name)
+        for file in sorted((root / folder).rglob("*.py"))
+        if "build" not in file.parts
+        for name in identifiers(file)
+        if words(name) & BANNED
+    }
+
+
+@pytest.mark.parametrize("folder", LEFT)
+def test_identifiers_use_the_words_of_the_field(repo_root: Path, folder: str) -> None:
+    found = banned_identifiers(repo_root, folder)
+    assert len(found) <= LEFT[folder], f"use the glossary's words: {sorted(found)[:20]}"
+
+
+@pytest.mark.parametrize("place", PAGES_LEFT)
+def test_pages_use_the_words_of_the_field(repo_root: Path, place: str) -> None:
+    path = repo_root / place
+    files = [path] if path.is_file() else sorted(path.glob("*.md"))
+    lines = [
+        f"{file.name}: {line}"
+        for file in files
+        for line in re.sub(r"```.*?```|`[^`\n]*`", "", file.read_text("utf-8"), flags=re.DOTALL).split("\n")
+        if {word.lower() for word in re.findall(r"[A-Za-z]+", line)} & BANNED
+    ]
+    assert len(lines) <= PAGES_LEFT[place], "use the glossary's words:\n" + "\n".join(lines[:20])
+
+
+def test_a_banned_word_is_found_in_any_kind_of_name(tmp_path: Path) -> None:
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "file.py").write_text(
+        "def drawn_tokens(coins): ...\nclass JudgedDraft: ...\nx.told = 1\nwithdrawn = 2\n"
+    )
+    assert {name for _, name in banned_identifiers(tmp_path, "some")} == {"drawn_tokens", "coins", "JudgedDraft", "told"}
