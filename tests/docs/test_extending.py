@@ -38,7 +38,7 @@ def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
 
 def test_one_file_one_line_one_test(guide: dict[str, str]) -> None:
     tests = [name for name in guide if name.startswith("test_")]
-    assert tests == ["test_typical.py", "test_lookup.py", "test_colourfulness.py"]
+    assert tests == ["test_typical.py", "test_lookup.py", "test_colorfulness.py"]
     for name in tests:
         module = importlib.import_module(name.removesuffix(".py"))
         (test,) = [value for key, value in vars(module).items() if key.startswith("test_")]
@@ -67,10 +67,10 @@ def test_the_methods_and_the_scorer_draw_pictures(guide: dict[str, str], repo_ro
         generator = torch.Generator().manual_seed(1)
         return torch.as_tensor(pipe("a red apple", accelerator=method, generator=generator, output_type="latent").images)
 
-    assert torch.equal(drawn(methods.shared_noise_scales), drawn("ar"))
+    assert torch.equal(drawn(methods.lookup_shared), drawn("ar"))
     for method in (methods.medusa_like, methods.lookup):
         assert pipe("a red apple", accelerator=method).stats.accelerator == method.name
-    scope = {"pipe": pipe, **vars(importlib.import_module("colourfulness"))}
+    scope = {"pipe": pipe, **vars(importlib.import_module("colorfulness"))}
     (call,) = [block for block in blocks(repo_root / "docs/extending.md", "python") if not block.file]
     if call.runs:
         exec(call.code, scope)
