@@ -1,8 +1,8 @@
-"""A transformer that denoises video block by block, and sees clean earlier blocks through a cache of their keys and values.
+"""A transformer that denoises video block by block, and attends to clean earlier blocks through a key/value cache.
 
 Layout and parameter names are those of Wan2.1 and of the causal models distilled from it (Huang et al. 2025, "Self Forcing",
-arXiv:2506.08009), so an official state dict loads strictly; `vargen.convert.causal_video` knows diffusers' names. The network
-predicts the flow's velocity, noise minus clean latents.
+arXiv:2506.08009), so an official state dict loads strictly; `vargen.convert.causal_video` maps diffusers' names. The network
+predicts the velocity of the flow, noise minus clean latents.
 
 Shape suffixes: B videos, F latent frames, C latent channels, Y/X latent rows and columns, N tokens of a frame, T = F * N, D
 width, P rows of text.
@@ -29,19 +29,20 @@ from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, chec
 
 
 class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
-    """The network. Blocks are made with a cache; without one, a whole video passes at once, as in training.
+    """Causal video transformer. Generation uses a cache; without one, a whole video is processed at once, as in training.
 
     Args:
-        dim, ffn_dim, num_heads, num_layers: of the network.
+        dim, ffn_dim, num_heads, num_layers: size of the network.
         channels, height, width, patch, block_frames, spatial_stride, temporal_stride, fps: see `VideoGeometry`.
-        text_dim: width of caption features. text_len: rows that they are padded to with zeros, None for no padding.
-        text_mask: whether padding rows are hidden; official models see them.
-        freq_dim: width of the timestep's sinusoid.
-        motion_levels: how many levels of motion can be asked for, 0 for none; official models have none.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        text_dim: width of caption features.
+        text_len: number of rows to which captions are padded with zeros; None for no padding.
+        text_mask: whether padding rows are masked; official models attend to them.
+        freq_dim: width of the sinusoidal timestep embedding.
+        motion_levels: number of motion levels, 0 for none; official models have none.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
-        ValueError: for a geometry that cannot be, or a width that does not divide into heads of an even width of at least 6.
+        ValueError: for an invalid geometry, or heads whose width is not an even whole number of at least 6.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["Block"]
@@ -81,21 +82,22 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         self.time_embedding = nn.Sequential(nn.Linear(freq_dim, dim), nn.SiLU(), nn.Linear(dim, dim))
         self.time_projection = nn.Sequential(nn.SiLU(), nn.Linear(dim, 6 * dim))
         if motion_levels:
-            self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last: any
+            self.motion_embedding = nn.Embedding(motion_levels + 1, dim)  # the last one: any level
         self.blocks = nn.ModuleList(Block(dim, ffn_dim, num_heads) for _ in range(num_layers))
         self.head = Head(dim, channels * patch * patch)
 
-    # -- what is computed once ---------------------------------------------------------------------------------------
+    # -- computed once per video -------------------------------------------------------------------------------------
 
     def text_cache(self, embeds_BPC: Tensor, mask_BP: Tensor | None = None, motion_B: Tensor | None = None) -> TextCache:
-        """Keys and values of prompts, for all blocks.
+        """Compute the cross-attention keys and values of prompts for all blocks.
 
         Args:
-            embeds_BPC: caption features, padding rows zero. mask_BP: bool, True where a row is valid.
-            motion_B: int64, the level of motion that is asked for; None, or `motion_levels`, for any.
+            embeds_BPC: caption features, zero in padding rows.
+            mask_BP: bool, True where a row is valid.
+            motion_B: int64, motion level; None, or `motion_levels`, for any.
 
         Raises:
-            ValueError: for features of another width, more rows than `text_len`, or a level that is not there.
+            ValueError: for features of a wrong width, more rows than `text_len`, or an unknown level.
         """
         P, longest = embeds_BPC.shape[1], self.config.text_len
         if embeds_BPC.ndim != 3 or embeds_BPC.shape[2] != self.config.text_dim or (longest is not None and longest < P):
@@ -115,7 +117,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         return TextCache(tuple(k for k, _ in pairs), tuple(v for _, v in pairs), bias)
 
     def _with_motion(self, rows: Tensor, mask: Tensor | None, motion: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """One more row, for the level of motion."""
+        """Append a row for the motion level."""
         levels = self.config.motion_levels
         if motion is None:
             motion = torch.full((len(rows),), levels, device=rows.device)
@@ -136,10 +138,11 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         device: torch.device | str | None = None,
         geometry: VideoGeometry | None = None,
     ) -> VideoCache:
-        """An empty cache for this network; see `VideoCache`.
+        """Create an empty cache for this network; see `VideoCache`.
 
         Args:
-            dtype, device: by default those of the weights. geometry: of a video of another size than the network's own.
+            dtype, device: by default those of the weights.
+            geometry: geometry of videos whose size differs from the network's.
         """
         weight = self.patch_embedding.weight
         shape = (geometry or self.geometry, len(self.blocks), batch, self.config.num_heads, self.head_dim)
@@ -160,24 +163,25 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         window: int | None = None,
         sinks: int = 0,
     ) -> Tensor:
-        """The velocity `[B, F, C, Y, X]`, noise minus clean latents.
+        """Predict the velocity `[B, F, C, Y, X]`, noise minus clean latents.
 
-        With a cache, the frames are its pending ones. They are written to it and see what it holds; where they are several
-        blocks, later ones see earlier ones and not the other way round, so a clean block and the next, noisy one can share a
-        pass.
+        With a cache, the frames are its pending ones. They are written to the cache and attend to its content. If they are
+        several blocks, later blocks attend to earlier ones but not vice versa, so a clean block and the next, noisy block can
+        share a pass.
 
-        Without one, the frames are a video from its start, each block sees itself and those before it; with `context`, it sees
-        itself and the context's blocks before it, as when it is drawn.
+        Without a cache, the frames are a video from its start, and each block attends to itself and to earlier blocks. With
+        `context`, it attends to itself and to the earlier blocks of the context, as in generation.
 
         Args:
             latents_BFCYX: noisy latents, or clean ones with timestep 0.
             timestep: 0 to 1000, `[B]` or `[B, F]`.
-            text: of `text_cache`.
-            context: clean latents of the same video, as many frames. context_timestep: theirs, 0 by default.
-            window, sinks: of what is seen, without a cache; see `visible_frames`.
+            text: result of `text_cache`.
+            context: clean latents of the same video, with the same number of frames.
+            context_timestep: timestep of the context, 0 by default.
+            window, sinks: attention window without a cache; see `visible_frames`.
 
         Raises:
-            ValueError: for latents that do not divide into patches, frames other than those begun, or a context with a cache.
+            ValueError: for latents not divisible into patches, frames other than the pending ones, or a context with a cache.
         """
         geometry, frames = self.geometry, latents_BFCYX.shape[1]
         p = geometry.patch
@@ -205,11 +209,11 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         return patches.permute(0, 1, 6, 2, 4, 3, 5).flatten(5).flatten(3, 4)
 
     def _embedded(self, x_BFCYX: Tensor) -> Tensor:
-        """Tokens `[B, T, D]`: the 3-d convolution of the official layout as the matrix product that it is."""
+        """Embed patches as tokens `[B, T, D]`: the official 3D convolution, computed as an equivalent matrix product."""
         p, weight = self.geometry.patch, self.patch_embedding.weight
         cells = x_BFCYX.to(weight.dtype).unflatten(4, (-1, p)).unflatten(3, (-1, p)).permute(0, 1, 3, 5, 2, 4, 6)
         tokens = nn.functional.linear(cells.flatten(4).flatten(1, 3), weight.flatten(1), self.patch_embedding.bias)
-        return tokens.to(weight.dtype)  # under autocast, too: what blocks add to is not rounded
+        return tokens.to(weight.dtype)  # also under autocast, so that the residual stream is not rounded
 
     def _tokens(
         self,
@@ -220,7 +224,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
         plan: Plan | None,
         cache: VideoCache | None,
     ) -> Tensor:
-        """What the head makes of the tokens `[B, T, C * p * p]`."""
+        """Run blocks and head on tokens; returns `[B, T, C * p * p]`."""
         wave = timestep_embedding(steps_BF, self.config.freq_dim).to(self.patch_embedding.weight.dtype)
         step_BFD = self.time_embedding(wave)
         steps_BF6D = self.time_projection(step_BFD).unflatten(-1, (6, -1))
@@ -231,7 +235,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
 
 
 def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
-    """`[B, F]` timesteps."""
+    """Expand timesteps to `[B, F]`."""
     B, frames = latents_BFCYX.shape[:2]
     if timestep.shape not in ((B,), (B, frames)):
         raise ValueError(f"timestep must be [{B}] or [{B}, {frames}], got {list(timestep.shape)}")
@@ -239,7 +243,7 @@ def _per_frame(timestep: Tensor, latents_BFCYX: Tensor) -> Tensor:
 
 
 def _seen(frames: int, block: int, cache: VideoCache | None, context: bool, window: int | None, sinks: int) -> Tensor | None:
-    """bool [rows, columns] over frames; None where everything is seen."""
+    """Attention mask over frames, bool [rows, columns]; None if everything is visible."""
     if cache is not None:
         if frames != cache.pending:
             raise ValueError(f"{cache.pending} frames were begun in the cache, got {frames}")
@@ -257,16 +261,18 @@ def _seen(frames: int, block: int, cache: VideoCache | None, context: bool, wind
 
 
 def geometry_from_config(config: object) -> VideoGeometry:
-    """The geometry that a network's configuration says."""
+    """Return the geometry in a network's configuration."""
     return VideoGeometry(**{part.name: getattr(config, part.name) for part in fields(VideoGeometry)})
 
 
 def pass_flops(config: object, tokens: int, keys: int, text: int) -> float:
-    """Floating point operations of one pass over the tokens of a video: what its cost on a large machine follows.
+    """Return the floating-point operations of one pass over tokens of a video, to project costs on large machines.
 
     Args:
-        config: a network's. tokens: of the pass. keys: that each sees, its own included. text: rows of the prompt, whose keys
-            are cached.
+        config: configuration of the network.
+        tokens: number of tokens of the pass.
+        keys: number of keys that each token attends to, including those of the pass.
+        text: number of prompt rows, whose keys are cached.
     """
     dim, ffn, layers = (int(getattr(config, name)) for name in ("dim", "ffn_dim", "num_layers"))
     products = 2 * tokens * (6 * dim * dim + 2 * dim * ffn)

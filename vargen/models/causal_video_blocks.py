@@ -20,7 +20,7 @@ _EPS = 1e-6
 
 
 def split_rotary_dims(head_dim: int) -> tuple[int, int, int]:
-    """How many numbers of a head turn with time, height and width: 44, 42 and 42 of 128."""
+    """Split the head width into rotary dimensions of time, height and width: 44, 42 and 42 for a width of 128."""
     side = 2 * (head_dim // 6)
     return head_dim - 2 * side, side, side
 
@@ -29,8 +29,8 @@ def split_rotary_dims(head_dim: int) -> tuple[int, int, int]:
 def build_rotary_3d(
     head_dim: int, start: int, frames: int, rows: int, columns: int, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines float32 `[T, 1, K / 2]` of frames `start` and on; positions are absolute, and have no end."""
-    with torch.inference_mode(False):  # else a table that was made while drawing could not be trained with
+    """Rotary cosines and sines, float32 `[T, 1, K / 2]`, of frames from `start` on. Positions are absolute and unbounded."""
+    with torch.inference_mode(False):  # otherwise a table built during generation could not be used in training
         turns = []
         grid = torch.meshgrid(
             torch.arange(start, start + frames, dtype=torch.float64),
@@ -46,14 +46,14 @@ def build_rotary_3d(
 
 
 def rotate(x_BTHK: Tensor, table: tuple[Tensor, Tensor]) -> Tensor:
-    """Neighbouring pairs of numbers, turned by the angles of `build_rotary_3d`."""
+    """Rotate neighboring pairs of numbers by the angles of `build_rotary_3d`."""
     cos, sin = table
     a, b = x_BTHK.float().unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2).type_as(x_BTHK)
 
 
 class WanRMSNorm(nn.Module):
-    """Root mean square norm over all heads together."""
+    """RMS norm over all heads jointly."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -64,9 +64,9 @@ class WanRMSNorm(nn.Module):
 
 
 def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) -> Tensor:
-    """Attention `[B, T, H * K]`; `bias` is added to scores and may be of any shape that spreads over `[B, H, T, S]`."""
+    """Attention `[B, T, H * K]` with an additive `bias` of any shape broadcastable to `[B, H, T, S]`."""
     if q_BHTK.device.type == "cpu" and torch.is_grad_enabled():
-        # The gradient of torch's fused attention takes several times as long there as that of these products.
+        # On CPUs, the gradient of torch's fused attention takes several times as long as that of these products.
         scores = (q_BHTK * q_BHTK.shape[-1] ** -0.5) @ k_BHSK.mT
         if bias is not None:
             scores = scores + bias.type_as(scores)
@@ -77,7 +77,7 @@ def attend(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | None) 
 
 
 class Attention(nn.Module):
-    """Projections with norms over the full width of queries and keys."""
+    """Attention projections, with norms over the full width of queries and keys."""
 
     def __init__(self, dim: int, heads: int):
         super().__init__()
@@ -93,12 +93,13 @@ Plan = list[tuple[slice, list[slice]]]
 
 
 def plan_attention(seen: Tensor, tokens: int) -> Plan:
-    """What to attend to, as slices: for each run of frames that see the same, its tokens and those that it sees.
+    """Convert an attention mask of frames to slices: for each run of frames with equal rows, its tokens and the visible tokens.
 
-    A mask over all pairs of tokens costs two to four times the arithmetic, and keeps fused attention out.
+    A mask over all pairs of tokens would take two to four times the arithmetic, and would rule out fused attention.
 
     Args:
-        seen: bool `[F, G]`, whether the frame of a row sees that of a column. tokens: of a frame.
+        seen: bool `[F, G]`, whether the frame of a row attends to the frame of a column.
+        tokens: number of tokens per frame.
     """
     plan: Plan = []
     rows = seen.tolist()
@@ -118,7 +119,7 @@ def plan_attention(seen: Tensor, tokens: int) -> Plan:
 
 
 def attend_with_plan(q_BHTK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, plan: Plan | None) -> Tensor:
-    """Attention `[B, T, H * K]`, by default of all to all."""
+    """Attention `[B, T, H * K]` by a plan; without one, all tokens are visible."""
     if plan is None:
         return attend(q_BHTK, k_BHSK, v_BHSK, None)
     parts = []
@@ -139,7 +140,7 @@ class SelfAttention(Attention):
 
 class CrossAttention(Attention):
     def project_kv(self, text_BPD: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values `[B, H, P, K]` of a prompt."""
+        """Compute keys and values `[B, H, P, K]` of a prompt."""
         k, v = self.split(self.norm_k(self.k(text_BPD))), self.split(self.v(text_BPD))
         return k.transpose(1, 2), v.transpose(1, 2)
 
@@ -150,7 +151,7 @@ class CrossAttention(Attention):
 
 
 class Block(nn.Module):
-    """Self-attention, cross-attention, feed-forward. The first and the last are modulated frame by frame."""
+    """Self-attention, cross-attention and feed-forward. Self-attention and feed-forward are modulated per frame."""
 
     def __init__(self, dim: int, ffn_dim: int, heads: int):
         super().__init__()
@@ -173,7 +174,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """
         Args:
-            steps_BF6D: what the frames' timesteps make of modulation. plan: see `plan_attention`.
+            steps_BF6D: modulation from the frames' timesteps.
+            plan: see `plan_attention`.
         """
         frames = steps_BF6D.shape[1]
         shift1, scale1, gate1, shift2, scale2, gate2 = (self.modulation + steps_BF6D).type_as(x_BTD).unsqueeze(3).unbind(2)
@@ -184,19 +186,19 @@ class Block(nn.Module):
 
 
 def modulate(x_BTD: Tensor, shift_BF1D: Tensor, scale_BF1D: Tensor) -> Tensor:
-    """x (1 + scale) + shift, each frame with its own."""
+    """x (1 + scale) + shift, with scale and shift per frame."""
     by_frame = x_BTD.unflatten(1, (scale_BF1D.shape[1], -1))
     return torch.addcmul(shift_BF1D, by_frame.type_as(shift_BF1D), 1 + scale_BF1D).flatten(1, 2)
 
 
 def gated(x_BTD: Tensor, update_BTD: Tensor, gate_BF1D: Tensor, frames: int) -> Tensor:
-    """x + gate * update, each frame with its own gate."""
+    """x + gate * update, with a gate per frame."""
     of_frames = (1, (frames, -1))
     return torch.addcmul(x_BTD.unflatten(*of_frames), update_BTD.type_as(x_BTD).unflatten(*of_frames), gate_BF1D).flatten(1, 2)
 
 
 class Head(nn.Module):
-    """The last norm, modulated frame by frame, and the projection to patches."""
+    """Final norm, modulated per frame, and projection to patches."""
 
     def __init__(self, dim: int, out: int):
         super().__init__()
@@ -210,7 +212,7 @@ class Head(nn.Module):
 
 
 def timestep_embedding(positions: Tensor, width: int) -> Tensor:
-    """Cosines, then sines, of positions `[...]` at `width` / 2 frequencies, computed in float64: float32 `[..., width]`."""
+    """Sinusoidal embedding of positions `[...]`: cosines, then sines, in float64, returned as float32 `[..., width]`."""
     half = width // 2
     rates = _ROPE_BASE ** -(torch.arange(half, dtype=torch.float64, device=positions.device) / half)
     angles = positions.double()[..., None] * rates

@@ -1,11 +1,11 @@
-"""What a block-wise video model keeps of earlier blocks, and of its prompt.
+"""Key/value caches of block-wise video models: self-attention over earlier blocks, and cross-attention to the prompt.
 
-The cache of self-attention holds keys and values of clean frames, each frame in a slot of its own: slots of the first `sinks`
-frames are kept for good, the others are a ring, and a new frame goes where the oldest lay. Keys carry their position (RoPE at
-absolute frames), so the order of slots means nothing, nothing is ever moved, and what is visible is one slice.
+The self-attention cache has keys and values of clean frames, one slot per frame. Slots of the first `sinks` frames are
+permanent. The others form a ring buffer, in which a new frame replaces the oldest one. Keys include their position (RoPE at
+absolute frames), so the order of slots does not matter, nothing is ever moved, and the visible slots are one slice.
 
-A block is written as often as it is denoised, always into its own slots: begin, any number of passes, a clean pass, commit. A
-block that is refused needs no undoing, as the next one of its place overwrites it.
+Every denoising pass of a block writes to the block's own slots: begin, any number of passes, a clean pass, commit. A rejected
+block needs no cleanup, because the next attempt overwrites it.
 
 Shape suffixes: B rows, H heads, K head width, S slots (tokens), T tokens of a pass, F frames, P rows of text.
 """
@@ -22,7 +22,7 @@ from vargen.models.causal_video_geometry import VideoGeometry
 
 
 def check_window(window: int | None, sinks: int, least: int) -> None:
-    """Raise ValueError unless `window` frames, or all of them, of which `sinks` stay, hold at least `least` more."""
+    """Raise ValueError unless a window (None for all frames) has room for `sinks` and at least `least` more frames."""
     for name, value in (("window", window), ("sinks", sinks)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
             raise ValueError(f"{name} must be a whole number of at least 0, got {value!r}")
@@ -33,10 +33,10 @@ def check_window(window: int | None, sinks: int, least: int) -> None:
 
 
 def visible_frames(frames: int, block: int, window: int | None = None, sinks: int = 0) -> Tensor:
-    """bool `[F, F]`: whether the frame of a row sees that of a column.
+    """Return the attention mask of frames, bool `[F, F]`: whether the frame of a row attends to the frame of a column.
 
-    A frame sees its own block of `block` frames and what came before it; with a window, of these the first `sinks` frames and
-    as many of the latest as make `window` frames with them.
+    A frame attends to its own block of `block` frames and all earlier frames. With a window, it attends only to the first
+    `sinks` of these frames and to the latest ones, `window` frames in total.
     """
     own = torch.arange(frames) // block
     seen = own[:, None] >= own[None]
@@ -50,19 +50,19 @@ class VideoCache:
     """Keys and values of every layer, `[B, H, S, K]` each.
 
     Args:
-        geometry: how many tokens a frame has.
+        geometry: defines the number of tokens per frame.
         layers, batch, heads, head_dim: shape of the network, and number of videos.
-        frames: most frames that the cache will be asked for; ignored with a window.
-        window: most frames that a block sees, its own and the sinks among them; None for all.
-        sinks: first frames of the video that stay visible.
+        frames: maximum number of frames; ignored with a window.
+        window: maximum number of frames that a block attends to, including its own and the sinks; None for all.
+        sinks: number of first frames of the video that always stay visible.
         dtype, device: of keys and values.
 
     Attributes:
-        frames: committed ones, counted from the start of the video.
-        pending: frames of the block that is being made, behind them.
+        frames: number of committed frames from the start of the video.
+        pending: number of frames of the current block, after the committed ones.
 
     Raises:
-        ValueError: for a window that does not hold the sinks and a block.
+        ValueError: for a window that is too small for the sinks and a block.
     """
 
     def __init__(
@@ -89,37 +89,37 @@ class VideoCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
         self.frames = 0
         self.pending = 0
-        self._written = 0  # the frame behind the last one whose slot was ever taken
+        self._written = 0  # end of the frames that were ever written
 
     @property
     def nbytes(self) -> int:
-        """Memory that keys and values take."""
+        """Size of keys and values in bytes."""
         return 2 * self.keys.numel() * self.keys.element_size()
 
     @property
     def end(self) -> int:
-        """The frame behind the block that is being made."""
+        """Index of the frame after the current block."""
         return self.frames + self.pending
 
     def slot(self, frame: int) -> int:
-        """Where a frame lies."""
+        """Return the slot of a frame."""
         if self.window is None or frame < self.sinks:
             return frame
         return self.sinks + (frame - self.sinks) % (self.window - self.sinks)
 
     def room(self) -> int:
-        """How many more frames can be begun before one is evicted, or the cache is full."""
+        """Return how many more frames fit before a frame is evicted or the cache is full."""
         return max(0, self.slots - self.frames)
 
-    # -- a block's life ----------------------------------------------------------------------------------------------
+    # -- life cycle of a block -------------------------------------------------------------------------------------
 
     def begin(self, frames: int | None = None) -> None:
-        """Make the next `frames` (default: a block) the ones that passes write; one that was begun before is forgotten.
+        """Start the next `frames` frames (default: a block), which passes then write. Replaces the current block.
 
-        Several blocks may be begun together, as long as none of them evicts what another one sees.
+        Several blocks can be started together, as long as none evicts frames that another one attends to.
 
         Raises:
-            ValueError: if they do not fit.
+            ValueError: if the frames do not fit.
         """
         count = self.geometry.block_frames if frames is None else frames
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
@@ -137,10 +137,10 @@ class VideoCache:
         self.pending = count
 
     def write(self, layer: int, k_BHTK: Tensor, v_BHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Put the pending frames' keys and values into their slots; what they see `[B, H, S, K]`, they themselves included.
+        """Write keys and values of the pending frames; returns all that these attend to, `[B, H, S, K]`, with themselves.
 
         Raises:
-            ValueError: if these are not the tokens of the pending frames.
+            ValueError: if the number of tokens is not that of the pending frames.
         """
         tokens = self.geometry.frame_tokens
         if k_BHTK.shape[2] != self.pending * tokens:
@@ -156,11 +156,11 @@ class VideoCache:
         return self.keys[layer, :, :, :seen].type_as(k_BHTK), self.values[layer, :, :, :seen].type_as(v_BHTK)
 
     def part(self, layer: int) -> LayerCache:
-        """What one layer writes to."""
+        """Return the cache of one layer."""
         return LayerCache(self, layer)
 
     def _runs(self) -> list[tuple[int, int]]:
-        """Slots of the pending frames as (first, count), in order: at most three, where sinks end and where the ring closes."""
+        """Slots of the pending frames as runs (first, count): at most three, split at the sinks and where the ring wraps."""
         runs: list[tuple[int, int]] = []
         for frame in range(self.frames, self.end):
             slot = self.slot(frame)
@@ -171,10 +171,10 @@ class VideoCache:
         return runs
 
     def commit(self, frames: int | None = None) -> None:
-        """The first `frames` that are pending (default: all) are part of the video; what they hold should be of a clean pass.
+        """Commit the first `frames` pending frames (default: all), whose keys and values should be from a clean pass.
 
         Raises:
-            ValueError: if so many are not pending.
+            ValueError: if fewer frames are pending.
         """
         count = self.pending if frames is None else frames
         if isinstance(count, bool) or not 0 <= count <= self.pending:
@@ -183,10 +183,10 @@ class VideoCache:
         self.pending -= count
 
     def rollback(self, frames: int | None = None) -> None:
-        """Forget what is pending, and committed frames behind the first `frames` (default: none of them).
+        """Discard pending frames, and committed frames after the first `frames` (default: keep all committed ones).
 
         Raises:
-            ValueError: if the ring has already overwritten frames that those which stay would see.
+            ValueError: if the ring has overwritten frames that would be visible after the rollback.
         """
         target = self.frames if frames is None else frames
         if isinstance(target, bool) or not isinstance(target, int) or not 0 <= target <= self.frames:
@@ -200,7 +200,7 @@ class VideoCache:
 
 @dataclass(frozen=True)
 class LayerCache:
-    """One layer of a cache. Layers get this, and not their number: compiled code would be made anew for each number."""
+    """The cache of one layer. Layers get this instead of their index, because code would be recompiled for every index."""
 
     cache: VideoCache
     layer: int
@@ -215,10 +215,11 @@ LayerTextCache = tuple[Tensor, Tensor, Tensor | None]  # keys, values and bias o
 
 @dataclass(frozen=True)
 class TextCache:
-    """Keys and values of a prompt for cross-attention: computed once per prompt, the same for all blocks.
+    """Keys and values of a prompt for cross-attention, computed once per prompt for all blocks.
 
     Attributes:
-        keys, values: by layer, `[B, H, P, K]`. bias: float `[B, 1, 1, P]`, added to scores; None exposes all rows.
+        keys, values: by layer, `[B, H, P, K]`.
+        bias: additive attention bias, float `[B, 1, 1, P]`; None makes all rows visible.
     """
 
     keys: tuple[Tensor, ...]
@@ -227,15 +228,15 @@ class TextCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory that keys and values take."""
+        """Size of keys and values in bytes."""
         return sum(part.numel() * part.element_size() for part in (*self.keys, *self.values))
 
     def part(self, layer: int) -> LayerTextCache:
-        """What one layer reads."""
+        """Return keys, values and bias of one layer."""
         return self.keys[layer], self.values[layer], self.bias
 
     def join(self, other: TextCache) -> TextCache:
-        """These prompts, followed by others of as many rows."""
+        """Concatenate with other prompts of the same number of text rows P."""
         keys, values = (
             tuple(torch.cat(pair) for pair in zip(a, b, strict=True))
             for a, b in ((self.keys, other.keys), (self.values, other.values))
@@ -248,7 +249,7 @@ class TextCache:
         return TextCache(keys, values, torch.cat([z if b is None else b for z, b in zip(zeros, biases, strict=True)]))
 
     def rows(self, chosen: slice | Sequence[int]) -> TextCache:
-        """Some of the prompts."""
+        """Return some of the prompts."""
         index = chosen if isinstance(chosen, slice) else list(chosen)
         keys, values = (tuple(part[index] for part in parts) for parts in (self.keys, self.values))
         return TextCache(keys, values, None if self.bias is None else self.bias[index])

@@ -1,4 +1,4 @@
-"""Sizes of block-wise video models, in one place: what networks, caches, decoders and the block loop agree on."""
+"""Sizes of block-wise video models, shared by networks, caches, decoders and the block loop."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True)
 class VideoGeometry:
-    """Shapes of the latents of a video, and of the blocks that it is made in.
+    """Shapes of the latents of a video and of its blocks.
 
     Attributes:
-        channels: of a latent. height, width: of a latent frame.
-        patch: side of the squares of latent positions that are one token.
-        block_frames: latent frames of a block.
-        spatial_stride: pixels per latent position along a side.
-        temporal_stride: pixel frames of a latent frame; the first latent frame of a video is always one.
+        channels: latent channels.
+        height, width: size of a latent frame.
+        patch: side of the square patch of latent positions that forms a token.
+        block_frames: latent frames per block.
+        spatial_stride: pixels per latent position along each side.
+        temporal_stride: pixel frames per latent frame, except that the first latent frame of a video is one pixel frame.
         fps: pixel frames per second.
 
     Raises:
-        ValueError: for a number below 1, or a frame that does not divide into patches.
+        ValueError: for a value below 1, or a frame size that is not a multiple of the patch.
     """
 
     channels: int = 16
@@ -40,22 +41,22 @@ class VideoGeometry:
 
     @property
     def rows(self) -> int:
-        """Rows of tokens in a frame."""
+        """Number of token rows of a frame."""
         return self.height // self.patch
 
     @property
     def columns(self) -> int:
-        """Columns of tokens in a frame."""
+        """Number of token columns of a frame."""
         return self.width // self.patch
 
     @property
     def frame_tokens(self) -> int:
-        """Tokens of a latent frame."""
+        """Number of tokens of a latent frame."""
         return self.rows * self.columns
 
     @property
     def block_tokens(self) -> int:
-        """Tokens of a block."""
+        """Number of tokens of a block."""
         return self.frame_tokens * self.block_frames
 
     @property
@@ -64,13 +65,13 @@ class VideoGeometry:
         return self.height * self.spatial_stride, self.width * self.spatial_stride
 
     def latent_shape(self, batch: int, frames: int | None = None) -> tuple[int, int, int, int, int]:
-        """`[B, F, C, Y, X]` of latents, by default of a block."""
+        """Return the shape `[B, F, C, Y, X]` of latents, by default of a block."""
         return batch, self.block_frames if frames is None else frames, self.channels, self.height, self.width
 
     def pixel_frames(self, start: int, frames: int) -> int:
-        """How many pixel frames the latent frames `start` to `start + frames` are."""
+        """Return the number of pixel frames of `frames` latent frames from `start` on."""
         return frames * self.temporal_stride - (self.temporal_stride - 1 if start == 0 and frames else 0)
 
     def same_latents(self, other: VideoGeometry) -> bool:
-        """Whether latents of one may go to the other: all but the patch is equal."""
+        """Whether latents are compatible: all sizes except the patch are equal."""
         return all(getattr(self, part.name) == getattr(other, part.name) for part in fields(self) if part.name != "patch")

@@ -1,7 +1,7 @@
-"""What the configurations of networks may say: every value of its kind and in bounds, before a network of that size is built.
+"""Validation of types and bounds in network configurations, before a network of that size is built.
 
-Weights tell most sizes, and are compared with them next. What no weight tells (grids, frames, rows of a caption) sizes tables
-and caches: there a wrong number would ask for more memory than any machine has.
+Most sizes are compared with the weights afterwards. Sizes that weights do not determine (grids, frames, caption rows) set the
+size of tables and caches, where a wrong number could require more memory than any machine has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any, get_args, get_origin, get_type_hints
 from vargen.values import parse_float, parse_int, short_repr
 from vargen.weight_files import MAX_LAYERS
 
-_MOST = 2**20  # of a width, a vocabulary and what else is not named here
-_LONGEST = 64  # numbers of a list: levels of a tokenizer, scales of a picture
+_MOST = 2**20  # maximum of widths, vocabularies and other values not listed here
+_LONGEST = 64  # maximum length of lists, such as levels of a tokenizer or scales of an image
 _WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("n_layer", "depth", "num_hidden_layers", "num_layers"), (1, MAX_LAYERS)),
     **dict.fromkeys(("blocks", "conv_blocks", "transformer_blocks", "num_res_blocks"), (0, MAX_LAYERS)),
@@ -38,10 +38,10 @@ _REAL: dict[str, tuple[float, float]] = {
 
 
 def check_config(kind: type, config: Mapping[str, Any]) -> None:
-    """Compare a configuration with the arguments of a network's class, without building it.
+    """Validate a configuration against the argument types of a network's class, without building the network.
 
     Raises:
-        ValueError: naming the first value that is of another kind than the argument, or out of bounds.
+        ValueError: for a value of a wrong type or out of bounds; the message names the first one.
     """
     for name, hint in _arguments(kind).items():
         if name not in config:
@@ -58,7 +58,7 @@ def _arguments(kind: type) -> dict[str, Any]:
 
 
 def _refused(name: str, value: Any, hint: Any) -> str | None:
-    """What a value must be; None if it is."""
+    """Return what a value must be, or None if it is valid."""
     if hint is bool:
         return None if isinstance(value, bool) else "true or false"
     if hint is str:
@@ -71,7 +71,7 @@ def _refused(name: str, value: Any, hint: Any) -> str | None:
     if hint is int:
         return None if parse_int(value, least, most) is not None else f"a whole number from {least} to {most}"
     if get_origin(hint) is None or int not in get_args(hint):
-        return None  # one of a few words, which the class itself checks
+        return None  # a string choice, which the class itself validates
     fits = isinstance(value, list | tuple) and 1 <= len(value) <= _LONGEST
     if fits and all(parse_int(each, least, most) is not None for each in value):
         return None

@@ -1,4 +1,4 @@
-"""Whether a folder's weights are those of the network that its configuration describes: told by headers, without memory."""
+"""Checks that a folder's weights match the network that its configuration describes, from file headers only."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import QuantizedStorageMixin
 from vargen.weight_files import check_layer_counts, check_weights, read_weight_header
 
-# What stands before a layer's number in the weight files, by what the configuration calls how many there are.
+# By configuration key of a number of layers: the prefixes before the layer index in names of weights.
 _LAYERS: dict[type, dict[str, tuple[str, ...]]] = {
     LlamaGenTransformer: {"n_layer": ("layers.",)},
     VQModel: {
@@ -31,7 +31,7 @@ _LAYERS: dict[type, dict[str, tuple[str, ...]]] = {
         "encoder_ch_mult": ("encoder.conv_blocks.",),
         "decoder_ch_mult": ("decoder.conv_blocks.",),
     },
-    MultiScaleVQModel: {  # of either architecture
+    MultiScaleVQModel: {  # for both architectures
         "num_res_blocks": ("encoder.down.0.block.", "encoder.levels.0."),
         "transformer_blocks": ("encoder.trunk.blocks.",),
         "shared_phi": ("quantize.quant_resi.qresi_ls.",),
@@ -46,16 +46,16 @@ _LAYERS: dict[type, dict[str, tuple[str, ...]]] = {
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object of a JSON file.
+    """Read the object in a JSON file.
 
     Raises:
-        ValueError: naming the file, if it is missing, not JSON, or something else than an object.
+        ValueError: if the file is missing, not JSON, or not an object; the message names the file.
     """
     if not file.is_file():
         raise ValueError(f"{file} is missing; the folder is incomplete, download or convert it again")
     try:
         content = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:  # neither JSON nor UTF-8, or nested without end
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
         raise ValueError(f"{file} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file} must hold a JSON object, and holds a {type(content).__name__}")
@@ -63,16 +63,18 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def check_described(kind: Any, config: Mapping[str, Any], folder: Path, variant: str | None = None) -> Mapping[str, Any]:
-    """Compare a folder's weight file with the network of a class that its configuration describes.
+    """Compare a folder's weight file with the network that its configuration describes.
 
     Args:
-        config: the content of its `config.json`. variant: part of the weight file's name, as diffusers has it.
+        kind: class of the network.
+        config: content of the folder's `config.json`.
+        variant: variant in the weight file's name, as in diffusers.
 
     Returns:
-        The configuration, with the defaults of what the file leaves out.
+        The configuration, including default values that the file omits.
 
     Raises:
-        ValueError: naming the file and the first value or tensors that are wrong.
+        ValueError: for a mismatch; the message names the file and the first wrong value or tensors.
     """
     file = folder / "config.json"
     if config.get("quantization_config"):

@@ -1,10 +1,10 @@
-"""A small image tower beside a frozen text encoder: how well does a picture fit a caption.
+"""A small image-text model that scores how well an image matches a caption, with a frozen text encoder.
 
-Contrastive image-text training as in CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023), with a convolutional tower: it
-learns more than a transformer from few pictures. The text side is one linear map of mean-pooled features of a sentence encoder
-that is not part of the model, so that features of captions can be computed once.
+It is trained contrastively as in CLIP (Radford et al. 2021) and SigLIP (Zhai et al. 2023), with a convolutional image tower,
+which learns more from few images than a transformer. The text tower is a linear map of mean-pooled features of a sentence
+encoder that is not part of the model, so features of captions can be computed once.
 
-Shape suffixes: B pictures, C channels, Y/X pixel rows and columns, D pooled width, E embedding width.
+Shape suffixes: B images, C channels, Y/X pixel rows and columns, D pooled width, E embedding width.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ ensure_torchvision()
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from diffusers.models.modeling_utils import ModelMixin
 
-PATCH = 4  # pixels of a side that the first layer folds into channels
-_LONGEST = 32  # tokens of a caption
+PATCH = 4  # side of the pixel patches that the first layer folds into channels
+_LONGEST = 32  # maximum tokens of a caption
 
 
 class Block(nn.Module):
-    """norm, GELU, 3x3 convolution, twice, plus the input."""
+    """Residual block: norm, GELU and 3x3 convolution, twice."""
 
     def __init__(self, channels: int, groups: int):
         super().__init__()
         self.norm1, self.norm2 = nn.GroupNorm(groups, channels), nn.GroupNorm(groups, channels)
         self.conv1 = nn.Conv2d(channels, channels, 3, padding=1)
         self.conv2 = nn.Conv2d(channels, channels, 3, padding=1)
-        nn.init.zeros_(self.conv2.weight)  # a block begins as the identity
+        nn.init.zeros_(self.conv2.weight)  # initialized as the identity
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
         h = self.conv1(F.gelu(self.norm1(x_BCYX)))
@@ -43,15 +43,15 @@ class Block(nn.Module):
 
 
 class ImageTextModel(ModelMixin, ConfigMixin):
-    """Pictures and captions to unit vectors of one space.
+    """Maps images and captions to unit vectors in a common embedding space.
 
     Args:
-        widths: channels of each stage; a stage halves the resolution of the one before.
-        blocks: residual blocks of each stage.
+        widths: channels per stage; each stage halves the resolution of the one before.
+        blocks: residual blocks per stage.
         text_dim: width of the pooled text features.
-        embed_dim: E, of the common space.
-        image_size: side in pixels at which pictures are scored; any multiple of 16 works.
-        groups: of the group norms; divides every width.
+        embed_dim: dimension E of the common space.
+        image_size: width and height in pixels at which images are scored; any multiple of 16 works.
+        groups: number of groups of the group norms; must divide every width.
     """
 
     @register_to_config
@@ -74,25 +74,25 @@ class ImageTextModel(ModelMixin, ConfigMixin):
         self.norm_out = nn.GroupNorm(groups, widths[-1])
         self.image_projection = nn.Linear(widths[-1], embed_dim)
         self.text_projection = nn.Linear(text_dim, embed_dim)
-        self.concept_scale = nn.Parameter(torch.tensor(14.0).log())  # of the softmax over concepts
-        self.pair_scale = nn.Parameter(torch.tensor(10.0).log())  # of the sigmoid over pairs, as SigLIP begins
+        self.concept_scale = nn.Parameter(torch.tensor(14.0).log())  # scale of the softmax over concepts
+        self.pair_scale = nn.Parameter(torch.tensor(10.0).log())  # scale of the sigmoid over pairs, initialized as in SigLIP
         self.pair_bias = nn.Parameter(torch.tensor(-10.0))
 
     def pooled(self, pixels_BCYX: Tensor) -> Tensor:
-        """Features `[B, D]` of float pictures `[B, 3, Y, X]` in [-1, 1], Y and X multiples of 16."""
+        """Compute features `[B, D]` of float images `[B, 3, Y, X]` in [-1, 1], where Y and X are multiples of 16."""
         return F.gelu(self.norm_out(self.stages(pixels_BCYX))).mean((2, 3))
 
     def encode_image(self, pixels_BCYX: Tensor) -> Tensor:
-        """Unit vectors, float32 `[B, E]`."""
+        """Embed images as unit vectors, float32 `[B, E]`."""
         return F.normalize(self.image_projection(self.pooled(pixels_BCYX)).float(), dim=-1)
 
     def encode_text(self, features_BD: Tensor) -> Tensor:
-        """Unit vectors, float32 `[B, E]`, of mean-pooled unit text features `[B, text_dim]`."""
+        """Embed mean-pooled unit text features `[B, text_dim]` as unit vectors, float32 `[B, E]`."""
         return F.normalize(self.text_projection(features_BD).float(), dim=-1)
 
 
 def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
-    """Pictures of `size` pixels a side."""
+    """Resize images to `size` x `size` pixels."""
     if pixels_BCYX.shape[-1] == size == pixels_BCYX.shape[-2]:
         return pixels_BCYX
     return F.interpolate(pixels_BCYX, (size, size), mode="bilinear", antialias=True, align_corners=False)
@@ -100,8 +100,8 @@ def resized(pixels_BCYX: Tensor, size: int) -> Tensor:
 
 @torch.no_grad()
 def pooled_features(encoder: nn.Module, tokenizer: Any, texts: Sequence[str], batch_size: int = 256) -> Tensor:
-    """Unit vectors float32 `[len(texts), D]` on the CPU: the mean over a text's tokens, as the sentence encoder was trained."""
-    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # like lengths together: padding costs like words
+    """Mean-pooled unit text features, float32 `[len(texts), D]` on the CPU, pooled as in the sentence encoder's training."""
+    order = sorted(range(len(texts)), key=lambda i: len(texts[i]))  # similar lengths together, to save padding
     found: list[Tensor] = [torch.empty(0)] * len(texts)
     device = next(encoder.parameters()).device
     for start in range(0, len(order), batch_size):

@@ -1,8 +1,8 @@
 """A static key/value cache with a pointer per row.
 
-Allocated once per (rows, grid); rolling back is moving a pointer, because slots at or behind it are masked until they are
-written again. Slots hold [ conditioning prefix | image tokens | scratch ]. Scratch takes what a pass near the end of the
-grid would write past it.
+It is allocated once per (rows, grid). Rollback only moves a pointer, because slots from the pointer on are masked until they
+are rewritten. Slots are [ conditioning prefix | image tokens | scratch ]. Scratch slots receive the tokens that a pass near the
+end of the grid would write past it.
 
 Shape suffixes: R rows (images, times two under guidance), S slots, P prefix slots, T tokens of one pass, H heads, K head width.
 """
@@ -19,20 +19,21 @@ from vargen.kernels.few_queries import Seen, folded
 
 
 class KVCache:
-    """Keys and values of every layer, `[R, H, S, K]` each, and the number of image tokens that each row holds.
+    """Keys and values of every layer, `[R, H, S, K]` each, and the number of cached image tokens of each row.
 
     Args:
         layers, rows, heads, head_dim: shape of the network and of the batch.
-        prefix: conditioning slots P.
-        tokens: image tokens N of the grid.
-        scratch: most tokens that one pass feeds; the slots behind the grid.
+        prefix: number of conditioning slots P.
+        tokens: number of image tokens N of the grid.
+        scratch: maximum number of tokens per pass, which is the number of slots after the grid.
         dtype, device: of keys and values.
 
     Attributes:
-        length: `[R]` int64, image tokens held per row. The next token fed goes to position `length`.
-        fused: whether kernels attend and move slots: settled here, so that no pass asks.
+        length: `[R]` int64, number of cached image tokens per row (the pointer). The next fed token has position `length`.
+        fused: whether Triton kernels compute attention and move slots. Decided once here instead of in every pass.
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
-        norm_scales: by layer, what its two norms take on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until the prefill.
+        norm_scales: by layer, precomputed weights of its two norms on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until
+            the prefill.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class KVCache:
         self.slots = prefix + tokens + scratch
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self.fused = head_dim <= MOST_WIDTH and dtype in DTYPES and uses_triton(self.length)
-        # For kernels a slot of a width such as 100 begins at 16 bytes or a multiple, in memory that is whole lines.
+        # For kernels, slots are padded (such as from a width of 100 to 112) so that each starts at a multiple of 16 bytes.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
         shape = (layers, rows, heads, self.slots, room)
         self.k, self.v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
@@ -62,7 +63,7 @@ class KVCache:
         self.prefix_bias = torch.zeros(rows, prefix, device=device)
         self.norm_scales: list[tuple[Tensor | None, Tensor | None]] = []
         first = torch.arange(rows * heads, device=device).view(rows, 1, heads) * self.slots
-        self._first_slot = first + prefix  # of the image, per row and head in their flattened slots
+        self._first_slot = first + prefix  # of the image, in the flattened slots of all rows and heads
         self._image_slot = torch.arange(tokens + scratch, device=device)
 
     @property
@@ -70,38 +71,39 @@ class KVCache:
         return self.k.nbytes + self.v.nbytes
 
     def write_prefix(self, layer: int, k_RPHK: Tensor | None, v_RPHK: Tensor) -> None:
-        """Store the conditioning; `k_RPHK=None` leaves the keys at zero, which LlamaGen's always are."""
+        """Store the conditioning. `k_RPHK=None` leaves the keys at zero, as LlamaGen's conditioning keys always are."""
         if k_RPHK is not None:
             self.k[layer, :, :, : self.prefix] = k_RPHK.transpose(1, 2)
         self.v[layer, :, :, : self.prefix] = v_RPHK.transpose(1, 2)
 
     def span(self, T: int, earlier: int = 0) -> CacheView:
-        """What a pass reads and writes that feeds T tokens behind each row's pointer, or behind the `earlier` ones that passes
-        before it fed there, which were not kept and which it may see.
+        """Return the view of the cache for a pass that feeds T tokens after each row's pointer.
 
-        On a CPU it reads the slots that a row has in use, and where all rows hold equally many tokens it writes to one range of
-        slots. Elsewhere it reads all and writes to scattered slots: shapes stay the same for every pass, and the host does not
-        wait for a length.
+        `earlier` tokens that preceding passes fed after the pointer, and that were not committed, come first and stay visible.
+        On a CPU, the view reads only the slots in use, and writes to one range of slots if all rows have the same length.
+        On other devices, it reads all slots and writes to scattered slots, so shapes are static and no length is synchronized
+        with the host.
         """
         if not is_eager_cpu(self.length):
             return CacheView(self, self._flat_slots(T, earlier), self.slots)
         lengths = self.length.tolist()
         reach = min(self.prefix + max(lengths) + earlier + T, self.slots)
-        alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # gradients take no such views
+        alike = min(lengths) == max(lengths) <= self.tokens and not torch.is_grad_enabled()  # not with autograd
         return CacheView(self, slice(reach - T, reach) if alike else self._flat_slots(T, earlier), reach)
 
     def _flat_slots(self, T: int, earlier: int) -> Tensor:
-        behind = self.length[:, None].clamp(max=self.tokens)  # a full row writes to scratch only
+        behind = self.length[:, None].clamp(max=self.tokens)  # full rows write only to scratch
         ahead = self._image_slot[earlier : earlier + T] + behind
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
     def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | Seen:
-        """What `attention` takes of a pass over T tokens with `heads` query heads that reads `reach` slots; made once for all
-        layers.
+        """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
+
+        It is computed once for all layers.
 
         Args:
-            ancestors: as of `bias`, or packed as int64 words `[T, W]` or `[B, T, W]` of images whose halves are the rows.
-            earlier: as of `span`.
+            ancestors: as in `bias`, or packed as int64 words `[T, W]` or `[B, T, W]`, one tree per image for all its CFG rows.
+            earlier: as in `span`.
         """
         words = ancestors is not None and ancestors.dtype == torch.int64
         if self.fused and not torch.is_grad_enabled():
@@ -114,13 +116,13 @@ class KVCache:
         return folded(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
 
     def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0) -> Tensor:
-        """Additive attention bias `[R, 1, T, S]` of a pass over T tokens.
+        """Return the additive attention bias `[R, 1, T, S]` of a pass over T tokens.
 
         Args:
-            ancestors: bool `[T, E + T]` or `[R, T, E + T]`, E being `earlier`; `[..., i, j]` is True where token j of those
-                behind the pointer is token E + i or one of its ancestors. None for a chain, where every earlier token is.
-            slots: how many of the slots S; default: all.
-            earlier: as of `span`.
+            ancestors: bool `[T, E + T]` or `[R, T, E + T]` with E = `earlier`. `[..., i, j]` is True if token j after the
+                pointer is token E + i or one of its ancestors. None for a chain, where all earlier tokens are ancestors.
+            slots: number of slots S to include. Default: all.
+            earlier: as in `span`.
         """
         image_slot = self._image_slot if slots is None else self._image_slot[: slots - self.prefix]
         behind = image_slot - self.length[:, None]  # [R, image slots]; negative: committed; t: draft token t
@@ -137,19 +139,19 @@ class KVCache:
         return torch.cat([prefix, image], dim=-1)[:, None].to(dtype)
 
     def advance(self, count_R: Tensor | int) -> None:
-        """Keep the first `count` tokens of the last pass in every row (a chain)."""
+        """Commit the first `count` tokens of the last pass in every row (a chain)."""
         self.length += count_R
 
     def rollback(self, length_R: Tensor) -> None:
-        """Set every row's pointer; what lies behind it is forgotten."""
+        """Set every row's pointer, and discard the tokens after it."""
         self.length.copy_(length_R)
 
     def keep(self, accepted_RA: Tensor, count_R: Tensor) -> None:
-        """Keep a path of the last pass: its tokens move to consecutive slots and the pointer moves past them.
+        """Commit a path of the last pass: move its tokens to consecutive slots, and the pointer past them.
 
         Args:
             accepted_RA: int64 `[R, A]`, indices among the pass's tokens, root first, strictly increasing while valid.
-            count_R: int64 `[R]`, how many of the A are valid.
+            count_R: int64 `[R]`, number of valid indices.
         """
         if self.fused:
             from vargen.kernels.commit import keep
@@ -159,7 +161,7 @@ class KVCache:
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)
         valid = steps[None] < count_R[:, None]
-        offset = torch.where(valid, accepted_RA, steps[None])  # invalid columns copy onto themselves
+        offset = torch.where(valid, accepted_RA, steps[None])  # invalid columns are copied onto themselves
         base = self.length[:, None].clamp(max=self.tokens)
         limit = self.tokens + self.scratch - 1
         source = (self._first_slot + (base + offset).clamp(max=limit)[..., None]).flatten()
@@ -174,18 +176,18 @@ class CacheView:
     """The part of a cache that one pass reads and writes.
 
     Args:
-        slots: where it writes: one range of slots in every row, or flat slots `[R, T, H]` of rows, heads and slots.
-        reach: how many slots S it reads.
+        slots: slots to write: one range in every row, or flat indices `[R, T, H]` over rows, heads and slots.
+        reach: number of slots S to read.
     """
 
     def __init__(self, cache: KVCache, slots: slice | Tensor, reach: int):
         self.cache, self.slots, self.reach = cache, slots, reach
-        if isinstance(slots, slice):  # views of all layers at once: for each of its own, a view would be one more operation
+        if isinstance(slots, slice):  # views of all layers at once, which saves an operation per layer
             self._held = [store[:, :, :, :reach].unbind() for store in (cache.k, cache.v)]
             self._new = [store[:, :, :, slots].transpose(2, 3).unbind() for store in (cache.k, cache.v)]
 
     def write(self, layer: int, k_RTHK: Tensor, v_RTHK: Tensor) -> tuple[Tensor, Tensor]:
-        """Write one layer's pass; returns the layer's keys and values `[R, H, S, K]`."""
+        """Write a pass's keys and values of one layer, and return the layer's keys and values `[R, H, S, K]`."""
         if isinstance(self.slots, slice):
             for new, given in zip(self._new, (k_RTHK, v_RTHK), strict=True):
                 new[layer].copy_(given)

@@ -1,7 +1,7 @@
-"""What LlamaGen's transformer is made of: rotary positions, norm, attention, feed-forward, and what embeds a condition.
+"""Layers of LlamaGen's transformer: rotary embedding, norm, attention, feed-forward and condition embedders.
 
-A pass of one token is some hundred products and many small operations around them, which on a CPU take as long as the products:
-every operation here counts.
+A pass of one token has about a hundred matrix products and many small operations, which on a CPU take as long as the products.
+So the number of operations matters here.
 
 Shape suffixes: B rows (images; twice as many under guidance), T tokens of one pass, S cache slots, D width, H heads, K head
 width.
@@ -23,7 +23,7 @@ Rotary = Tensor | tuple[Tensor, Tensor]
 
 
 def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
-    """`[grid*grid, head_dim/2, 2]` float32 (cos, sin): half the pairs turn with the row, half with the column."""
+    """Build the rotary table `[grid*grid, head_dim/2, 2]`, float32 (cos, sin): half of the pairs encode rows, half columns."""
     half = head_dim // 2
     frequency = base ** (-torch.arange(0, half, 2).float() / half)
     angle = torch.arange(grid).float()[:, None] * frequency  # [grid, half/2]
@@ -34,10 +34,10 @@ def build_rotary_2d(grid: int, head_dim: int, base: float = 10000.0) -> Tensor:
 
 
 def rotation(table_TK2: Tensor) -> Rotary:
-    """What `rotate` multiplies with, made once per pass: complex numbers `[..., T, 1, K/2]`, for one operation a layer.
+    """Return the factors for `rotate`, computed once per pass: complex numbers `[..., T, 1, K/2]`, one operation per layer.
 
-    Neither the compiler nor, without copies, gradients take them; there, factors `[..., T, 1, K]` of a vector and of its
-    swapped pairs.
+    The compiler does not support complex numbers, and autograd needs copies for them. In these cases, return real factors
+    `[..., T, 1, K]` of a vector and of its swapped pairs.
     """
     if not torch.compiler.is_compiling() and not torch.is_grad_enabled():
         return torch.view_as_complex(table_TK2.float())[..., None, :]
@@ -46,7 +46,7 @@ def rotation(table_TK2: Tensor) -> Rotary:
 
 
 def rotate(x_BTHK: Tensor, rotary: Rotary) -> Tensor:
-    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. By complex numbers, float32 in place."""
+    """Rotate interleaved pairs (x0, x1), (x2, x3), ... in float32; see `rotation`. Complex factors rotate float32 in place."""
     x = x_BTHK.float()
     if isinstance(rotary, Tensor):
         return x.view(torch.complex64).mul_(rotary).view(torch.float32).type_as(x_BTHK)
@@ -64,12 +64,12 @@ class Linear(nn.Linear):
 @lru_cache
 @normal_tensors()
 def _norm_constants(width: int, eps: float) -> tuple[Tensor, Tensor]:
-    """Float32 `[]`, so that no pass has to convert them: x / sqrt(|x|^2 / D + eps) is x root / sqrt(|x|^2 + offset^2)."""
+    """(root, offset), float32 `[]`, with x / sqrt(|x|^2 / D + eps) = x root / sqrt(|x|^2 + offset^2); cached as tensors."""
     return torch.tensor(width**0.5, device="cpu"), torch.tensor((width * eps) ** 0.5, device="cpu")
 
 
 class RMSNorm(nn.Module):
-    """Statistics in float32, cast to the input's dtype, then times the weight (the official order)."""
+    """RMS norm in float32, cast to the input's dtype and then multiplied by the weight (the official order)."""
 
     def __init__(self, dim: int, eps: float):
         super().__init__()
@@ -77,14 +77,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def weight_times_sqrt_dim(self) -> Tensor | None:
-        """The weight times sqrt(D), for the passes of one cache, which is made anew when weights may have changed; None where
-        the general form is taken."""
+        """Return the weight times sqrt(D), or None where the general form is used.
+
+        It is stored with a cache, which is recreated after weights may have changed."""
         if not is_eager_cpu_float32(self.weight):
             return None
         return self.weight * _norm_constants(len(self.weight), self.eps)[0]
 
     def forward(self, x: Tensor, weight_times_sqrt_dim: Tensor | None = None) -> Tensor:
-        if is_eager_cpu_float32(x):  # where torch composes F.rms_norm of more operations
+        if is_eager_cpu_float32(x):  # F.rms_norm takes more operations here
             root, offset = _norm_constants(x.shape[-1], self.eps)
             length = torch.hypot(torch.linalg.vector_norm(x, dim=-1, keepdim=True), offset)
             if weight_times_sqrt_dim is not None:
@@ -102,24 +103,24 @@ class Attention(nn.Module):
         self.wo = Linear(dim, dim)
 
     def project(self, x_BTD: Tensor, rotary: Rotary) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated queries `[B, T, H, K]` and keys, and values."""
+        """Return rotated queries `[B, T, H, K]`, rotated keys, and values."""
         qkv = self.wqkv(x_BTD).view(*x_BTD.shape[:2], -1, self.head_dim)
         qk, v = qkv.split([self.n_head + self.n_kv_head, self.n_kv_head], dim=2)
         q, k = rotate(qk, rotary).split([self.n_head, self.n_kv_head], dim=2)
         return q, k, v
 
     def values(self, x_BTD: Tensor) -> Tensor:
-        """Values `[B, T, H, K]` alone: all that a conditioning row contributes."""
+        """Return only the values `[B, T, H, K]`, all that a conditioning row contributes."""
         weight, first = self.wqkv.weight, self.n_head + self.n_kv_head
         if (weight.device, weight.dtype) == (x_BTD.device, x_BTD.dtype):
             return F.linear(x_BTD, weight[first * self.head_dim :]).unflatten(-1, (-1, self.head_dim))
-        # Offloaded, or stored in another dtype: weights come only with their module's `forward`.
+        # Offloaded or stored in another dtype: the weights are available only in their module's `forward`.
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
     def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | Seen) -> Tensor:
-        exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # a softmax in float32
+        exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # softmax in float32
         if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact and isinstance(bias, Tensor):
-            # The gradient of torch's fused attention took a third of a training step there, and these products can be compiled.
+            # On CPUs, the gradient of torch's fused attention took a third of a training step; these products can be compiled.
             if k_BHSK.shape[1] != self.n_head:
                 k_BHSK, v_BHSK = (each.repeat_interleave(self.n_head // self.n_kv_head, 1) for each in (k_BHSK, v_BHSK))
             scores = (q_BTHK.transpose(1, 2) * self.head_dim**-0.5) @ k_BHSK.mT
@@ -151,22 +152,22 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x_BTD: Tensor, rotary: Rotary, visible: Tensor) -> Tensor:
-        """Over whole sequences: `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`, which columns each row may attend to."""
+        """Run on whole sequences. `visible`, bool `[B or 1, 1, T, T]` or `[T, T]`: which columns each row attends to."""
         q, k, v = self.attention.project(self.attention_norm(x_BTD), rotary)
         return self.finish(x_BTD, self.attention.attend(q, k.transpose(1, 2), v.transpose(1, 2), visible))
 
     def finish(self, x_BTD: Tensor, attended_BTD: Tensor, ffn_scale: Tensor | None = None) -> Tensor:
-        """The residual sums behind attention; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
+        """Add attention output and feed-forward to the residual; `ffn_scale`: see `RMSNorm.weight_times_sqrt_dim`."""
         h = x_BTD + self._kept(attended_BTD)
         return h + self._kept(self.feed_forward(self.ffn_norm(h, ffn_scale)))
 
     def _kept(self, x: Tensor) -> Tensor:
-        """What dropout leaves; outside of training it is not even called."""
+        """Apply dropout in training; skip the call otherwise."""
         return self.dropout(x) if self.training else x
 
 
 class LabelEmbedder(nn.Module):
-    """One row per class, and a last one for the null class."""
+    """One embedding per class, and a last one for the null class."""
 
     def __init__(self, num_classes: int, dim: int):
         super().__init__()
@@ -187,7 +188,7 @@ class CaptionProjection(nn.Module):
 
 
 class CaptionEmbedder(nn.Module):
-    """Caption features through a two-layer projection; the null caption is a stored buffer, not a parameter."""
+    """Two-layer projection of caption features. The null caption is a persistent buffer, not a parameter."""
 
     def __init__(self, caption_dim: int, dim: int, cls_token_num: int):
         super().__init__()

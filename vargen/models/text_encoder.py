@@ -8,7 +8,7 @@ from torch import Tensor
 # DiffusionPipeline looks for the name `ModelMixin` in this very module to learn how to load the component.
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
-from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # behind what guards torchvision
+from diffusers.configuration_utils import ConfigMixin, register_to_config  # isort: skip  # after the torchvision guard
 
 _UNQUANTIZED = ("position_embeddings.weight", "token_type_embeddings.weight")
 
@@ -33,7 +33,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         weight_format: how `save_pretrained` stores the weights: "int8", "float16" or "float32".
 
     Raises:
-        ValueError: ``weight_format`` is unknown, or sizes do not fit each other.
+        ValueError: ``weight_format`` is unknown, or sizes do not match each other.
     """
 
     @register_to_config
@@ -51,7 +51,7 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
     ) -> None:
         super().__init__()
         check_format(weight_format)
-        # Importing transformers takes seconds; code that never encodes text should not pay for it.
+        # Imported late, because importing transformers takes seconds.
         from transformers import BertConfig, BertModel
 
         config = BertConfig(
@@ -90,8 +90,8 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
         return self.bert(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state.float()
 
     def scales_of(self, name: str, weight: Tensor) -> int | None:
-        # A row of the word embeddings meets one token only; linear layers add up errors over every token, and
-        # position and segment embeddings enter all of them: these get finer scales or none.
+        # A row of the word embeddings affects only one token. Linear layers, and position and segment embeddings, affect all
+        # tokens, so they have finer scales or none.
         if weight.ndim != 2 or name.endswith(_UNQUANTIZED):
             return None
         columns = weight.shape[1]

@@ -1,11 +1,11 @@
-"""VAR: a transformer that draws a picture scale by scale, every token of a scale in one pass.
+"""VAR: a transformer that generates an image scale by scale, all tokens of a scale in one pass.
 
 Source: Tian et al. 2024, "Visual Autoregressive Modeling: Scalable Image Generation via Next-Scale Prediction"
-(arXiv:2404.02905). Parameter names are the official ones, so an official state dict loads strictly once the buffers that
-`is_derived_buffer` names are left out: they are made here from the scale table.
+(arXiv:2404.02905). Parameter names are the official ones. An official state dict loads strictly without the buffers that
+`is_derived_buffer` names, which are computed from the scale table here.
 
-Conditioning on text is not in the paper: the pooled caption takes the class embedding's place, and the caption's rows stand
-before the picture as a prefix that every scale sees.
+Text conditioning is not in the paper: the pooled caption replaces the class embedding, and the caption's rows precede the
+image tokens as a prefix that is visible to every scale.
 
 Shape suffixes: R rows (images; twice as many under guidance), P caption rows, S scales, L image tokens of all scales, T tokens
 of one pass, D width, H heads, K head width, E code width, V vocabulary.
@@ -35,7 +35,7 @@ from vargen.models.tokenizers.multi_scale_vq import SCALES_256, SCALES_512
 from vargen.models.var_blocks import Block, HeadModulation, Modulation, ScaleCache, modulate, two_layers
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
-# The official scale tables: side of every scale, by the side of the picture in pixels.
+# Official scale tables: sides of the scales, by the image size in pixels.
 SCALES: dict[int, tuple[int, ...]] = {
     256: SCALES_256,
     512: SCALES_512,
@@ -44,13 +44,13 @@ SCALES: dict[int, tuple[int, ...]] = {
 
 
 def is_derived_buffer(name: str) -> bool:
-    """Whether an official tensor is a buffer that the scale table determines: no weight, and in no file of ours."""
+    """Whether an official tensor is a buffer derived from the scale table, which is not stored in vargen's weight files."""
     return name in ("lvl_1L", "attn_bias_for_masking") or name.endswith(".attn.zero_k_bias")
 
 
 @dataclass
 class VAROutput(BaseOutput):
-    """`logits`: float32 `[R, T, V]`; `features`: what the head saw, `[R, T, D]` after the final norm. Both are always set."""
+    """`logits`: float32 `[R, T, V]`; `features`: input of the head, `[R, T, D]` after the final norm. Both are always set."""
 
     logits: Tensor
     features: Tensor = None  # type: ignore[assignment]  # a default lets accelerate's hooks rebuild the output from a dict
@@ -61,18 +61,18 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     Args:
         condition: `"class"` or `"text"`.
-        scales: side of every scale, coarse to fine; those of its image tokenizer. `SCALES` has the official tables.
-        depth, dim, n_head: blocks, width, heads. Official sizes are given by depth alone: width 64 depth, `depth` heads.
-        vocab_size, code_dim: codes V of the tokenizer, and their width E.
-        num_classes: classes, without the null class (`condition="class"`).
-        caption_dim, caption_rows: width of caption features, and most rows of a caption (`condition="text"`).
-        mlp_ratio: width of the feed-forward, in widths.
-        shared_aln: one modulation network for all blocks, as in the official 512 pixel model, instead of one in each.
+        scales: sides of the scales of the image tokenizer, coarse to fine. `SCALES` has the official tables.
+        depth, dim, n_head: blocks, width, heads. Official sizes depend only on the depth: width 64 depth, `depth` heads.
+        vocab_size, code_dim: number of codes V of the tokenizer, and their dimension E.
+        num_classes: number of classes, without the null class (`condition="class"`).
+        caption_dim, caption_rows: width and maximum number of caption features (`condition="text"`).
+        mlp_ratio: width of the feed-forward relative to `dim`.
+        shared_aln: one modulation network for all blocks, as in the official 512-pixel model, instead of one per block.
         attn_l2_norm: unit queries and keys, as in all released weights.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
-        ValueError: for an unknown condition, a width that the heads do not divide, or scales that do not grow.
+        ValueError: for an unknown condition, a width not divisible by the heads, or scales that do not increase.
     """
 
     _supports_gradient_checkpointing = False
@@ -110,7 +110,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         if not sides or sides[0] < 1 or any(b <= a for a, b in pairwise(sides)):
             raise ValueError(f"scales must be sides that grow, at least one, got {sides}")
         self.scales, self.n_head, self.head_dim = sides, heads, width // heads
-        self.ends = list(accumulate(side * side for side in sides))  # tokens up to and with each scale
+        self.ends = list(accumulate(side * side for side in sides))  # cumulative number of tokens, including each scale
         if condition == "class":
             self.class_emb = nn.Embedding(num_classes + 1, width)
         else:
@@ -132,7 +132,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         self._init_weights()
 
     def _init_weights(self) -> None:
-        """Blocks begin as the identity, the head as a uniform distribution, modulation as an ordinary layer norm's."""
+        """Initialize blocks as the identity, the head as uniform, and modulation as that of a plain layer norm."""
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
@@ -147,15 +147,15 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     @property
     def tokens(self) -> int:
-        """Image tokens L of all scales."""
+        """Number of image tokens L of all scales."""
         return self.ends[-1]
 
     def start_of(self, scale: int) -> int:
-        """Tokens before `scale`."""
+        """Number of tokens before `scale`."""
         return self.ends[scale - 1] if scale else 0
 
     def null_condition(self, condition: Condition) -> Condition:
-        """The unconditional twin for guidance: the null class, or a caption of which no row is valid."""
+        """Return the unconditional condition for guidance: the null class, or a caption without valid rows."""
         if condition.class_labels is not None:
             return Condition(class_labels=torch.full_like(condition.class_labels, self.config.num_classes))
         assert condition.caption_embeds is not None
@@ -166,10 +166,10 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         )
 
     def new_cache(self, rows: int, prefix: int = 0, device: torch.device | None = None) -> ScaleCache:
-        """A cache for `rows` rows of `prefix` caption rows each.
+        """Create a cache for `rows` rows with `prefix` caption rows each.
 
         Args:
-            device: where passes run; default: where the weights are, which is elsewhere while they are offloaded.
+            device: device of the passes. Default: the device of the weights, which differs while they are offloaded.
         """
         return ScaleCache(
             self.config.depth,
@@ -191,26 +191,26 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         guidance: Tensor | None = None,
         return_dict: bool = True,
     ) -> VAROutput | tuple[Tensor, Tensor]:
-        """One pass, in one of three forms.
+        """Run one pass in one of three forms.
 
         Teacher forcing (`inputs`, `condition`): all scales up to the last of `inputs`, block-causal, without a cache.
-        First pass (`condition`, `cache`, perhaps `inputs`): caption and scale 0, and the scales that `inputs` hold, which is
-        how a model takes over from another: one block-causal pass.
-        Next pass (`inputs`, `cache`): the scale after those that the cache holds, or several.
+        First pass (`condition`, `cache`, optional `inputs`): one block-causal pass over the caption, scale 0 and the scales in
+        `inputs`. With `inputs`, a model continues from the scales of another one.
+        Next pass (`inputs`, `cache`): one or more scales after the cached ones.
 
         Args:
-            inputs: `[R, T, E]`, the inputs of whole scales: the sum of the codes so far, resized to each. Scale 0 has none.
-            condition: of the R rows.
-            logits_of: head rows for this many of the last scales fed; default: for all fed.
-            guidance: strength g `[T]` at each token of these scales. The rows are then R/2 conditional and R/2 unconditional
-                ones, and what is returned is c + g (c - u) of each pair. The head is linear, so guided features are as good as
-                guided logits, at half the work.
+            inputs: `[R, T, E]`, inputs of complete scales: the sum of embeddings so far, resized to each. Scale 0 has none.
+            condition: condition of the R rows.
+            logits_of: number of last fed scales for which logits are computed. Default: all fed scales.
+            guidance: guidance strength g `[T]` for each token of these scales. The rows are then R/2 conditional rows followed
+                by R/2 unconditional ones, and c + g (c - u) of each pair is returned. The head is linear, so guiding the
+                features is equivalent to guiding the logits, at half of the work.
 
         Returns:
-            Logits `[R, T, V]` and features of the scales fed (without caption rows); R/2 rows under guidance.
+            Logits `[R, T, V]` and features of the fed scales (without caption rows); R/2 rows under guidance.
 
         Raises:
-            ValueError: if the combination of arguments is none of the three, or `inputs` end inside a scale.
+            ValueError: for any other combination of arguments, or if `inputs` end inside a scale.
         """
         features = self.hidden(inputs, condition, cache, logits_of)
         if guidance is not None:
@@ -226,7 +226,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         cache: ScaleCache | None = None,
         features_of: int | None = None,
     ) -> Tensor:
-        """What the head sees, `[R, T, D]`: `forward` without the head, which training fuses with its loss."""
+        """Run `forward` without the head, and return its input `[R, T, D]`. Training fuses the head with the loss."""
         first = cache.scale if cache is not None else 0
         if (condition is None) == (first == 0) or (inputs is None and (cache is None or condition is None)):
             raise ValueError("pass (inputs, condition), (condition, an empty cache) or (inputs, a cache that holds scales)")
@@ -255,7 +255,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
     def _enter(
         self, inputs: Tensor | None, condition: Condition | None, cache: ScaleCache | None, begin: int
     ) -> tuple[Modulation, Tensor, Tensor | None]:
-        """Modulation, the embedded rows of a pass `[R, prefix + T, D]`, and which caption rows are valid."""
+        """Return the modulation, the embedded inputs of a pass `[R, prefix + T, D]`, and the mask of valid caption rows."""
         if condition is None:
             assert cache is not None and cache.modulation is not None
             parts, prefix, modulation, mask = [], None, cache.modulation, cache.prefix_mask
@@ -273,10 +273,10 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return modulation, x, mask
 
     def embed_condition(self, condition: Condition) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """What modulates and starts the picture `[R, D]`; the caption as a prefix `[R, P, D]`, and its valid rows `[R, P]`.
+        """Return the condition vector `[R, D]`, the caption as a prefix `[R, P, D]`, and the mask of its valid rows `[R, P]`.
 
         Raises:
-            ValueError: if the condition is not of the model's kind, or a caption has too many rows.
+            ValueError: if the condition is of the wrong kind for the model, or a caption has too many rows.
         """
         given = condition.class_labels if self.config.condition == "class" else condition.caption_embeds
         if given is None:
@@ -294,7 +294,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return vector, self.caption_proj(given), mask
 
     def modulation(self, vector_RD: Tensor) -> Modulation:
-        """Of rows with these condition vectors; see `embed_condition`."""
+        """Compute the modulation from condition vectors; see `embed_condition`."""
         if self.config.shared_aln:
             offsets = torch.stack([block.ada_gss.view(1, 6, -1) for block in self.blocks])
             blocks = self.shared_ada_lin(vector_RD).unflatten(-1, (6, -1)) + offsets
@@ -307,10 +307,10 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return Modulation(blocks[:, :, :, None], head[:, :, None])
 
     def _visible(self, first: int, last: int, fed_prefix: int, held_prefix: int, mask: Tensor | None) -> Tensor | None:
-        """What is added to scores, `[T, S]` or `[R, 1, T, S]`: a token sees its own scale, all coarser ones, and the caption;
-        None where it sees everything.
+        """Return the attention bias, `[T, S]` or `[R, 1, T, S]`, or None if everything is visible.
 
-        Caption rows see the caption alone, padding among them itself too, so that no row sees nothing.
+        A token attends to its own scale, all coarser ones and the caption. Caption rows attend only to the caption; padding
+        rows also attend to themselves, so that no row is fully masked.
         """
         if first == last and not held_prefix:
             return None
@@ -325,10 +325,10 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
         return self._bias(seen[:, None])
 
     def _bias(self, visible: Tensor) -> Tensor:
-        """Once for all blocks: given what may be seen, attention would make this of it in each."""
+        """Convert a mask to an additive bias once for all blocks, instead of in each attention call."""
         return torch.zeros(visible.shape, dtype=self.dtype, device=visible.device).masked_fill_(~visible, float("-inf"))
 
 
 def official_config(depth: int, pixels: int = 256) -> dict[str, Any]:
-    """Arguments of the released sizes: depths 16, 20, 24 and 30 at 256 pixels, and 36, with shared modulation, at 512."""
+    """Return the arguments of the released sizes: depth 16, 20, 24 and 30 at 256 pixels; 36, with shared modulation, at 512."""
     return {"depth": depth, "scales": SCALES[pixels], "shared_aln": depth == 36}

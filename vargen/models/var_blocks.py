@@ -1,4 +1,4 @@
-"""The parts of a next-scale transformer: blocks behind adaptive norms, what modulates them, and their keys and values.
+"""Layers of a next-scale transformer: blocks with adaptive layer norm, their modulation, and the key/value cache.
 
 Shape suffixes: R rows (images; twice as many under guidance), P caption rows, L image tokens of all scales, T tokens of one
 pass, D width, H heads, K head width.
@@ -15,39 +15,41 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 _NORM_EPS = 1e-6
-_SHORTEST = 1e-12  # query or key that is made a unit vector
-_MOST_SHARPNESS = math.log(100)  # of the logarithm that a head multiplies its unit queries with
+_SHORTEST = 1e-12  # minimum norm of a query or key that is normalized
+_MOST_SHARPNESS = math.log(100)  # maximum of a head's log scale of unit queries
 
 
 @dataclass(frozen=True)
 class Modulation:
-    """What adaptive layer norms do to a row; a function of its label or caption alone, so computed once per picture.
+    """Parameters of adaptive layer norms. They depend only on the label or caption, so they are computed once per image.
 
     Attributes:
-        blocks: `[depth, 6, R, 1, D]`: gains of attention and feed-forward, scales (one added), shifts.
-        head: `[2, R, 1, D]`: scale (one added) and shift of the final norm.
+        blocks: `[depth, 6, R, 1, D]`: gains of attention and feed-forward, scales (1 already added), shifts.
+        head: `[2, R, 1, D]`: scale (1 already added) and shift of the final norm.
     """
 
     blocks: Tensor
     head: Tensor
 
     def rows(self, chosen: slice) -> Modulation:
-        """Of some of the rows; a view."""
+        """Return a view of a slice of the rows."""
         return Modulation(self.blocks[:, :, chosen], self.head[:, chosen])
 
     def join(self, other: Modulation) -> Modulation:
-        """Of these rows, followed by others."""
+        """Concatenate with the modulation of other rows."""
         return Modulation(torch.cat([self.blocks, other.blocks], dim=2), torch.cat([self.head, other.head], dim=1))
 
 
 class ScaleCache:
-    """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and how many scales they hold.
+    """Static keys and values of every layer, `[depth, R, H, P + L, K]`, and the number of cached scales.
 
-    A scale's keys and values depend on its *input*, which earlier scales determine, not on the tokens drawn at it. So going
-    back to a scale is moving `scale`.
+    Keys and values of a scale depend on its *input*, which earlier scales determine, not on the tokens sampled at it. So
+    rollback to a scale only sets `scale`.
 
     Attributes:
-        scale: scales held. modulation: of these rows, set by the first pass. prefix_mask: bool `[R, P]`, valid caption rows.
+        scale: number of cached scales.
+        modulation: modulation of the rows, set by the first pass.
+        prefix_mask: bool `[R, P]`, valid caption rows.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class ScaleCache:
         return self.k.nbytes + self.v.nbytes
 
     def part(self, chosen: slice) -> ScaleCache:
-        """Some of the rows as a cache that shares this one's memory, and from now on holds scales of its own."""
+        """Return a slice of the rows as a cache with shared memory and its own `scale`."""
         part = copy.copy(self)
         part.k, part.v = self.k[:, chosen], self.v[:, chosen]
         part.rows = part.k.shape[1]
@@ -86,17 +88,17 @@ class ScaleCache:
         return part
 
     def write(self, layer: int, start: int, k_RHTK: Tensor, v_RHTK: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a pass from slot `start` on; returns the layer's keys and values up to its end."""
+        """Write a pass from slot `start` on, and return the layer's keys and values up to its end."""
         end = start + k_RHTK.shape[2]
         self.k[layer, :, :, start:end] = k_RHTK
         self.v[layer, :, :, start:end] = v_RHTK
         return self.k[layer, :, :, :end], self.v[layer, :, :, :end]
 
     def truncate(self, scale: int) -> None:
-        """Forget all scales from `scale` on.
+        """Discard all scales from `scale` on.
 
         Raises:
-            ValueError: if the cache does not hold that many.
+            ValueError: if the cache has fewer scales.
         """
         if not 0 < scale <= self.scale:
             raise ValueError(f"scale must be from 1 to the {self.scale} scales that the cache holds, got {scale}")
@@ -104,7 +106,7 @@ class ScaleCache:
 
 
 class Attention(nn.Module):
-    """Fused projections; the keys have no bias. With `l2_norm`, unit queries and keys, and a learned sharpness per head."""
+    """Attention with fused projections and no key bias. `l2_norm`: unit queries and keys, with a learned scale per head."""
 
     zero_k_bias: Tensor
 
@@ -119,7 +121,7 @@ class Attention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def project(self, x_RTD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, already scaled, keys and values `[R, H, T, K]`."""
+        """Return scaled queries, keys and values, `[R, H, T, K]`."""
         bias = torch.cat([self.q_bias, self.zero_k_bias.type_as(self.q_bias), self.v_bias])
         fused = F.linear(x_RTD, self.mat_qkv.weight, bias).unflatten(-1, (3, self.n_head, self.head_dim))
         q, k, v = fused.permute(2, 0, 3, 1, 4)
@@ -138,7 +140,7 @@ class Attention(nn.Module):
             k, v = cache.write(*place, k, v)
         visible = None if visible is None else visible.type_as(q)
         if q.device.type == "cpu" and torch.is_grad_enabled():
-            # The gradient of torch's fused attention takes 40 % of a training step there, that of these products 8 %.
+            # On CPUs, the gradient of torch's fused attention takes 40 % of a training step, that of these products 8 %.
             scores = q @ k.mT
             if visible is not None:
                 scores = scores + visible
@@ -159,7 +161,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and feed-forward behind adaptive norms: weights of its own for them, or an offset to shared ones."""
+    """Attention and feed-forward with adaptive norms, whose modulation has its own weights or an offset to shared ones."""
 
     def __init__(self, dim: int, n_head: int, hidden: int, l2_norm: bool, shared: bool):
         super().__init__()
@@ -180,7 +182,9 @@ class Block(nn.Module):
     ) -> Tensor:
         """
         Args:
-            x: `[R, T, D]`. modulation: `[6, R, 1, D]`. visible: added to scores, `[T, S]` or `[R, 1, T, S]`, None for nothing.
+            x: `[R, T, D]`.
+            modulation: `[6, R, 1, D]`.
+            visible: additive attention bias, `[T, S]` or `[R, 1, T, S]`, or None.
             place: layer and first slot in the `cache`.
         """
         gain1, gain2, scale1, scale2, shift1, shift2 = modulation.unbind(0)
@@ -190,12 +194,12 @@ class Block(nn.Module):
 
 
 def modulate(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
-    """Layer norm without weights of its own, times `scale` (one is already added), plus `shift`."""
+    """Apply layer norm without weights, times `scale` (1 already added), plus `shift`."""
     return torch.addcmul(shift, F.layer_norm(x, x.shape[-1:], eps=_NORM_EPS), scale)
 
 
 class HeadModulation(nn.Module):
-    """Holds the final norm's modulation."""
+    """Modulation of the final norm."""
 
     def __init__(self, dim: int):
         super().__init__()

@@ -1,7 +1,7 @@
-"""Networks whose matrices may be stored as int8 with scales: half the size of float16, and read back as float32.
+"""Int8 weight storage: matrices are stored as int8 with scales, half the size of float16, and loaded as float32.
 
-A packaged model is as large as its weight files. One scale for 32 neighbouring weights of a row keeps the error of a product
-at a third of a percent.
+The size of a packaged model is that of its weight files. One scale per 32 consecutive weights of a row keeps the error of a
+matrix product at a third of a percent.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WEIGHT_FORMATS = ("int8", "float16", "float32")
 _WEIGHTS_STEM = "diffusion_pytorch_model"
 _SCALE = ".scale"
 _LEVELS = 127
-_SMALLEST = 2.0**-100  # stands in for the largest value of a row of zeros
+_SMALLEST = 2.0**-100  # minimum absolute maximum, for rows of zeros
 _GROUP_COLUMNS = 32
-_LEAST = 2048  # numbers of a matrix that is worth scales
+_LEAST = 2048  # minimum number of elements of a quantized matrix
 _HEADER_DTYPES = {torch.int8: "I8", torch.float16: "F16", torch.float32: "F32", torch.int64: "I64", torch.bool: "BOOL"}
-# Options of `ModelMixin.from_pretrained` that say how to fetch or place weights: nothing to do for a small
-# local file, yet DiffusionPipeline passes them to every component.
+# Options of `ModelMixin.from_pretrained` for downloading or placing weights. They do not apply to a small local file, but
+# DiffusionPipeline passes them to every component.
 _LOADING_OPTIONS = frozenset(
     "cache_dir force_download proxies output_loading_info local_files_only token revision subfolder "
     "max_memory offload_folder offload_state_dict low_cpu_mem_usage use_safetensors use_flashpack "
@@ -42,11 +42,11 @@ _LOADING_OPTIONS = frozenset(
     "provider_options trust_remote_code".split()
 )
 
-Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtypes and shapes in a weight file, by name
+Layout = dict[str, tuple[torch.dtype, tuple[int, ...]]]  # dtype and shape of each tensor of a weight file, by name
 
 
 def quantize_rows(weight: Tensor, groups: int = 1) -> tuple[Tensor, Tensor]:
-    """Quantize a matrix to int8 with symmetric scales, one per row and group of neighbouring columns.
+    """Quantize a matrix to int8 with symmetric scales, one per row and group of consecutive columns.
 
     Scales keep 12 significant bits, rounded up: ``scale * value`` is then exact in float32, no value clips,
     and quantizing a dequantized matrix again gives the same bytes.
@@ -79,38 +79,38 @@ def dequantize_rows(values: Tensor, scale: Tensor) -> Tensor:
 
 
 def check_format(weight_format: Any) -> None:
-    """Raise ValueError for a `weight_format` that is none of `WEIGHT_FORMATS`, nor None."""
+    """Raise ValueError unless `weight_format` is None or one of `WEIGHT_FORMATS`."""
     if weight_format is not None and weight_format not in WEIGHT_FORMATS:
         raise ValueError(f"unknown weight_format {weight_format!r}; expected one of {WEIGHT_FORMATS}")
 
 
 class QuantizedStorageMixin(ModelMixin):
-    """A `ModelMixin` that its config's `weight_format` tells how to store its weights.
+    """A `ModelMixin` whose weights are stored in the `weight_format` of its config.
 
-    None: as diffusers does, in the dtype that they have. ``"int8"``: matrices and filters as int8 with a float32
-    ``<name>.scale`` each, [rows, groups], a group being 32 columns where they divide so, and the rest in
-    `kept_dtype`. ``"float16"`` and ``"float32"``: all in that.
+    None: as in diffusers, in their own dtype. ``"int8"``: matrices and convolution filters as int8, each with a float32
+    ``<name>.scale`` [rows, groups], where a group is 32 columns if these divide evenly and a whole row otherwise; other weights
+    in `kept_dtype`. ``"float16"`` and ``"float32"``: all weights in that dtype.
 
     Attributes:
-        kept: ends of names of weights that are never quantized.
+        kept: suffixes of the names of weights that are never quantized.
     """
 
     kept: ClassVar[tuple[str, ...]] = ()
     config: Any
 
     def scales_of(self, name: str, weight: Tensor) -> int | None:
-        """How many scales a row of this weight has in the int8 format; None if it stays in floating point."""
+        """Return the number of scales per row of a weight in the int8 format, or None if it is not quantized."""
         if weight.ndim < 2 or not weight.is_floating_point() or name.endswith(self.kept) or weight.numel() < _LEAST:
             return None
         columns = weight[0].numel()
         return 1 if columns % _GROUP_COLUMNS else columns // _GROUP_COLUMNS
 
     def kept_dtype(self, name: str) -> torch.dtype:
-        """What the int8 format stores a weight in that it does not quantize."""
+        """Return the dtype of a weight that the int8 format does not quantize."""
         return torch.float32
 
     def layout(self) -> Layout | None:
-        """What the weight file holds; None where diffusers says it."""
+        """Return the layout of the weight file, or None for diffusers' own format."""
         weight_format = self.config.weight_format
         if weight_format is None:
             return None
@@ -133,11 +133,11 @@ class QuantizedStorageMixin(ModelMixin):
         return {name: shape for name, (_, shape) in (self.layout() or {}).items()}
 
     def stored_dtypes(self) -> dict[str, str]:
-        """Their dtypes, as a safetensors header names them."""
+        """Dtypes of the tensors in the weight file, as in a safetensors header, by name."""
         return {name: _HEADER_DTYPES[dtype] for name, (dtype, _) in (self.layout() or {}).items()}
 
     def _pack(self) -> dict[str, Tensor]:
-        """The tensors of the weight file in the configured format."""
+        """Return the tensors of the weight file in the configured format."""
         packed: dict[str, Tensor] = {}
         for name, weight in self.state_dict().items():
             scales = self.scales_of(name, weight) if self.config.weight_format == "int8" else None
@@ -189,7 +189,7 @@ class QuantizedStorageMixin(ModelMixin):
             pretrained_model_name_or_path: the folder.
             **kwargs: as diffusers has them; with a `weight_format`: ``subfolder``; ``torch_dtype`` (or ``dtype``) to
                 convert to; ``variant`` of the file name; ``device_map``, a device name or ``{"": device}``. The options
-                with which diffusers steers downloads and memory are then accepted without effect.
+                of diffusers for downloads and memory are then accepted without effect.
 
         Raises:
             OSError: the folder or a file is missing or unreadable, or ``config.json`` is not valid.
@@ -199,7 +199,7 @@ class QuantizedStorageMixin(ModelMixin):
         """
         folder = Path(str(pretrained_model_name_or_path)) / (kwargs.get("subfolder") or "")
         if not (folder / "config.json").is_file() and cls._format_of({}) is None:
-            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # of the hub, or it says what is missing
+            return super().from_pretrained(pretrained_model_name_or_path, **kwargs)  # a Hub model, or an error
         if not folder.is_dir():
             raise OSError(f"{folder} is not a folder with a saved {cls.__name__}")
         config = cls.load_config(str(folder))
@@ -209,7 +209,7 @@ class QuantizedStorageMixin(ModelMixin):
 
     @classmethod
     def _format_of(cls, config: Mapping[str, Any]) -> str | None:
-        """What a configuration says, or else the class's default."""
+        """Return the `weight_format` of a configuration, else the class's default."""
         from inspect import signature
 
         return config.get("weight_format", signature(cls.__init__).parameters["weight_format"].default)
@@ -224,7 +224,7 @@ class QuantizedStorageMixin(ModelMixin):
             raise TypeError(f"from_pretrained got unknown options: {', '.join(unknown)}")
         model: Self = cls.from_config(config)
         weights = _read_weights(folder / _weights_name(variant), model.layout() or {})
-        if isinstance(dtype, torch.dtype):  # here, because diffusers warns of networks that are cast as a whole
+        if isinstance(dtype, torch.dtype):  # cast here, because diffusers warns about casting a whole network
             weights = {name: value.to(dtype) if value.is_floating_point() else value for name, value in weights.items()}
         model.load_state_dict(weights, assign=True)
         model.requires_grad_(True)
@@ -238,7 +238,7 @@ def _weights_name(variant: str | None) -> str:
 
 
 def _read_weights(path: Path, expected: Layout) -> dict[str, Tensor]:
-    """Read and check a weight file; by name, floats in float32 (errors: see `from_pretrained`)."""
+    """Read and validate a weight file; returns tensors by name, floats in float32 (errors: see `from_pretrained`)."""
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing")
     try:

@@ -1,8 +1,8 @@
-"""EAGLE: one decoder layer that continues the features of a frozen transformer.
+"""EAGLE: one decoder layer that autoregressively extends the features of a frozen transformer.
 
 Sources: Li et al. 2024, EAGLE (arXiv:2401.15077), whose layer takes [feature; embedding]; EAGLE-3 (arXiv:2503.01840), which
-trains it on its own outputs. Features are those before the target's final norm: drafts from these are far better than from
-those behind it (SSD, arXiv:2606.20543). Embedding, norm and output layer are the target's, and not stored here.
+trains it on its own outputs. Features are hidden states before the target's final norm, from which drafts are far better than
+from those after it (SSD, arXiv:2606.20543). Embedding, norm and output layer belong to the target and are not stored here.
 
 Shape suffixes: R rows (images, times two under guidance), T slots, D width, H heads, K head width.
 """
@@ -31,16 +31,18 @@ from diffusers.models.modeling_utils import ModelMixin
 
 
 class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
-    """Slot j takes the feature that predicted token j and the embedding of token j, and gives the feature that predicts token
-    j + 1: it takes the target's features where the target has seen token j - 1, and its own beyond.
+    """One-layer drafter on the features of a target transformer.
+
+    Slot j takes the feature that predicted token j and the embedding of token j, and returns the feature that predicts token
+    j + 1. Its input is the target's feature if the target has processed token j - 1, and its own output otherwise.
 
     Args:
-        dim, vocab_size, grid_size: of the target.
-        n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: of the layer, as of `LlamaGenTransformer`.
-        above: also take the target's feature behind the token above the one to predict; zero where there is none yet.
+        dim, vocab_size, grid_size: as in the target.
+        n_head, multiple_of, ffn_dim_multiplier, norm_eps, rope_base: parameters of the layer, as in `LlamaGenTransformer`.
+        above: add the target's feature after the token above the one to predict as an input; zero where there is none yet.
 
     Raises:
-        ValueError: for a grid outside 1 to 256, or a width that the heads or the two rotary axes do not divide.
+        ValueError: for a grid size outside 1 to 256, or a width that is not divisible by the heads and the two rotary axes.
     """
 
     feature_scale: Tensor
@@ -69,30 +71,30 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         hidden = multiple_of * math.ceil(hidden / multiple_of)
         self.fc = Linear(dim * (3 if above else 2), dim)
         self.layer = TransformerBlock(dim, n_head, n_head, hidden, norm_eps, dropout=0.0)
-        # What the inputs are divided by, measured when training begins: a norm would lose how large a feature is.
+        # Divisors of the inputs, measured at the start of training. A norm would discard the magnitude of features.
         self.register_buffer("feature_scale", torch.ones(dim))
         self.register_buffer("token_scale", torch.ones(()))
         self.register_buffer("rotary", build_rotary_2d(grid_size, dim // n_head, rope_base), persistent=False)
         for parameter in self.parameters():
             if parameter.dim() > 1:
                 nn.init.normal_(parameter, std=0.02)
-        with torch.no_grad():  # as built, it hands the feature on
+        with torch.no_grad():  # initialized to pass the feature through
             self.fc.weight[:, :dim].copy_(torch.eye(dim))
 
     def _apply(self, fn: Any, *args: Any, **options: Any) -> Any:
         table = self.rotary
         super()._apply(fn, *args, **options)
-        if self.rotary.dtype != table.dtype:  # rounded angles would stay so on the way back
+        if self.rotary.dtype != table.dtype:  # keep float32: rounded angles could not be restored
             self.rotary = table.to(self.rotary.device)
         return self
 
     @property
     def tokens(self) -> int:
-        """Image tokens N of the grid."""
+        """Number of image tokens N of the grid."""
         return self.config.grid_size**2
 
     def new_cache(self, rows: int, scratch: int, device: torch.device | None = None) -> KVCache:
-        """A cache for `rows` rows, of which a proposal feeds at most `scratch` slots."""
+        """Create a cache for `rows` rows and at most `scratch` slots per proposal."""
         if is_eager_cpu(self.fc.weight):
             transpose_linear_weights(self)
         config = self.config
@@ -110,7 +112,7 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             )
 
     def joined(self, features_RTD: Tensor, embeddings_RTD: Tensor, above_RTD: Tensor | None = None) -> Tensor:
-        """What the layer takes of its inputs, `[R, T, D]`."""
+        """Scale and project the inputs to the input of the layer, `[R, T, D]`."""
         parts = [features_RTD / self.feature_scale, embeddings_RTD / self.token_scale]
         if self.config.above:
             assert above_RTD is not None
@@ -127,15 +129,15 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         earlier: int = 0,
         above: Tensor | None = None,
     ) -> Tensor:
-        """Features `[R, T, D]` that predict what follows each slot. The cache's pointer does not move.
+        """Return features `[R, T, D]` that predict the token after each slot. Does not advance the cache's pointer.
 
         Args:
             features, embeddings, above: `[R, T, D]`; see the class.
-            positions: int64 `[T]` or `[R, T]`, grid cells; default: consecutive from the pointer, behind `earlier` ones.
-            ancestors, earlier: of a tree that passes before this one began, see `KVCache.bias`.
+            positions: int64 `[T]` or `[R, T]`, grid cells. Default: consecutive from the pointer, after `earlier` ones.
+            ancestors, earlier: of a tree that earlier passes started; see `KVCache.bias`.
 
         Raises:
-            ValueError: for more slots than the cache was made for.
+            ValueError: for more slots than the cache's `scratch`.
         """
         T = features.shape[1]
         if cache.scratch < earlier + T:
@@ -152,18 +154,21 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         return self.layer.finish(x, attention.attend(q, keys, values, bias)) * self.feature_scale
 
     def unrolled(self, features: Tensor, embeddings: Tensor, steps: int, above: Tensor | None = None) -> list[Tensor]:
-        """For training: what each of `steps` successive drafts would be at every slot, `[R, T, D]` each.
+        """Run `steps` successive drafting steps at every slot for training (EAGLE-3's training-time test).
 
-        At step s > 0 slot j takes its own output of step s - 1 at slot j - 1 and attends as a draft would: to true slots up to
-        j - s, then to those of steps 1 to s, one each: EAGLE-3's training-time test. The first s slots of step s mean nothing.
+        At step s > 0, slot j takes the drafter's output of step s - 1 at slot j - 1, and attends as in drafting: to target
+        slots up to j - s, then to one slot of each of the steps 1 to s. The first s slots of step s are meaningless.
 
         Args:
-            features, embeddings, above: the target's, `[R, T, D]`, from slot 0.
+            features, embeddings, above: inputs from the target, `[R, T, D]`, from slot 0.
+
+        Returns:
+            The output of each step, `[R, T, D]`.
         """
         T, layer = features.shape[1], self.layer
         rotary = rotation(self.rotary[:T])
         slot = torch.arange(T, device=features.device)
-        behind = slot[:, None] - slot[None]  # how far key k lies behind query j
+        behind = slot[:, None] - slot[None]  # distance from key k to query j
         keys, values, outputs = [], [], []
         given = features
         for step in range(steps):

@@ -1,8 +1,8 @@
-"""Medusa: heads that predict several tokens ahead from one feature of a frozen transformer, all at once.
+"""Medusa: heads that predict several future tokens in parallel from one feature of a frozen transformer.
 
-Source: Cai et al. 2024, Medusa (arXiv:2401.10774). The heads share the target's frozen norm and output layer, where the paper
-has an output layer for each: in a small model those would be nearly all of its parameters. As in Hydra (arXiv:2402.05109) they
-also see the token that was drawn by the feature, which is known by the time they run.
+Source: Cai et al. 2024, Medusa (arXiv:2401.10774). The heads share the target's frozen norm and output layer. In the paper,
+each has its own output layer, which in a small model would be nearly all of its parameters. As in Hydra (arXiv:2402.05109),
+they also get the token that was sampled from the feature, which is known when they run.
 
 Shape suffixes: R rows (images, times two under guidance), T slots, D width, h heads.
 """
@@ -25,7 +25,7 @@ from diffusers.models.modeling_utils import ModelMixin
 
 
 class ResidualBlock(nn.Module):
-    """x + silu(W x + b), the identity as built (Medusa, section 2.1)."""
+    """x + silu(W x + b), initialized as the identity (Medusa, section 2.1)."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
 
 
 class MedusaHead(nn.Module):
-    """[feature; embedding] to the feature that predicts one of the tokens ahead; as built it hands the feature on."""
+    """Maps [feature; embedding] to the feature that predicts one of the next tokens; initialized to return the feature."""
 
     def __init__(self, dim: int, blocks: int):
         super().__init__()
@@ -56,11 +56,12 @@ class MedusaHead(nn.Module):
 
 
 class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
-    """From the target's feature that predicted token j, and token j: features that predict tokens j + 1 to j + h.
+    """Maps the target's feature that predicted token j, and token j, to features that predict tokens j + 1 to j + h.
 
     Args:
-        dim, vocab_size, grid_size: of the target.
-        heads: h, tokens ahead. blocks: residual blocks of each.
+        dim, vocab_size, grid_size: as in the target.
+        heads: number of heads h, one per future token.
+        blocks: residual blocks per head.
 
     Raises:
         ValueError: for fewer than one head.
@@ -79,7 +80,7 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         self.register_buffer("token_scale", torch.ones(()))
 
     def forward(self, features: Tensor, embeddings: Tensor) -> Tensor:
-        """Features `[R, T, h, D]` of features and embeddings `[R, T, D]`."""
+        """Compute features `[R, T, h, D]` from features and embeddings `[R, T, D]`."""
         if is_eager_cpu(features) and not torch.is_grad_enabled():
             transpose_linear_weights(self)
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)

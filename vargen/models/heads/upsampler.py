@@ -1,10 +1,10 @@
-"""An up-sampler of tokens: what a low-resolution picture and the rows drawn so far make likely at a higher resolution.
+"""Token up-sampler: predicts high-resolution tokens from a low-resolution image and the rows accepted so far.
 
-After MuLo-SD (2026, arXiv 2601.05149), whose up-sampler regresses latents with masked row-causal convolutions. This one gives
-probabilities, because exact methods need to know what a draft was drawn from. The whole low-resolution picture is seen; of the
-tokens at the high resolution only rows above, so that a row is drafted at once.
+It follows MuLo-SD (2026, arXiv 2601.05149), whose up-sampler regresses latents with masked row-causal convolutions. This one
+predicts probabilities, because exact methods need the distribution from which a draft was sampled. It uses the whole
+low-resolution image, and of the high-resolution tokens only the rows above, so a row is drafted in one pass.
 
-Shape suffixes: B pictures, V vocabulary, D width, r/c rows and columns of the low-resolution grid, R/C of the high one,
+Shape suffixes: B images, V vocabulary, D width, r/c rows and columns of the low-resolution grid, R/C of the high one,
 N = R C.
 """
 
@@ -22,11 +22,11 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 
 from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, check_format  # noqa: F401
 
-_ABOVE = (3, 5)  # rows above and columns that are seen of the high resolution
+_ABOVE = (3, 5)  # receptive field at the high resolution: rows above, columns
 
 
 class _Residual(nn.Module):
-    """x + conv(silu(conv(norm x))), the identity as built."""
+    """x + conv(silu(conv(norm x))), initialized as the identity."""
 
     def __init__(self, dim: int, kernel: int):
         super().__init__()
@@ -41,7 +41,7 @@ class _Residual(nn.Module):
 
 
 class _Place(nn.Module):
-    """x + mlp(norm x) at every place by itself, the identity as built."""
+    """x + mlp(norm x) at every position separately, initialized as the identity."""
 
     def __init__(self, dim: int):
         super().__init__()
@@ -55,18 +55,18 @@ class _Place(nn.Module):
 
 
 class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
-    """Tokens of one picture at a low resolution to logits of its tokens at a higher one.
+    """Predicts the logits of high-resolution tokens from the low-resolution tokens of an image.
 
     Args:
-        vocab_size: V, of both.
-        low_grid, grid_size: tokens a side at the low and the high resolution; the second is a multiple of the first.
+        vocab_size: vocabulary size V of both resolutions.
+        low_grid, grid_size: tokens per side at the low and the high resolution; the second is a multiple of the first.
         dim: width, a multiple of 8.
-        blocks: residual blocks at the low resolution, and places' blocks at the high one.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
-        codes: digest of the codebook that the tokens are of, which a model's must equal; None if it is not known.
+        blocks: number of residual blocks at the low resolution, and of position-wise blocks at the high resolution.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
+        codes: digest of the tokens' codebook, which must equal that of a model; None if unknown.
 
     Raises:
-        ValueError: for grids that do not divide each other, or a width that is no multiple of 8.
+        ValueError: if `grid_size` is not a larger multiple of `low_grid`, or the width is not a multiple of 8.
     """
 
     kept = ("embedding.weight",)
@@ -103,7 +103,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         nn.init.zeros_(self.output.bias)
 
     def features(self, low: Tensor) -> Tensor:
-        """`[B, D, R, C]` of low-resolution tokens `[B, r, c]`, once for a picture."""
+        """Compute features `[B, D, R, C]` from low-resolution tokens `[B, r, c]`, once per image."""
         x = self.low(self.embedding(low).movedim(-1, 1) + self.place)
         return F.pixel_shuffle(self.up(x), self.factor)
 
@@ -111,10 +111,10 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         """Logits `[B, S, V]` of tokens at positions.
 
         Args:
-            features: of `features`.
+            features: result of the method `features`.
             tokens: int64 `[B, N]`, of which some are known.
-            known: bool `[B, N]`; others are not looked at.
-            position: int64 `[B, S]`; None: all N in raster order.
+            known: bool `[B, N]`; other tokens are ignored.
+            position: int64 `[B, S]`; None: all N positions in raster order.
         """
         x = features.flatten(2).movedim(1, 2)
         if position is None:
@@ -125,13 +125,15 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         return self.output(self.norm(self.high(x)))
 
     def _above_all(self, tokens: Tensor, known: Tensor, columns: int) -> Tensor:
-        """`[B, N, D]` of what is seen above each token."""
+        """Features `[B, N, D]` of the rows above each token."""
         seen = self._seen(tokens, known).movedim(-1, 1).unflatten(2, (-1, columns))
         return self.above(F.pad(seen[:, :, :-1], (0, 0, _ABOVE[0], 0))).flatten(2).movedim(1, 2)  # row i: i - 3 to i - 1
 
     def _above_some(self, tokens: Tensor, known: Tensor, columns: int, position: Tensor) -> Tensor:
-        """The same `[B, S, D]` at positions: a pass drafts a few tokens, and the convolution of a grid would be most of its
-        arithmetic. Nothing has to be kept from pass to pass, because no other layer looks at tokens of the high resolution."""
+        """The same at some positions, `[B, S, D]`.
+
+        A pass drafts a few tokens, and a convolution of the whole grid would be most of its arithmetic. No state is kept
+        between passes, because no other layer depends on high-resolution tokens."""
         rows, width = _ABOVE
         row, column = (position // columns)[..., None], (position % columns)[..., None]
         tap = torch.arange(rows * width, device=position.device)
@@ -140,10 +142,10 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
         at = torch.where(inside, row * columns + column, 0)
         near, there = (each.gather(1, at.flatten(1)).view_as(at) for each in (tokens, known))
         seen = self._seen(near, there & inside)
-        weight = self.above.weight.permute(2, 3, 1, 0).flatten(0, 2)  # as the taps and their channels lie in `seen`
+        weight = self.above.weight.permute(2, 3, 1, 0).flatten(0, 2)  # same order of taps and channels as in `seen`
         return seen.flatten(2) @ weight + self.above.bias
 
     def _seen(self, tokens: Tensor, known: Tensor) -> Tensor:
-        """`[..., D + 1]`: a known token's embedding, and whether it is known."""
+        """Features `[..., D + 1]`: the embedding of a known token (else zero), and whether it is known."""
         known = known[..., None]
         return torch.cat([self.embedding(tokens) * known, known.to(self.embedding.weight.dtype)], dim=-1)

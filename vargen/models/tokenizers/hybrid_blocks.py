@@ -1,8 +1,8 @@
 """A small image encoder and decoder: convolutions at fine resolutions, a transformer at the coarsest one.
 
-Made for pictures of 128 pixels on a CPU: nearly all of its multiplications are 3x3 convolutions and matrix products of wide
-rows. Normalisation is per pixel, over channels, so no statistic depends on the rest of the picture (group norm's do: a picture
-with much white around it looks different to it from a full one).
+Designed for 128-pixel images on a CPU: nearly all of its multiplications are in 3x3 convolutions and matrix products of wide
+rows. Normalization is per pixel over channels, so no statistic depends on the rest of the image. Statistics of group norm
+do, so white borders would change the features of the subject.
 
 Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G.
 """
@@ -19,7 +19,7 @@ HEAD_WIDTH = 32
 
 
 def fold(x_BCYX: Tensor, side: int) -> Tensor:
-    """Squares of `side` positions to one: `[B, C*side*side, Y/side, X/side]`, channels-last."""
+    """Fold patches of `side` x `side` positions into channels: `[B, C*side*side, Y/side, X/side]`, channels-last."""
     cells = x_BCYX.permute(0, 2, 3, 1).unflatten(1, (-1, side)).unflatten(3, (-1, side)).transpose(2, 3)
     return cells.flatten(3).permute(0, 3, 1, 2)
 
@@ -31,7 +31,7 @@ def unfold(x_BCYX: Tensor, side: int) -> Tensor:
 
 
 class PixelNorm(nn.Module):
-    """Layer norm over the channels of each pixel of `[B, C, Y, X]`; the result is channels-last, as convolutions like it."""
+    """Layer norm over the channels of each pixel of `[B, C, Y, X]`; the result is channels-last, for fast convolutions."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -44,7 +44,7 @@ class PixelNorm(nn.Module):
 
 
 class ConvBlock(nn.Module):
-    """x + conv(silu(conv(norm(x)))), which starts as the identity. A norm costs two thirds of a convolution: one is enough."""
+    """x + conv(silu(conv(norm(x)))), initialized as the identity. One norm, as it costs two thirds of a convolution."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -58,7 +58,7 @@ class ConvBlock(nn.Module):
 
 
 class Halve(nn.Module):
-    """Four neighbours to one position of another width: a matrix product, faster than a strided convolution."""
+    """Merges four neighbors into one position by a matrix product, which is faster than a strided convolution."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
@@ -69,7 +69,7 @@ class Halve(nn.Module):
 
 
 class Double(nn.Module):
-    """One position to four neighbours."""
+    """Expands one position to four neighbors."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
@@ -80,7 +80,7 @@ class Double(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Attention over all positions, then an MLP of four times the width; both start as the identity."""
+    """Attention over all positions, then an MLP of four times the width; both are initialized as the identity."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -95,14 +95,14 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x_BNC: Tensor) -> Tensor:
         q, k, v = self.qkv(self.norm1(x_BNC)).unflatten(-1, (3, -1, HEAD_WIDTH)).permute(2, 0, 3, 1, 4)
-        # Written out: over a few dozen positions the fused attention of a CPU is four times slower backwards.
+        # Explicit, because on a CPU fused attention over a few dozen positions is four times slower in the backward pass.
         attended = ((q * HEAD_WIDTH**-0.5) @ k.transpose(-1, -2)).softmax(-1) @ v
         x_BNC = x_BNC + self.proj(attended.transpose(1, 2).flatten(2))
         return x_BNC + self.fc2(F.gelu(self.fc1(self.norm2(x_BNC))))
 
 
 class Trunk(nn.Module):
-    """Transformer blocks over a grid of fixed side, with learned positions."""
+    """Transformer blocks over a grid of fixed size, with learned position embeddings."""
 
     def __init__(self, width: int, side: int, blocks: int):
         super().__init__()
@@ -118,9 +118,9 @@ class Trunk(nn.Module):
 
 
 class HybridEncoder(nn.Module):
-    """Pixels `[B, 3, Y, X]` to latents `[B, E, R, G]` of root mean square 1 at each position.
+    """Encodes pixels `[B, 3, Y, X]` to latents `[B, E, R, G]` with root mean square 1 at each position.
 
-    Fixing their size keeps the commitment loss from shrinking them.
+    The fixed norm prevents the commitment loss from shrinking latents.
     """
 
     def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
@@ -141,7 +141,7 @@ class HybridEncoder(nn.Module):
 
 
 class HybridDecoder(nn.Module):
-    """The encoder's mirror, one block deeper everywhere."""
+    """Mirror of the encoder, with one more block at every level."""
 
     def __init__(self, patch: int, widths: tuple[int, ...], side: int, blocks: int, transformer_blocks: int, latent: int):
         super().__init__()

@@ -1,10 +1,10 @@
-"""The quantizer of VAR's image tokenizer: a latent map to codes of all scales, and the sum that they are looked up to.
+"""The multi-scale residual quantizer of VAR's image tokenizer: latents to tokens of all scales, and back to their sum.
 
-Source: Tian et al. 2024, "Visual Autoregressive Modeling" (VAR), section 3.2, algorithms 1 and 2. The codes of scale k, looked
-up, enlarged to the latent's size and passed through a convolution phi, correct what the scales before have left. Parameter
+Source: Tian et al. 2024, "Visual Autoregressive Modeling" (VAR), section 3.2, algorithms 1 and 2. The embeddings of scale k,
+upsampled to the latent's size and passed through a convolution phi, correct the residual of the earlier scales. Parameter
 names are the official ones.
 
-Shape suffixes: B batch, C latent channels (the width of a code), R/G latent rows and columns, s side of a scale, N = s*s, S
+Shape suffixes: B batch, C latent channels (the code dimension), R/G latent rows and columns, s side of a scale, N = s*s, S
 scales, V codes.
 """
 
@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 
 def phi_table(scales: int, shared: int) -> tuple[int, ...]:
-    """Which of `shared` convolutions each of `scales` scales uses: the one whose tick is nearest the scale's place in [0, 1].
+    """Return which of `shared` convolutions each scale uses: the one whose tick is nearest to the scale's position in [0, 1].
 
-    The ticks are spaced evenly from 1/12 to 11/12 for four, from 1/(2n) to 1 - 1/(2n) for another number n. With ten scales,
-    the third and the eighth lie midway between two ticks; the official code decides by rounding errors, which means the later
-    tick. Exact fractions make the choice the same on every machine.
+    Ticks are evenly spaced, from 1/12 to 11/12 for four convolutions and from 1/(2n) to 1 - 1/(2n) for any other number n. With
+    ten scales, the third and the eighth are midway between two ticks. The official code decides such ties by rounding errors,
+    which select the later tick. Exact fractions make the choice the same on every machine.
     """
     edge = Fraction(1, 12) if shared == 4 else Fraction(1, 2 * shared)
     ticks = [edge + (1 - 2 * edge) * Fraction(i, max(shared - 1, 1)) for i in range(shared)]
@@ -31,7 +31,7 @@ def phi_table(scales: int, shared: int) -> tuple[int, ...]:
 
 
 class Phi(nn.Conv2d):
-    """Half the input, half its 3x3 convolution: repairs what enlarging has blurred."""
+    """Mean of the input and its 3x3 convolution, which compensates for the blur of upsampling."""
 
     def __init__(self, channels: int):
         super().__init__(channels, channels, 3, padding=1)
@@ -42,7 +42,7 @@ class Phi(nn.Conv2d):
 
 
 class MultiScaleQuantizer(nn.Module):
-    """The codebook that all scales share, and the map between codes and latents: float32, whatever the weights are."""
+    """The codebook shared by all scales, and the mapping between tokens and latents, in float32 for any weight dtype."""
 
     def __init__(
         self, scales: tuple[int, ...], codes: int, width: int, shared_phi: int, scale_codes: tuple[int, ...], gains: bool
@@ -60,40 +60,40 @@ class MultiScaleQuantizer(nn.Module):
     def codebook(self) -> Tensor:
         """`[V, C]` float32."""
         weight = self.embedding.weight
-        if weight.is_meta:  # offloaded layer by layer: weights come only with their module's forward
+        if weight.is_meta:  # offloaded layer by layer: weights are available only in forward
             weight = self.embedding(torch.arange(len(weight)))
         return weight.float()
 
     def gain(self, k: int) -> Tensor | float:
-        """What the codes of scale k are multiplied by: residuals shrink from scale to scale, codes need not."""
+        """Factor of the embeddings of scale k. Residuals decrease from scale to scale, while the codes are shared."""
         return self.gains[k].float() if hasattr(self, "gains") else 1.0
 
     def shrink(self, rest_BCRG: Tensor, k: int) -> Tensor:
-        """A map of the latent's size to scale k: `[B, C, s, s]`, each cell the mean of its area."""
+        """Downsample a latent-sized map to scale k, `[B, C, s, s]`, by the mean over the area of each cell."""
         side = self.scales[k]
         return rest_BCRG if side == rest_BCRG.shape[-1] else F.interpolate(rest_BCRG, size=(side, side), mode="area")
 
     def nearest(self, z_BCss: Tensor, k: int) -> Tensor:
-        """Indices `[B, s, s]` of the codes of scale k that are nearest to `z`."""
+        """Indices `[B, s, s]` of the codes nearest to `z` at scale k."""
         z = z_BCss.float().movedim(1, -1) / self.gain(k)
         codes = self.codebook()[: self.scale_codes[k]]
-        # argmin |z - c|^2, without the |z|^2 that all codes have in common; max finds it twice as fast as argmax on a CPU
+        # argmin |z - c|^2 without the constant |z|^2; on a CPU, max is twice as fast as argmax
         likeness = torch.addmm(codes.square().sum(-1) / -2, z.flatten(0, 2), codes.T)
         return likeness.max(-1).indices.view(z.shape[:-1])
 
     def enlarge(self, h_BCss: Tensor, k: int) -> Tensor:
-        """Code vectors of scale k `[B, C, s, s]`, at the latent's size, through phi."""
+        """Upsample embeddings of scale k, `[B, C, s, s]`, to the latent's size, and apply phi."""
         side = self.scales[-1]
         if h_BCss.shape[-1] != side:
             h_BCss = F.interpolate(h_BCss, size=(side, side), mode="bicubic")
         return self.quant_resi["qresi_ls"][self.phi_of_scale[k]](h_BCss)
 
     def lookup(self, tokens: Tensor, k: int) -> Tensor:
-        """What tokens `[B, s, s]` of scale k add to the latent: float32 `[B, C, R, G]`."""
+        """Contribution of tokens `[B, s, s]` of scale k to the latent, float32 `[B, C, R, G]`."""
         return self.enlarge(self.embedding(tokens).float().movedim(-1, 1) * self.gain(k), k)
 
     def quantise(self, f_BCRG: Tensor) -> list[Tensor]:
-        """Tokens int64 `[B, s, s]` of each scale: each scale takes the codes nearest to what the ones before have left."""
+        """Quantize latents to tokens int64 `[B, s, s]` per scale: each scale quantizes the residual of the earlier ones."""
         rest, tokens = f_BCRG.float(), []
         for k in range(len(self.scales)):
             tokens.append(self.nearest(self.shrink(rest, k), k))
@@ -101,7 +101,7 @@ class MultiScaleQuantizer(nn.Module):
         return tokens
 
     def input_of(self, f_hat_BCRG: Tensor, k: int) -> Tensor | None:
-        """What a transformer is fed at scale k, `[B, N, C]`, where `f_hat` is the sum of those before; None behind the last."""
+        """Transformer input of scale k, `[B, N, C]`, from the sum `f_hat` of earlier scales; None after the last scale."""
         if k == len(self.scales):
             return None
         return self.shrink(f_hat_BCRG, k).flatten(2).transpose(1, 2)

@@ -1,10 +1,10 @@
-"""The multi-scale image tokenizer of VAR: pixels to grids of codes, one for each scale from coarse to fine, and back.
+"""The multi-scale image tokenizer of VAR: encodes pixels to one token grid per scale, coarse to fine, and decodes them.
 
-Source: Tian et al. 2024, "Visual Autoregressive Modeling" (VAR), section 3.2, algorithms 1 and 2. A latent map is a sum over
-scales: the codes of scale k, looked up, enlarged to the latent's size and passed through a convolution phi, correct what the
-scales before have left. Parameter names are the official ones, so an official state dict loads strictly.
+Source: Tian et al. 2024, "Visual Autoregressive Modeling" (VAR), section 3.2, algorithms 1 and 2. The latent is a sum over
+scales: the embeddings of scale k, upsampled to the latent's size and passed through a convolution phi, correct the residual of
+the earlier scales. Parameter names are the official ones, so an official state dict loads strictly.
 
-Shape suffixes: B batch, C latent channels (the width of a code), Y/X pixel rows and columns, R/G latent rows and columns,
+Shape suffixes: B batch, C latent channels (the code dimension), Y/X pixel rows and columns, R/G latent rows and columns,
 s side of a scale, N = s*s, V codes.
 """
 
@@ -49,22 +49,23 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     """VAR's image tokenizer, and a small variant of it.
 
     Args:
-        architecture: `"convolutional"`, as published; `"hybrid"`, convolutions on patches and a transformer over the latent
-            grid, several times cheaper.
-        codebook_size: number of codes V. codebook_embed_dim: width C of a code and of the latent.
+        architecture: `"convolutional"`, as published; or `"hybrid"`, convolutions on patches and a transformer over the latent
+            grid, which is several times cheaper.
+        codebook_size: number of codes V.
+        codebook_embed_dim: dimension C of codes and latents.
         ch, ch_mult: base width and one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
         num_res_blocks: residual blocks per encoder level (the decoder has one more).
-        scales: sides of the grids of codes, coarse to fine; the last one is the latent's side.
-        shared_phi: how many convolutions phi the scales share.
-        scale_codes: for each scale, how many of the codes (the first ones) it uses. Default: all.
-        scale_gains: whether the codes of each scale have a factor of their own.
-        patch_size, transformer_blocks: of the hybrid: side of the patches that its finest level sees, and blocks of the
-            encoder's transformer (the decoder has one more), which takes the place of the last level's convolutions.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        scales: sides of the token grids, coarse to fine; the last one is the latent's side.
+        shared_phi: number of convolutions phi that the scales share.
+        scale_codes: number of codes that each scale uses, the first ones of the codebook. Default: all.
+        scale_gains: whether each scale has its own factor for embeddings.
+        patch_size, transformer_blocks: only for the hybrid: patch size of its finest level, and blocks of the encoder's
+            transformer (the decoder has one more), which replaces the convolutions of the last level.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
-        ValueError: for an unknown architecture, scales that do not grow from a first of at least 1, codes per scale that do not
-            fit, or widths that do not divide into norm groups or attention heads.
+        ValueError: for an unknown architecture, scales that do not increase from at least 1, invalid `scale_codes`, or
+            widths that are not divisible by norm groups or attention heads.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "TransformerBlock"]
@@ -100,7 +101,7 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
             shape = (patch_size, widths, scales[-1], num_res_blocks, transformer_blocks, C)
             self.encoder: nn.Module = HybridEncoder(*shape)
             self.decoder: nn.Module = HybridDecoder(*shape)
-            self.quant_conv: nn.Module = nn.Identity()  # the hybrid ends and begins with such a layer
+            self.quant_conv: nn.Module = nn.Identity()  # the hybrid has such layers at its own end and start
             self.post_quant_conv: nn.Module = nn.Identity()
         else:
             self.encoder = Encoder(3, ch, tuple(ch_mult), num_res_blocks, C, _NAMING)
@@ -117,27 +118,27 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
 
     @property
     def image_size(self) -> int:
-        """Side of the pictures in pixels, which the last scale fixes."""
+        """Width and height of images in pixels, determined by the last scale."""
         return self.scales[-1] * self.downsampling
 
     @property
     def tokens(self) -> int:
-        """Codes per picture, over all scales."""
+        """Number of tokens of an image, over all scales."""
         return sum(side * side for side in self.scales)
 
     @property
     def codebook(self) -> Tensor:
-        """`[V, C]` float32: the code vectors, before a scale's gain."""
+        """Codebook `[V, C]` float32, before the gains of scales."""
         return self.quantize.codebook()
 
     # -- pixels to tokens --------------------------------------------------------------------------------------------
 
     @apply_forward_hook
     def latent(self, pixels_BCYX: Tensor) -> Tensor:
-        """The latent `[B, C, R, G]` of pixels in [-1, 1], before quantisation.
+        """Encode pixels in [-1, 1] to latents `[B, C, R, G]` before quantization.
 
         Raises:
-            ValueError: if the pictures are not of `image_size`.
+            ValueError: if the images do not have the size `image_size`.
         """
         if tuple(pixels_BCYX.shape[-2:]) != (self.image_size, self.image_size):
             Y, X = pixels_BCYX.shape[-2:]
@@ -145,39 +146,40 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return self.quant_conv(self.encoder(pixels_BCYX))
 
     def quantize_latent(self, f_BCRG: Tensor) -> list[Tensor]:
-        """Tokens int64 `[B, s, s]` of each scale; see `MultiScaleQuantizer.quantise`."""
+        """Quantize latents to tokens int64 `[B, s, s]` per scale; see `MultiScaleQuantizer.quantise`."""
         return self.quantize.quantise(f_BCRG)
 
-    @apply_forward_hook  # so that CPU offload moves the weights in
+    @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> list[Tensor]:
-        """Tokens int64 `[B, s, s]` of each scale, of pixels `[B, 3, Y, X]` in [-1, 1]."""
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to tokens int64 `[B, s, s]` per scale."""
         return self.quantize_latent(self.latent(pixels_BCYX))
 
     # -- tokens to pixels --------------------------------------------------------------------------------------------
 
     def empty_latent(self, batch: int) -> Tensor:
-        """The sum before the first scale: zeros `[B, C, R, G]`."""
+        """Return the sum before the first scale: zeros `[B, C, R, G]`."""
         side = self.scales[-1]
         return torch.zeros(batch, self.config.codebook_embed_dim, side, side, device=self.quantize.embedding.weight.device)
 
     def next_input(self, f_hat_BCRG: Tensor, tokens: Tensor, k: int) -> tuple[Tensor, Tensor | None]:
-        """One step of the sum over scales, which teacher forcing and sampling share. Nothing is changed in place.
+        """Add one scale to the sum, in teacher forcing and in sampling. Nothing is changed in place.
 
         Args:
-            f_hat_BCRG: the sum of the scales before k, at first `empty_latent`.
-            tokens: of scale k, `[B, s, s]` or `[B, s*s]`. k: from 0.
+            f_hat_BCRG: sum of the scales before k, initially `empty_latent`.
+            tokens: tokens of scale k, `[B, s, s]` or `[B, s*s]`.
+            k: scale, from 0.
 
         Returns:
-            The sum with scale k, and the transformer's input at scale k+1 `[B, N, C]` (None after the last scale).
+            The sum including scale k, and the transformer's input at scale k+1 `[B, N, C]` (None after the last scale).
 
         Raises:
-            ValueError: if the tokens are not of scale k.
+            ValueError: if the tokens do not have the size of scale k.
         """
         f_hat = f_hat_BCRG + self.quantize.lookup(self._square(tokens, k), k)
         return f_hat, self.quantize.input_of(f_hat, k + 1)
 
     def teacher_inputs(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The transformer's inputs `[B, N of scales 1 to S-1, C]` where the tokens of every scale are known."""
+        """The transformer's inputs for teacher forcing, `[B, N of scales 1 to S-1, C]`, from the tokens of all scales."""
         f_hat, inputs = self.empty_latent(len(tokens[0])), []
         for k in range(len(self.scales) - 1):
             f_hat, following = self.next_input(f_hat, tokens[k], k)
@@ -185,10 +187,10 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return torch.cat(inputs, dim=1)  # type: ignore[arg-type]
 
     def sum_latent(self, tokens: Sequence[Tensor]) -> Tensor:
-        """The latent `[B, C, R, G]` that tokens of the first scales, or of all, add up to.
+        """Return the latent `[B, C, R, G]`, the sum over the given first scales or all scales.
 
         Raises:
-            ValueError: for no scale, more than there are, or tokens that are not of their scale.
+            ValueError: for no scales, too many scales, or tokens of a wrong size.
         """
         if not 1 <= len(tokens) <= len(self.scales):
             raise ValueError(f"tokens must be of 1 to {len(self.scales)} scales, got {len(tokens)}")
@@ -198,21 +200,22 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
         return f_hat
 
     def reconstruct(self, f_hat_BCRG: Tensor) -> Tensor:
-        """What the decoder makes of a latent: pixels `[B, 3, Y, X]` that may lie a little outside of [-1, 1]."""
+        """Decode a latent to pixels `[B, 3, Y, X]`, which may be slightly outside [-1, 1]."""
         f_hat_BCRG = f_hat_BCRG.to(next(self.decoder.parameters()).dtype)
-        if not torch.is_grad_enabled():  # convolutions pass the format on; on a CPU the official decoder takes a tenth less
+        if not torch.is_grad_enabled():  # convolutions keep the format; saves a tenth of the time on a CPU
             f_hat_BCRG = f_hat_BCRG.to(memory_format=torch.channels_last)
         return self.decoder(self.post_quant_conv(f_hat_BCRG))
 
     @apply_forward_hook
     def decode_latent(self, f_hat_BCRG: Tensor) -> Tensor:
-        """Pixels `[B, 3, Y, X]` in [-1, 1] of a latent, such as the sum of the first scales (a preview) or of all."""
+        """Decode a latent, such as the sum of the first scales (a preview) or of all, to pixels `[B, 3, Y, X]` in [-1, 1]."""
         return self.reconstruct(f_hat_BCRG).clamp(-1, 1)
 
     @apply_forward_hook
     def decode(self, tokens: Sequence[Tensor]) -> Tensor:
-        """Pixels `[B, 3, Y, X]` in [-1, 1] of the tokens of each scale, `[B, s, s]` or `[B, s*s]`; the first scales alone give
-        a coarse picture. Raises as `sum_latent`."""
+        """Decode tokens per scale, `[B, s, s]` or `[B, s*s]`, to pixels `[B, 3, Y, X]` in [-1, 1].
+
+        The first scales alone give a coarse image. Raises as `sum_latent`."""
         return self.decode_latent(self.sum_latent(tokens))
 
     def forward(self, sample: Tensor, return_dict: bool = True) -> MultiScaleVQOutput | tuple[Tensor, list[Tensor]]:
@@ -238,7 +241,7 @@ def _check(
     ch: int,
     ch_mult: tuple[int, ...],
 ) -> None:
-    """Raise ValueError for what no model can be made of."""
+    """Raise ValueError for an invalid configuration."""
     if architecture not in ARCHITECTURES:
         raise ValueError(f"architecture must be one of {', '.join(ARCHITECTURES)}, got {architecture!r}")
     if not scales or scales[0] < 1 or any(a >= b for a, b in pairwise(scales)):

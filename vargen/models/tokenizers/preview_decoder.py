@@ -1,7 +1,7 @@
-"""A preview of a block: latents to pixels with a small network, good enough to be scored, many times cheaper than the decoder.
+"""A small preview decoder of video latents, accurate enough for scoring and many times cheaper than the full decoder.
 
-Routing between a small and a large video model looks at every draft, and a decoder can cost more than the draft. Frames are
-decoded alone, so a preview keeps nothing of earlier blocks and needs no undoing.
+Routing between a small and a large video model scores every draft, and a full decoder can cost more than the draft. Frames are
+decoded independently, so a preview has no state of earlier blocks, and rollback is free.
 
 Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns.
 """
@@ -25,12 +25,13 @@ from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, chec
 
 
 class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
-    """One picture for each latent frame, of any size; see `StreamDecoder`.
+    """Decodes each latent frame, of any size, to one image; see `StreamingDecoder`.
 
     Args:
-        latent_channels: C. widths: at the latents' resolution, and at twice that.
-        stride: pixels of a preview per latent position along a side, an even number.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        latent_channels: number of latent channels C.
+        widths: width at the latents' resolution, and at twice that resolution.
+        stride: preview pixels per latent position along each side, an even number.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: for a stride that is odd or below 2.
@@ -60,17 +61,17 @@ class PreviewDecoder(QuantizedStorageMixin, ConfigMixin):
         self.conv_out = nn.Conv2d(fine, 3 * self.patch**2, 3, padding=1)
 
     def forward(self, latents_BFCYX: Tensor) -> Tensor:
-        """Standardised latents to pixels `[B, F, 3, Y', X']`, about in [-1, 1], not clamped."""
+        """Decode normalized latents to pixels `[B, F, 3, Y', X']`, about [-1, 1], not clamped."""
         h = self.conv_in(latents_BFCYX.flatten(0, 1).type_as(self.conv_in.weight))
         h = self.fine(self.up(self.coarse(h)))
         pixels = unfold(self.conv_out(F.silu(self.norm_out(h))), self.patch)
         return pixels.unflatten(0, latents_BFCYX.shape[:2])
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamDecoder`; one frame for each latent frame, whatever the temporal stride of the latents.
+        """See `StreamingDecoder`. Returns one frame per latent frame for any temporal stride of the latents.
 
         Raises:
-            ValueError: if the latents have another number of channels.
+            ValueError: if the latents have a wrong shape or number of channels.
         """
         C = self.config.latent_channels
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != C or not latents_BFCYX.shape[1]:

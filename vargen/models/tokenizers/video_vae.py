@@ -1,7 +1,7 @@
-"""Decoding a video while it is made: latents come block by block, and a block can be taken back.
+"""Streaming video decoding, block by block with rollback, and a small causal video VAE.
 
-What a causal decoder keeps of earlier frames is one immutable value. A decoder never changes it but returns a new one. So
-whoever keeps the old value can take a block back: by going on from that value.
+The state of a causal decoder is an immutable value. A decoder returns a new state instead of changing the given one, so a
+caller that keeps an earlier state can roll back a block by continuing from that state.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ from vargen.models.weight_storage import ModelMixin, QuantizedStorageMixin, chec
 
 @dataclass(frozen=True)
 class DecodeState:
-    """Where a decoder is in a video.
+    """State of a decoder within a video.
 
     Attributes:
-        frames: latent frames decoded so far.
-        parts: what its causal layers keep, in an order that is the decoder's own: tensors, or marks of the decoder's.
-            Nobody writes into these tensors.
+        frames: number of latent frames decoded so far.
+        parts: state of the causal layers in a decoder-specific order: tensors, which must not be modified, or markers.
     """
 
     frames: int = 0
@@ -36,24 +35,24 @@ class DecodeState:
 
     @property
     def nbytes(self) -> int:
-        """Memory that the kept tensors take."""
+        """Size of the tensors in bytes."""
         return sum(part.numel() * part.element_size() for part in self.parts if isinstance(part, Tensor))
 
 
 @runtime_checkable
 class StreamingDecoder(Protocol):
-    """Latents to pixels, block by block."""
+    """Decodes latents to pixels, block by block."""
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
         """Decode the next latent frames of a video.
 
         Args:
-            latents_BFCYX: standardised latents of one or more frames.
-            state: what the block before returned; None at the start of a video.
+            latents_BFCYX: normalized latents of one or more frames.
+            state: state returned for the preceding block; None at the start of a video.
 
         Returns:
-            Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block. `state` itself is unchanged:
-            decoding another block from it is how a block is taken back.
+            Pixels `[B, F', 3, Y, X]` in [-1, 1], not clamped, and the state for the next block. `state` is not changed, so
+            another block can be decoded from it to roll back.
         """
         ...
 
@@ -61,12 +60,12 @@ class StreamingDecoder(Protocol):
 ensure_torchvision()
 
 
-_PAST = 2  # frames before its own that a causal layer sees
+_PAST = 2  # number of earlier frames in the receptive field of a causal layer
 _LOG_VARIANCE = (-12.0, 4.0)
 
 
 class CausalMix(nn.Module):
-    """x_t + MLP(norm(x_{t-2}), norm(x_{t-1}), norm(x_t)) at each position; starts as the identity."""
+    """x_t + MLP(norm(x_{t-2}), norm(x_{t-1}), norm(x_t)) at each position; initialized as the identity."""
 
     def __init__(self, width: int):
         super().__init__()
@@ -76,7 +75,7 @@ class CausalMix(nn.Module):
         nn.init.zeros_(self.fc2.weight)
 
     def forward(self, x_BFND: Tensor, past: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The result, and what to give for `past` with the next frames: `[B, 2, N, D]`."""
+        """Return the output, and `past` for the next frames, `[B, 2, N, D]`."""
         normed = self.norm(x_BFND)
         seen = torch.cat([normed[:, :1].expand(-1, _PAST, -1, -1) if past is None else past.type_as(normed), normed], 1)
         frames = x_BFND.shape[1]
@@ -85,7 +84,7 @@ class CausalMix(nn.Module):
 
 
 class FrameEncoder(nn.Module):
-    """Frames `[B, 3, Y, X]` to mean and log variance `[B, 2 C, Y', X']` of their latents."""
+    """Encodes frames `[B, 3, Y, X]` to mean and log variance `[B, 2 C, Y', X']` of their latents."""
 
     def __init__(
         self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
@@ -106,7 +105,7 @@ class FrameEncoder(nn.Module):
 
 
 class CausalDecoder(nn.Module):
-    """Latents `[B, F, C, Y', X']` to frames `[B, F, 3, Y, X]`; only its coarsest level looks back in time."""
+    """Decodes latents `[B, F, C, Y', X']` to frames `[B, F, 3, Y, X]`. Only the coarsest level mixes over time."""
 
     def __init__(
         self, widths: tuple[int, ...], patch: int, side: int, conv_blocks: int, transformer_blocks: int, channels: int
@@ -123,7 +122,7 @@ class CausalDecoder(nn.Module):
         self.conv_out = nn.Conv2d(widths[-1], 3 * patch * patch, 3, padding=1)
 
     def forward(self, z_BFCYX: Tensor, past: tuple[Tensor, ...] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The frames, and what to give for `past` with the next ones."""
+        """Return the frames, and `past` for the next frames."""
         B = len(z_BFCYX)
         h = self.conv_in(z_BFCYX.flatten(0, 1))
         side = h.shape[2:]
@@ -141,19 +140,20 @@ class CausalDecoder(nn.Module):
 
 
 class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
-    """The autoencoder. What users see of latents is standardised: mean 0 and variance 1 per channel over the training data.
+    """Causal video VAE. Public latents are normalized: mean 0 and variance 1 per channel over the training data.
 
     Args:
-        size: side of the frames in pixels.
-        latent_channels: C.
-        widths: of the levels, finest first; each next one halves the resolution.
-        patch: side of the squares of pixels that the finest level sees as one position.
-        conv_blocks: residual blocks at each level but the coarsest. transformer_blocks: at the coarsest.
-        fps: frames per second of the videos that it is made for.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        size: width and height of frames in pixels.
+        latent_channels: number of latent channels C.
+        widths: widths of the levels, finest first; each level halves the resolution of the one before.
+        patch: side of the pixel patches that form a position of the finest level.
+        conv_blocks: residual blocks at each level except the coarsest.
+        transformer_blocks: transformer blocks at the coarsest level.
+        fps: frames per second of the videos.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
-        ValueError: for a size that the strides do not divide, or a last width that does not divide into heads.
+        ValueError: for a size that is not divisible by the strides, or a last width not divisible by the head width.
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "TransformerBlock", "CausalMix"]
@@ -192,13 +192,13 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @property
     def latent_side(self) -> int:
-        """Rows, and columns, of a latent frame."""
+        """Number of rows, and of columns, of a latent frame."""
         return int(self.config.size // self.spatial_stride)
 
     # -- pixels to latents -------------------------------------------------------------------------------------------
 
     def moments(self, pixels_BFCYX: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and log variance `[B, F, C, Y', X']` float32 of the latents, before standardisation.
+        """Mean and log variance `[B, F, C, Y', X']` float32 of the latents before normalization.
 
         Raises:
             ValueError: if the frames are not `size` pixels square.
@@ -211,7 +211,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
         return mean, log_variance.clamp(*_LOG_VARIANCE)
 
     def normalize_latents(self, latents_BFCYX: Tensor) -> Tensor:
-        """Raw latents to those that users see."""
+        """Normalize raw latents."""
         return (latents_BFCYX - self._channels(self.latent_mean)) / self._channels(self.latent_std)
 
     def raw(self, latents_BFCYX: Tensor) -> Tensor:
@@ -223,7 +223,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
-        """Frames `[B, F, 3, Y, X]` in [-1, 1] to standardised latents `[B, F, C, Y', X']` float32; no noise is added.
+        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, F, C, Y', X']` float32, without noise.
 
         Raises:
             ValueError: as `moments`.
@@ -234,10 +234,10 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamDecoder`; a latent frame is a pixel frame.
+        """See `StreamingDecoder`. Each latent frame is one pixel frame.
 
         Raises:
-            ValueError: if the latents have another shape than this network's, or another batch than those before.
+            ValueError: if the latents have a wrong shape, or a batch size that differs from that of the state.
         """
         C, side = self.config.latent_channels, self.latent_side
         if latents_BFCYX.ndim != 5 or tuple(latents_BFCYX.shape[2:]) != (C, side, side) or not latents_BFCYX.shape[1]:
@@ -251,7 +251,7 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
 
     @apply_forward_hook
     def decode(self, latents_BFCYX: Tensor) -> Tensor:
-        """Standardised latents of whole videos to frames `[B, F, 3, Y, X]` in [-1, 1], not clamped.
+        """Decode normalized latents of whole videos to frames `[B, F, 3, Y, X]` in [-1, 1], not clamped.
 
         Raises:
             ValueError: as `decode_block`.

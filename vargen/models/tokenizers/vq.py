@@ -1,9 +1,9 @@
-"""The VQ image tokenizer of LlamaGen: pixels to a grid of codebook indices and back.
+"""The VQ image tokenizer of LlamaGen: encodes pixels to a grid of codebook indices, and decodes them.
 
 Source: Sun et al. 2024, "Autoregressive Model Beats Diffusion" (LlamaGen), section 3.1; the network descends from VQGAN
 (Esser et al. 2021). Parameter names are the official ones, so an official state dict loads strictly.
 
-Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G tokens, E code width.
+Shape suffixes: B batch, C channels, Y/X pixel rows and columns, R/G grid rows and columns, N = R*G tokens, E code dimension.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class VQModelOutput(BaseOutput):
 
 
 class NonFinitePixelsError(RuntimeError):
-    """The image tokenizer made NaN or infinite values; no picture is made of them, and no tokens."""
+    """The image tokenizer returned NaN or infinite values, so no image or tokens are returned."""
 
     @classmethod
     def check(cls, pixels_BCYX: Tensor) -> None:
-        """Raise it for the first pixel that is not finite: one reduction, just before the pixels are copied to the host."""
+        """Raise for the first non-finite pixel. It takes one reduction, right before pixels are copied to the host."""
         if pixels_BCYX.isfinite().all():
             return
         image, _, row, column = (~pixels_BCYX.isfinite()).nonzero()[0].tolist()
@@ -56,7 +56,7 @@ class NonFinitePixelsError(RuntimeError):
 
 
 class VectorQuantizer(nn.Module):
-    """Nearest code on the unit sphere: both the latent and the codebook row are L2-normalised before they are compared."""
+    """Nearest code on the unit sphere: latents and codebook rows are L2-normalized before they are compared."""
 
     def __init__(self, codebook_size: int, codebook_embed_dim: int):
         super().__init__()
@@ -65,29 +65,29 @@ class VectorQuantizer(nn.Module):
         self.register_buffer("codebook_used", torch.zeros(CODEBOOK_USED_SLOTS))
 
     def codebook(self) -> Tensor:
-        """`[V, E]` float32 unit-norm rows, whatever the weights' type: what decoding looks up."""
+        """Return the codebook used in decoding, `[V, E]`, float32 rows of unit norm for any weight dtype."""
         weight = self.embedding.weight
-        if weight.is_meta:  # offloaded layer by layer: weights come only with their module's forward
+        if weight.is_meta:  # offloaded layer by layer: weights are available only in forward
             weight = self.embedding(torch.arange(len(weight)))
         return F.normalize(weight.float(), dim=-1)
 
     def digest(self) -> str | None:
-        """Names the codes, as they are stored in float16; None where the loaded ones are coarser than that, or not there."""
+        """Digest of the codebook in float16; None if the weights have lower precision or are not loaded."""
         weight = self.embedding.weight
         if weight.is_meta or weight.dtype not in (torch.float16, torch.float32):
             return None
         return hashlib.sha256(weight.detach().half().cpu().numpy().tobytes()).hexdigest()[:16]
 
     def nearest(self, z_BERG: Tensor) -> Tensor:
-        """Indices `[B, R, G]` int64 of the nearest codes. On the sphere the nearest is the one of greatest cosine."""
+        """Indices `[B, R, G]` int64 of the nearest codes, which on the sphere have the greatest cosine similarity."""
         return self.cosines(z_BERG).argmax(-1)
 
     def cosines(self, z_BERG: Tensor) -> Tensor:
-        """Of every latent with every code, `[B, R, G, V]` float32."""
+        """Cosine similarities of all latents and codes, `[B, R, G, V]` float32."""
         return F.normalize(z_BERG.float().movedim(1, -1), dim=-1) @ self.codebook().T
 
     def lookup(self, indices_BRG: Tensor) -> Tensor:
-        """Code vectors `[B, E, R, G]` float32 of indices `[B, R, G]`."""
+        """Embeddings `[B, E, R, G]` float32 of indices `[B, R, G]`."""
         return F.normalize(self.embedding(indices_BRG).float(), dim=-1).movedim(-1, 1)
 
 
@@ -96,13 +96,13 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
 
     Args:
         codebook_size: number of codes V.
-        codebook_embed_dim: width E of a code.
-        ch: base width; every level's width is `ch` times its multiplier and divisible by 32.
+        codebook_embed_dim: code dimension E.
+        ch: base width. The width of a level is `ch` times its multiplier, and must be divisible by 32.
         encoder_ch_mult, decoder_ch_mult: one multiplier per resolution, finest first; k+1 of them downsample by 2^k.
             `(1, 1, 2, 2, 4)` is VQ-16, `(1, 2, 2, 4)` is VQ-8.
         num_res_blocks: residual blocks per encoder level (the decoder has one more). Official files have 2.
-        z_channels: width of the features around the quantiser.
-        weight_format: how `save_pretrained` stores the weights; see `QuantizedStorageMixin`.
+        z_channels: width of the features before and after the quantizer.
+        weight_format: storage format of `save_pretrained`; see `QuantizedStorageMixin`.
 
     Raises:
         ValueError: if a width is not divisible by 32, or encoder and decoder have different numbers of levels.
@@ -146,7 +146,7 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         return 2 ** (len(self.config.encoder_ch_mult) - 1)
 
     def encode_latents(self, pixels_BCYX: Tensor) -> Tensor:
-        """Unit-norm latents `[B, E, R, G]` before quantisation, of pixels in [-1, 1].
+        """Encode pixels in [-1, 1] to unit-norm latents `[B, E, R, G]` before quantization.
 
         Raises:
             ValueError: if a side is not a multiple of `downsampling`.
@@ -156,15 +156,15 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
             raise ValueError(f"pixels must have sides divisible by {self.downsampling}, got {Y}x{X}")
         return F.normalize(self.quant_conv(self.encoder(pixels_BCYX)), dim=1)
 
-    @apply_forward_hook  # so that CPU offload moves the weights in
+    @apply_forward_hook  # lets CPU offload load the weights
     def encode(self, pixels_BCYX: Tensor) -> Tensor:
-        """Token indices `[B, R, G]` int64 of pixels `[B, 3, Y, X]` in [-1, 1].
+        """Encode pixels `[B, 3, Y, X]` in [-1, 1] to token indices `[B, R, G]` int64.
 
         Raises:
-            NonFinitePixelsError: if a latent or the codebook holds NaN, which has no nearest code.
+            NonFinitePixelsError: if a latent or the codebook contains NaN, for which there is no nearest code.
         """
         cosines = self.quantize.cosines(self.encode_latents(pixels_BCYX))
-        indices = cosines.argmax(-1)  # of a NaN, if there is one
+        indices = cosines.argmax(-1)  # selects NaN if there is one
         bad = ~cosines.gather(-1, indices[..., None])[..., 0].isfinite()
         if bad.any():
             image, row, column = bad.nonzero()[0].tolist()
@@ -176,12 +176,12 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
         return indices
 
     def decode_latents(self, z_BERG: Tensor) -> Tensor:
-        """Pixels `[B, 3, Y, X]`, about [-1, 1], of code vectors `[B, E, R, G]`."""
+        """Decode embeddings `[B, E, R, G]` to pixels `[B, 3, Y, X]`, about [-1, 1]."""
         return self.decoder(self.post_quant_conv(z_BERG.to(self.post_quant_conv.weight.dtype)))
 
     @apply_forward_hook
     def decode(self, indices: Tensor) -> Tensor:
-        """Pixels `[B, 3, Y, X]`, about [-1, 1], of indices `[B, R, G]`, or `[B, N]` for a square grid.
+        """Decode indices `[B, R, G]`, or `[B, N]` of a square grid, to pixels `[B, 3, Y, X]`, about [-1, 1].
 
         Raises:
             ValueError: if a flat N is not a square number.

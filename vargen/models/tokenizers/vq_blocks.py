@@ -1,4 +1,4 @@
-"""The convolutional encoder and decoder of VQGAN (Esser et al. 2021), which LlamaGen's and VAR's image tokenizers share.
+"""The convolutional encoder and decoder of VQGAN (Esser et al. 2021), shared by LlamaGen's and VAR's image tokenizers.
 
 The two publish the same network under different parameter names; `Naming` is that difference.
 
@@ -18,13 +18,14 @@ NORM_GROUPS = 32
 
 @dataclass(frozen=True)
 class Naming:
-    """What an official file calls the parts of the network.
+    """Names of the network's modules in official checkpoints.
 
     Attributes:
-        down, up: the levels of the encoder and of the decoder. blocks: the residual blocks of a level.
-        middle: block, attention and block between the two.
-        fused: whether one convolution `qkv` makes queries, keys and values, or three do.
-        finest_first: whether the decoder's level 0 is its last one (as in the encoder), or the one that runs first.
+        down, up: levels of the encoder and of the decoder.
+        blocks: residual blocks of a level.
+        middle: block, attention and block at the lowest resolution.
+        fused: whether queries, keys and values share one convolution `qkv`, instead of three.
+        finest_first: whether the decoder's level 0 is the finest, which runs last, instead of the level that runs first.
     """
 
     down: str
@@ -40,7 +41,7 @@ def group_norm(channels: int) -> nn.GroupNorm:
 
 
 class ResnetBlock(nn.Module):
-    """norm, swish, 3x3 conv, twice, plus the input (through a 1x1 conv where the width changes)."""
+    """Residual block: norm, swish and 3x3 conv, twice, with a 1x1 conv on the shortcut if the width changes."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
@@ -87,7 +88,7 @@ class Downsample(nn.Module):
         self.conv = nn.Conv2d(channels, channels, 3, stride=2)
 
     def forward(self, x_BCYX: Tensor) -> Tensor:
-        return self.conv(F.pad(x_BCYX, (0, 1, 0, 1)))  # right and bottom only, as trained
+        return self.conv(F.pad(x_BCYX, (0, 1, 0, 1)))  # asymmetric padding, as in training
 
 
 class Upsample(nn.Module):
@@ -100,7 +101,7 @@ class Upsample(nn.Module):
 
 
 class Level(nn.Module):
-    """The blocks of one resolution; attention follows each residual block at the deepest one only."""
+    """Blocks of one resolution. At the lowest resolution, attention follows each residual block."""
 
     def __init__(self, in_channels: int, out_channels: int, blocks: int, attention: bool, naming: Naming):
         super().__init__()
@@ -123,7 +124,7 @@ def middle(channels: int, naming: Naming) -> nn.ModuleDict:
 
 
 class Encoder(nn.Module):
-    """Pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
+    """Encodes pixels `[B, 3, Y, X]` to features `[B, z_channels, Y/2^k, X/2^k]`, k = levels - 1."""
 
     def __init__(
         self, in_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int, naming: Naming
@@ -156,7 +157,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The encoder's mirror, one residual block deeper per level."""
+    """Mirror of the encoder, with one more residual block per level."""
 
     def __init__(
         self, out_channels: int, ch: int, ch_mult: tuple[int, ...], num_res_blocks: int, z_channels: int, naming: Naming
@@ -178,7 +179,7 @@ class Decoder(nn.Module):
 
     @property
     def last_layer(self) -> Tensor:
-        """Weight that adaptive adversarial training balances its losses on."""
+        """Weight whose gradients balance the losses in adaptive adversarial training."""
         return self.conv_out.weight
 
     def forward(self, z_BCRG: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""Wan2.1's video autoencoder, as diffusers has it, decoding a video while it is made.
+"""Streaming decoding with Wan2.1's video VAE of diffusers.
 
-diffusers decodes whole videos only: its cache of causal convolutions is emptied at both ends of a call. Here the cache is a
-value that the caller keeps. The decoder takes one latent frame at a time and puts new tensors into the list that it is given,
-never into old ones, so a copy of the list is a snapshot, and its tensors are shared.
+diffusers only decodes whole videos: it clears its cache of causal convolutions at the start and the end of a call. Here the
+cache is a value that the caller keeps. The decoder processes one latent frame at a time, and puts new tensors into the given
+list without modifying earlier tensors, so a copy of the list is a snapshot that shares its tensors.
 
 Shape suffixes: B batch, F frames, C latent channels, Y/X rows and columns.
 """
@@ -25,9 +25,9 @@ from vargen.models.tokenizers.video_vae import DecodeState
 
 
 class WanStreamingDecoder:
-    """Standardised latents to pixels, block by block, and pixels to latents; see `StreamDecoder`.
+    """Decodes normalized latents to pixels, block by block, and encodes pixels to latents; see `StreamingDecoder`.
 
-    The first latent frame of a video is one pixel frame, each later one `temporal_stride` of them. Tiling is not used.
+    The first latent frame of a video is one pixel frame, each later one `temporal_stride` pixel frames. Tiling is not used.
 
     Raises:
         TypeError: if `vae` is another autoencoder.
@@ -43,17 +43,17 @@ class WanStreamingDecoder:
         self._kept = sum(isinstance(module, WanCausalConv3d) for module in vae.decoder.modules())
 
     def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation `[C, 1, 1, 1]`."""
+        """Return mean and standard deviation of latents, `[C, 1, 1, 1]` each."""
         config: Any = self.vae.config
         found = torch.tensor([config.latents_mean, config.latents_std], dtype=torch.float32, device=like.device)
         mean, std = found[:, :, None, None, None]
         return mean, std
 
     def decode_block(self, latents_BFCYX: Tensor, state: DecodeState | None = None) -> tuple[Tensor, DecodeState]:
-        """See `StreamDecoder`.
+        """See `StreamingDecoder`.
 
         Raises:
-            ValueError: if the latents have another shape than this network's, or another batch than those before.
+            ValueError: if the latents have a wrong shape, or a batch size that differs from that of the state.
         """
         if latents_BFCYX.ndim != 5 or latents_BFCYX.shape[2] != self.channels or not latents_BFCYX.shape[1]:
             raise ValueError(f"latents must be [B, F, {self.channels}, Y, X], got {list(latents_BFCYX.shape)}")
@@ -77,11 +77,11 @@ class WanStreamingDecoder:
         return pixels.transpose(1, 2).float(), DecodeState(state.frames + raw.shape[2], tuple(kept))
 
     def encode(self, pixels_BFCYX: Tensor) -> Tensor:
-        """Frames `[B, F, 3, Y, X]` in [-1, 1] to standardised latents `[B, 1 + (F - 1) / temporal_stride, C, Y', X']`, no
-        noise.
+        """Encode frames `[B, F, 3, Y, X]` in [-1, 1] to normalized latents `[B, 1 + (F - 1) / temporal_stride, C, Y', X']`,
+        without noise.
 
         Raises:
-            ValueError: if there are not 1 + a multiple of `temporal_stride` frames, or sides do not divide by the stride.
+            ValueError: if F - 1 is not a multiple of `temporal_stride`, or sides are not divisible by `spatial_stride`.
         """
         frames, three, Y, X = pixels_BFCYX.shape[1:]
         if (frames - 1) % self.temporal_stride or three != 3 or Y % self.spatial_stride or X % self.spatial_stride:
