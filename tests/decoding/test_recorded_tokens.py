@@ -26,7 +26,8 @@ def recordable(pipe: LlamaGenPipeline) -> list[str]:
 
 
 def open_pipeline() -> LlamaGenPipeline:
-    double = dict.fromkeys(("transformer", "draft_transformer", "eagle", "medusa"), torch.float64)
+    parts = ("transformer", "draft_transformer", "eagle", "medusa", "text_encoder")
+    double = dict.fromkeys(parts, torch.float64)
     pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=double)
     pipe.set_progress_bar_config(disable=True)
     return pipe
