@@ -135,8 +135,9 @@ def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
 
 
 def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """Return the torch device, the dtype (by default that of the first model that is not random) and a description of the
-    machine.
+    """Return the torch device, the dtype and a description of the machine.
+
+    The default dtype is that of the first model that is not random.
     """
     set_threads(threads)
     quiet_libraries()

@@ -24,11 +24,10 @@ def kernels(
     rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 5,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
-    """Measure tree attention, sampling, acceptance and commit in microseconds: our kernel, our torch path, SDPA with a mask,
-    FlexAttention.
+    """Measure tree attention, sampling, acceptance and commit in microseconds.
 
-    Variants that cannot run on this machine are listed with the reason. The share is the time to move the same bytes at copy
-    bandwidth, divided by the measured time.
+    Compares our kernel, our torch path, SDPA with a mask, and FlexAttention. Variants that cannot run on this machine are
+    listed with the reason. The share is the time to move the same bytes at copy bandwidth, divided by the measured time.
     """
     widths, lengths = whole_numbers(tokens, "tokens", 256), whole_numbers(held, "held", 16384)
     check_range(rounds, "rounds", 1)

@@ -26,11 +26,10 @@ def pictures(
     compile: Annotated[bool, typer.Option("--compile", help="Compile our passes, on a GPU; not timed.")] = False,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
-    """Measure milliseconds per image of a next-scale model, with and without pixel decoding, against the published sampling
-    loop.
+    """Measure milliseconds per image of a next-scale model, against the published sampling loop.
 
-    Runs of the published loop, in float32, alternate with ours. The roofline is the minimum time to read the weights, or to do
-    the floating-point operations at the rate of a large matrix product.
+    Both with and without pixel decoding. Runs of the published loop, in float32, alternate with ours. The roofline is the
+    minimum time to read the weights, or to do the floating-point operations at the rate of a large matrix product.
     """
     batches = whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)

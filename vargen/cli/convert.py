@@ -38,8 +38,9 @@ def var(
     dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
 ) -> None:
-    """Convert official VAR or CoDe files to a pipeline folder and print its path. Files are read as tensors only, never
-    executed.
+    """Convert official VAR or CoDe files to a pipeline folder and print its path.
+
+    Files are read as tensors only, never executed.
     """
     quiet_libraries()
     import torch
@@ -63,8 +64,9 @@ def llamagen(
     n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, for a size outside the official table.")] = None,
     grid_size: Annotated[int | None, typer.Option(metavar="N", help="Side of the token grid, where no file tells.")] = None,
 ) -> None:
-    """Convert official LlamaGen files to a pipeline folder and print its path. Files are read as tensors only, never
-    executed.
+    """Convert official LlamaGen files to a pipeline folder and print its path.
+
+    Files are read as tensors only, never executed.
     """
     check_range(n_head, "n_head", 1)
     check_range(grid_size, "grid_size", 1)

@@ -29,11 +29,13 @@ def draw(
     quiet: bool,
     names: Names,
 ) -> tuple[list[dict[str, Any]], list[Any], float]:
-    """Generate and save images batch by batch; return a record per saved image, statistics per batch, and the generation
-    seconds.
+    """Generate and save images batch by batch.
 
     An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
     generation ends after that batch. It continues if the reader of the printed `names` is gone.
+
+    Returns:
+        A record per saved image, statistics per batch, and the seconds spent on generation.
     """
     import torch
 

@@ -242,8 +242,10 @@ def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_imag
 def _check_against(
     name: str, accelerator: str | None, given: dict[str, Any], by_class: bool, negative_prompt: str | None
 ) -> tuple[ModelInfo, str]:
-    """Check the request against the model's files without reading weights; return the model's description and the method's
-    name.
+    """Check the request against the model's files, without reading weights.
+
+    Returns:
+        The model's description, and the name of the method to use.
 
     Raises:
         ValueError: for a folder that is not a model, or a model that cannot generate what was requested.

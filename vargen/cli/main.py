@@ -76,8 +76,9 @@ def main() -> None:
 
 
 def _open_closed() -> None:
-    """Replace closed standard streams, so that no other file gets their descriptors. Writing to standard output still fails, as
-    it must, and the error is reported.
+    """Replace closed standard streams, so that no other file gets their descriptors.
+
+    Writing to standard output still fails, as it must, and the error is reported.
     """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:

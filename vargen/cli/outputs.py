@@ -40,7 +40,7 @@ class Target:
 
 
 def slug(text: str) -> str:
-    """Turn a prompt into a file name: 1 to 40 characters of a-z, 0-9 and single inner hyphens, never a reserved name of a
+    """Turn a prompt into a file name: 1 to 40 characters of a-z, 0-9 and single inner hyphens, never a name reserved by a
     system.
     """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
@@ -94,8 +94,9 @@ def _is_folder(output: str, name: str) -> bool:
 
 
 def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
-    """Return the path of a table or plot, checked before minutes of measurement; None if none is requested, or for `-`,
-    standard output.
+    """Return the path of a table or plot, checked before minutes of measurement.
+
+    None if no file is requested, or for `-`, standard output.
 
     Raises:
         ValueError: for another suffix, or a path that is not writable.

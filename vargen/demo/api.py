@@ -94,9 +94,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
 
 
 def _drawn(run: Run, before: list[dict[str, Any]] | None = None) -> Generator[tuple[list[Any], Any], None, Drawn]:
-    """Yield the progress of a run, after the results `before` it, and return its result; closing the generator stops the
-    run.
-    """
+    """Yield the progress of a run after the results `before` it, and return its result. Closing the generator stops the run."""
     try:
         while not run.done.wait(_LOOK_SECONDS):
             yield [], _progress(run) if before is None else [*before, _progress(run)]

@@ -20,8 +20,10 @@ _IDLE = "Press Generate, or Enter in the prompt."
 
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
-    """Lay out the tab and connect its events; returns the method component and the status line, which the drop box also
-    fills.
+    """Lay out the tab and connect its events.
+
+    Returns:
+        The method component, and the status line, which the drop box also fills.
     """
     with gr.Row(elem_id="go-row"):
         count = gr.Dropdown(

@@ -94,7 +94,7 @@ class Engine:
         return [names.split(",")[0] for names in self.pipe.class_names.values()]
 
     def _probed(self, method: Method) -> Method:
-        """Run one pass of a method that should work, so that a failure on this machine shows at startup and not during a
+        """Run one pass of a method that should work, so that a failure on this machine shows at startup, not during a
         request.
         """
         if method.reason is not None:

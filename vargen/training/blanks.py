@@ -20,9 +20,7 @@ _WHITE = 0.98  # in [-1, 1]; a patch is blank if none of its values is lower
 
 
 def codes_digest(vqvae: VQModel) -> str:
-    """Return a digest of everything that determines an encoder's tokens: its weights and codebook. The decoder does not affect
-    them.
-    """
+    """Return a digest of everything that determines an encoder's tokens: its weights and codebook, but not the decoder."""
     return weights_digest(vqvae.encoder, vqvae.quant_conv, vqvae.quantize)
 
 

@@ -57,7 +57,7 @@ class NextTokenConfig:
     shift_pixels: int = 8  # augmentation: each image is tokenized at several offsets up to this
     shift_variants: int = 0
     mirrored: float = 0.0  # probability of mirroring images without text or a named side
-    recoloured: float = 0.15  # probability of changing a dominant color, in image and caption
+    recoloured: float = 0.15  # probability of recoloring an image with a dominant color, and its caption
     dropout: float = 0.0
     token_noise: float = 0.1  # share of input tokens from other images, per image uniform from 0 to this
     wrong_starts: float = 0.0  # share of images whose input starts with another image's tokens

@@ -86,11 +86,11 @@ class CaptionedImages:
 
 
 def load_captioned_images(folder: Path) -> CaptionedImages:
-    """Load a folder of `images.npy`, uint8 `[N, size, size, 3]`, and `captions.jsonl`, one JSON object per image in the same
-    order.
+    """Load a folder of `images.npy` and `captions.jsonl`.
 
-    Each object has `caption`, or several `captions`, and optionally the other fields listed in `CaptionedImages`. Every
-    twentieth image without a `split` is held out for validation. The images stay on disk (memory-mapped).
+    The images are uint8 `[N, size, size, 3]` and stay on disk (memory-mapped). The captions are one JSON object per image, in
+    the same order, with `caption`, or several `captions`, and optionally the other fields listed in `CaptionedImages`. Every
+    twentieth image without a `split` is held out for validation.
 
     Raises:
         FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not belong together.

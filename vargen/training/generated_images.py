@@ -103,8 +103,9 @@ def select_prompt_source(
     prompts: Path | None = None,
     features: Path | None = None,
 ) -> PromptSource:
-    """Select the conditions to generate from: classes for a class-conditional model, else caption features, prompts, or
-    captions of the data set.
+    """Select the conditions to generate from.
+
+    These are classes for a class-conditional model; otherwise caption features, prompts, or captions of the data set.
 
     Args:
         count: number of images. data: loads a data set, of which only the captions are used.

@@ -11,10 +11,10 @@ _ROWS = 1024  # rows of logits held at a time: with 4096 codes they fit a CPU's 
 
 
 class HeadLoss(torch.autograd.Function):
-    """Weighted cross-entropy of a linear head, computed a few rows at a time: the logits of a full batch would be 140 MB to
-    write and read.
+    """Weighted cross-entropy of a linear head, computed a few rows at a time.
 
-    The gradient is computed together with the loss, because it needs the same logits.
+    The logits of a full batch would be 140 MB to write and read. The gradient is computed together with the loss, because it
+    needs the same logits.
     """
 
     @staticmethod

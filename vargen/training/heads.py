@@ -47,7 +47,10 @@ Drafter = EagleDrafter | MedusaDrafter
 
 
 def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
-    """Create a drafter of a kind for a target's config; `given`: constructor arguments other than the target's sizes.
+    """Create a drafter for a target's config.
+
+    Args:
+        kind: `"eagle"` or `"medusa"`. given: constructor arguments other than the target's sizes.
 
     Raises:
         ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
@@ -78,8 +81,9 @@ def train_head(
     folder: Path,
     drawn_folder: Path | None = None,
 ) -> dict[str, float]:
-    """Generate images, then train until `recipe.schedule.steps`, resuming the run in `folder`; saves weights to
-    `folder/drafter`.
+    """Generate images, then train until `recipe.schedule.steps`, resuming the run in `folder`.
+
+    The weights are saved to `folder/drafter`.
 
     Args:
         kind: `"eagle"` or `"medusa"`. pipe: the target, on the training device; its weights do not change.
@@ -178,8 +182,9 @@ class _Trainer:
         return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
 
     def drafts(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """Return features `[R, N - 1 - s, D]` for each depth s: row i drafts token i + 1 + s from the target's features of
-        tokens up to i.
+        """Return the drafter's features `[R, N - 1 - s, D]` for each depth s.
+
+        Row i drafts token i + 1 + s, with the tokens up to i known to the target.
         """
         if isinstance(self.drafter, EagleDrafter):
             over = None
@@ -222,8 +227,9 @@ class _Trainer:
         return found | ({"features": features.detach() / total} if self.kind == "eagle" else {})
 
     def _divergence(self, drafted: Tensor, probs: Tensor, heat: Tensor) -> Tensor:
-        """Return the mean KL(p || q) in nats: p `[B, T, V]`; q from features `[R, T, D]`, unfiltered so that every token gets a
-        gradient.
+        """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`.
+
+        q is not filtered, so that every token gets a gradient.
         """
         T = drafted.shape[1]
         size = max(1, _SLOTS // len(probs))

@@ -42,8 +42,10 @@ ImageMetrics = Callable[[VQModel, LlamaGenTransformer, CaptionBank], Callable[[i
 
 
 def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: NextTokenConfig) -> list[torch.optim.Optimizer]:
-    """Create Muon for the matrices of the blocks and the caption projection, and AdamW for embeddings, head and norms; or AdamW
-    for all.
+    """Create the optimizers: Muon for the matrices of the blocks and the caption projection, AdamW for the rest; or AdamW for
+    all.
+
+    The rest are embeddings, head and norms.
     """
     inside = ("layers.", "cls_embedding.cap_proj.")
     blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
@@ -245,8 +247,10 @@ class _Trainer:
             value.lerp_(weights[name], 1 / self.averaged)
 
     def figures(self, weights: dict[str, Tensor], drawn: int | None, sample: bool) -> dict[str, float]:
-        """Return the metrics of `weights`: on about `drawn` generated images or all, and on a sample of the held-out images or
-        all.
+        """Return the metrics of `weights`.
+
+        Args:
+            drawn: approximate number of generated images; None for all. sample: use a sample of the held-out images, not all.
         """
         self.evaluated.load_state_dict(weights)
         held_out = self.held_out[spread(range(len(self.held_out)), 96)] if sample else self.held_out

@@ -47,9 +47,7 @@ class Evaluation:
 
     @torch.no_grad()
     def held_out(self, model: LlamaGenTransformer, indices: np.ndarray) -> dict[str, float]:
-        """Return `held_out_loss` and `entropy` of the next-token probabilities in nats per token, on images `indices` with
-        their first captions.
-        """
+        """Return `held_out_loss` and `entropy` in nats per token on images `indices`, each with its first caption."""
         chosen = indices.tolist()
         texts = [self.data.captions(i)[0] for i in chosen]
         loss, entropy = self._told(model, self.store(chosen, [0] * len(chosen)), texts)

@@ -43,8 +43,7 @@ def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: 
 
 
 class NearNoise:
-    """Replaces input tokens by similar codes, like the errors of generation: a sampled token is rarely far off but often a near
-    miss.
+    """Replaces input tokens by similar codes, as in generation, where a token is rarely far off but often a near miss.
 
     Weights trained only with unrelated replacements predicted 86 % of the next tokens correctly when 30 % of the input tokens
     were near misses.

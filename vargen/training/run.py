@@ -45,8 +45,9 @@ class TrainingRun:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self, map_location: torch.device | str = "cpu", needs: Iterable[str] = ()) -> dict[str, Any] | None:
-        """Lock the folder, creating it if missing, and return the last checkpoint (`{"step": ..., ...}`), or None for a new
-        run.
+        """Return the last checkpoint (`{"step": ..., ...}`), or None for a new run.
+
+        Creates the folder if it is missing, and locks it for this process.
 
         Args:
             needs: keys that the checkpoint must contain.

@@ -70,9 +70,7 @@ def left_padded(condition: Condition) -> Condition:
 
 
 class Batches:
-    """The batch of a step: tokens `[B, N]`, the caption condition, and which captions are dropped `[B]`; a function of (seed,
-    step).
-    """
+    """The batches of a run, as a function of (seed, step): tokens `[B, N]`, caption condition, and dropped captions `[B]`."""
 
     def __init__(self, data: CaptionedImages, store: TokenStore, bank: CaptionBank, recipe: NextTokenConfig):
         self.looks, self.store, self.bank, self.count = Looks(data, store, recipe), store, bank, recipe.batch_size
