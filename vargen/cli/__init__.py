@@ -1,1 +1,1 @@
-"""The `vargen` command, a file per verb. Results go to stdout, everything else to stderr."""
+"""The `vargen` command, one file per verb. Results go to stdout, everything else to stderr."""

@@ -1,4 +1,4 @@
-"""`vargen bench`: what a pass costs on this machine, and how fast the sequential baseline is."""
+"""`vargen bench`: the cost of a forward pass on this machine, and the speed of the sequential baseline."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODEL = typer.Option(
     metavar="NAME|DIR", help="Packaged model, folder, or an official size, random weights; `vargen info models` lists both."
 )  # fmt: skip
 JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
-MOST_IMAGES = 1024  # at once
+MOST_IMAGES = 1024  # in one batch
 BATCH = typer.Option(metavar="N,...", help="Images at once.")
 
 
@@ -42,7 +42,7 @@ def step(
     as_json: Annotated[str | None, JSON] = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
 ) -> None:
-    """Cost of one target pass against the tokens it feeds, and against reading its weights once."""
+    """Measure the cost of a target pass by the number of tokens fed, relative to reading the weights once."""
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
@@ -57,7 +57,7 @@ def step(
     from vargen.evaluation.speed import measure_steps
     from vargen.pipelines.registry import check_network, open_network
 
-    for name in names:  # before minutes are spent on the first
+    for name in names:  # fail before minutes of measurement
         check_network(name)
     reports = []
     for name in names:
@@ -93,7 +93,7 @@ def ar(
     compile: Annotated[bool, typer.Option("--compile", help="Compile the passes, on a GPU; not timed.")] = False,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:  # fmt: skip
-    """Speed of the sequential baseline: one token a pass, with the model's own guidance and sampling."""
+    """Measure the sequential baseline: one token per pass, with the model's default guidance and sampling."""
     batches = whole_numbers(batch, "batch", MOST_IMAGES)
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
@@ -121,10 +121,10 @@ def ar(
 
 
 def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
-    """`"1,2,8"` as numbers.
+    """Parse a comma-separated list of integers such as `"1,2,8"`.
 
     Raises:
-        ValueError: unless all are whole numbers from 1 to `most`.
+        ValueError: unless all are integers from 1 to `most`.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
@@ -135,7 +135,10 @@ def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
 
 
 def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
-    """The torch device, the dtype (by default that of the first model that is no random one), and the machine."""
+    """Return the torch device, the dtype and a description of the machine.
+
+    The default dtype is that of the first model that is not random.
+    """
     set_threads(threads)
     quiet_libraries()
 

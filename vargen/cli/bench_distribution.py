@@ -1,4 +1,4 @@
-"""`vargen bench distribution`: does a method draw from the same distribution as `ar`?"""
+"""`vargen bench distribution`: test whether a method samples from the same distribution as `ar`."""
 
 from __future__ import annotations
 
@@ -47,9 +47,10 @@ def distribution(
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
 ) -> None:
-    """Two-sample tests of each method's pictures against sequential ones of the same prompts and other seeds.
+    """Compare each method's images with sequential ones by two-sample tests, with the same prompts and different seeds.
 
-    Small p-values say that the distributions differ. `ar` against itself shows what the tests say where there is no difference.
+    Small p-values mean that the distributions differ. Comparing `ar` with itself shows the results of the tests where there is
+    no difference.
     """
     check_range(pictures, "pictures", 2, MOST_PICTURES)
     check_range(permutations, "permutations", 1)

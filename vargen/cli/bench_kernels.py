@@ -1,4 +1,4 @@
-"""`vargen bench kernels`: what each kernel takes beside other ways to the same result."""
+"""`vargen bench kernels`: the time of each kernel and of alternative implementations of the same operation."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def kernels(
     rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 5,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
-    """Microseconds of tree attention, sampler, acceptance and commit: our kernel, our torch path, SDPA with a mask,
-    FlexAttention.
+    """Measure tree attention, sampling, acceptance and commit in microseconds.
 
-    What cannot run here is listed with the reason. The share is that of the time which the bytes take at a copy's rate.
+    Compares our kernel, our torch path, SDPA with a mask, and FlexAttention. Variants that cannot run on this machine are
+    listed with the reason. The share is the time to move the same bytes at copy bandwidth, divided by the measured time.
     """
     widths, lengths = whole_numbers(tokens, "tokens", 256), whole_numbers(held, "held", 16384)
     check_range(rounds, "rounds", 1)
@@ -74,7 +74,7 @@ def kernels(
 
 
 def _acceptance(V: int, T: int, device: Any) -> list[Any]:
-    """Exact rules on a chain, and on a tree of two children a slot."""
+    """Benchmark the exact rules on a chain, and on a tree with two children per node."""
     import torch
 
     from vargen.decoding import Draft, Tree

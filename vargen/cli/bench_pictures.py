@@ -1,4 +1,4 @@
-"""`vargen bench var`: whole pictures of a next-scale model against the published loop and what the machine allows."""
+"""`vargen bench var`: end-to-end time per image of a next-scale model, against the published loop and the roofline."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def pictures(
     compile: Annotated[bool, typer.Option("--compile", help="Compile our passes, on a GPU; not timed.")] = False,
     as_json: Annotated[str | None, JSON] = None,
 ) -> None:
-    """Milliseconds a picture of a next-scale model, with and without its pixels, against the published sampling loop.
+    """Measure milliseconds per image of a next-scale model, against the published sampling loop.
 
-    The published loop, in float32, takes turns with ours. The roofline is what reading the weights, or the floating-point
-    operations at the rate of a large product, take at least.
+    Both with and without pixel decoding. Runs of the published loop, in float32, alternate with ours. The roofline is the
+    minimum time to read the weights, or to do the floating-point operations at the rate of a large matrix product.
     """
     batches = whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)
@@ -42,7 +42,7 @@ def pictures(
     from vargen.evaluation.machine import machine_line
     from vargen.pipelines.registry import check_network, open_picture_network
 
-    for name in names:  # before minutes are spent on the first
+    for name in names:  # fail before minutes of measurement
         check_network(name, pictures=True)
     reports = []
     for name in names:

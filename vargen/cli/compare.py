@@ -1,4 +1,4 @@
-"""`vargen compare`: methods side by side on the same prompts and seeds."""
+"""`vargen compare`: several methods side by side on the same prompts and seeds."""
 
 from __future__ import annotations
 
@@ -68,10 +68,10 @@ def compare(
     device: Annotated[Device, typer.Option()] = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Seconds, passes, relaxation and pictures of several methods, in one run.
+    """Compare seconds, passes, excess acceptance and images of several methods in one run.
 
-    The ratio is the baseline's seconds over the method's; `allowed` is what the ratio would be if a step cost its passes alone,
-    and efficiency the one over the other.
+    The ratio is the baseline's seconds divided by the method's. `allowed` is the ratio if a step cost only its passes;
+    efficiency is the first divided by the second.
     """
     place = targets(output, ["comparison"])[0]
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
@@ -123,7 +123,7 @@ def compare(
         if as_json != "-":
             print(path, flush=True)
 
-    # Measurements first: they took the longest, and are the smallest to write.
+    # Measurements are written first: they took the longest to obtain and are the smallest files.
     machine = {**machine, "threads": comparison.threads}
     lines = machine_line(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
@@ -135,8 +135,10 @@ def compare(
 
 
 def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
-    """The methods by name, the baseline first, with another window if one is given; by default all of the model's family
-    but the one that chooses among others. Names may have settings, as in `vargen eval`: see `resolve_method`.
+    """Return the methods by name, the baseline first, with `window` replaced if one is given.
+
+    The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
+    `vargen eval`: see `resolve_method`.
 
     Raises:
         ValueError: for an unknown preset, setting or window.
@@ -157,13 +159,13 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
 
 
 def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any], leave_out: bool = False) -> None:
-    """Before a weight is read: does the model draw from prompts, and do the methods and settings fit it?
+    """Check that the model generates from prompts and supports the methods and settings, before any weight is read.
 
     Args:
-        leave_out: take a method that does not fit out of `methods`, and say so.
+        leave_out: remove unsupported methods from `methods` with a message, instead of raising.
 
     Raises:
-        ValueError: if not, saying why.
+        ValueError: with the reason, if something is unsupported.
     """
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import describe, pipeline_class
@@ -184,7 +186,7 @@ def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any],
 
 
 def comparison_table(comparison: Comparison) -> str:
-    """For the terminal."""
+    """Format the comparison as a table for the terminal."""
     rows = [
         [
             method.name,

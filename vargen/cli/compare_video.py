@@ -1,4 +1,4 @@
-"""`vargen compare` and `vargen eval` with a model of video."""
+"""`vargen compare` and `vargen eval` for video models."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class VideoSetting:
-    """What is compared; see `vargen compare --help`, and `vargen eval --help` for `judges` and `extractor`."""
+    """Settings of a comparison; see `vargen compare --help`, and `vargen eval --help` for `judges` and `extractor`."""
 
     model: str
     methods: list[str] | None = None
@@ -31,10 +31,10 @@ class VideoSetting:
 
 
 def chosen_methods(setting: VideoSetting) -> dict[str, Any]:
-    """The methods by name, the baseline first; by default all that the model can run.
+    """Return the methods by name, the baseline first; by default all that the model supports.
 
     Raises:
-        ValueError: for one that is unknown, or that the model cannot run.
+        ValueError: for a method that is unknown or that the model does not support.
     """
     from vargen.decoding import list_methods, resolve_method
     from vargen.pipelines.registry import describe, pipeline_class
@@ -59,10 +59,10 @@ def chosen_methods(setting: VideoSetting) -> dict[str, Any]:
 
 
 def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: Dtype) -> VideoComparison:
-    """Make the videos.
+    """Generate the videos and compare the methods.
 
     Raises:
-        ValueError: for methods, scorers or an extractor that are none, before a weight of the model is read.
+        ValueError: for unknown methods, scorers or extractors, before any weight of the model is read.
     """
     from vargen.cli.bench import prepare
     from vargen.cli.evaluation_options import bar
@@ -92,7 +92,7 @@ def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: D
 
 
 def head_line(comparison: VideoComparison) -> str:
-    """What was measured on."""
+    """Describe the setup of the measurement in one line."""
     from vargen.evaluation.machine import describe_machine
 
     machine = describe_machine()
@@ -100,7 +100,7 @@ def head_line(comparison: VideoComparison) -> str:
 
 
 def comparison_text(comparison: VideoComparison) -> str:
-    """The table for a terminal."""
+    """Format the comparison as a table for the terminal."""
     from vargen.evaluation.video_report import HEAD, table_rows
 
     head = f"{len(comparison.prompts)} videos of {comparison.blocks} blocks, scored by {comparison.scorer}\n\n"
@@ -110,7 +110,7 @@ def comparison_text(comparison: VideoComparison) -> str:
 def video_writes(
     comparison: VideoComparison, place: Target, as_json: str | None, json_file: Path | None, plot_file: Path | None
 ) -> list[Write]:
-    """The table, the strips and what else was asked for."""
+    """Return the writes of the table, the frame strips and the other requested outputs."""
     from vargen.evaluation.video_report import plot_comparison, strips
 
     def save_strips() -> None:
@@ -136,7 +136,7 @@ def evaluate_videos(
     as_json: str | None,
     json_file: Path | None,
 ) -> None:
-    """Compare, and write metrics.json, report.md and strips.png into the folder `output`."""
+    """Compare methods, and write metrics.json, report.md and strips.png to the folder `output`."""
     import vargen.assets
     from vargen.device import set_threads
     from vargen.evaluation.video_report import markdown

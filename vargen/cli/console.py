@@ -1,6 +1,6 @@
-"""What every verb shares with the terminal: errors in one line, logs on stderr, tables and JSON on stdout.
+"""Terminal handling shared by all verbs: one-line errors and logs on stderr, tables and JSON on stdout.
 
-Exit codes: 0 done, 1 failed, 2 wrong usage or bad input, 130 interrupted.
+Exit codes: 0 success, 1 failure, 2 wrong usage or bad input, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ LEVELS = {
     "error": logging.ERROR,
 }
 
-# Errors of the operating system that a user's argument causes; a full disk, say, is a failure instead.
+# Operating system errors caused by a user's argument; a full disk, for example, is a failure instead.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
 class Commands(TyperGroup):
-    """The root command: runs a verb and turns what it raises into a line on stderr and an exit code."""
+    """The root command: runs a verb and turns its exceptions into a line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -43,7 +43,7 @@ class Commands(TyperGroup):
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
         except Exception as error:
-            if hasattr(error, "exit_code"):  # typer's own usage errors, which it prints itself
+            if hasattr(error, "exit_code"):  # typer's own usage errors, which typer prints
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
@@ -52,7 +52,7 @@ class Commands(TyperGroup):
 
 
 class StandardOutput(io.TextIOWrapper):
-    """What `print` writes to, whose errors tell that it was this that could not be written."""
+    """The stream that `print` writes to; its errors are `OutputError`, to distinguish them from those of other files."""
 
     def write(self, text: str) -> int:
         try:
@@ -64,11 +64,11 @@ class StandardOutput(io.TextIOWrapper):
 
 
 class OutputError(OSError):
-    """Standard output cannot be written: a full disk, or a stream that was closed."""
+    """Standard output cannot be written: the disk is full, or the stream was closed."""
 
 
 def is_bad_input(error: Exception) -> bool:
-    """Whether an error says that an argument is wrong: our own checks raised it, or a path cannot be used."""
+    """Whether an error means that an argument is wrong: one of our checks raised it, or a path cannot be used."""
     if isinstance(error, _WRONG_PATH):
         return True
     if not isinstance(error, ValueError | TypeError):
@@ -80,32 +80,32 @@ def is_bad_input(error: Exception) -> bool:
 
 
 def describe(error: Exception) -> str:
-    """One printable line; a failure also gives its type and where to find the traceback."""
+    """Format an error as one printable line; failures include the type and how to get the traceback."""
     text = " ".join(str(error).split())
     text = "".join(c if c.isprintable() else "?" for c in text)
     if isinstance(error, OutputError):
         return f"standard output was not written: {error.strerror}"
-    if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # of ours: a package that is missing
+    if is_bad_input(error) or (type(error) is ImportError and error.name is None):  # raised by us: a package is missing
         return text
     hint = "" if os.environ.get("VARGEN_DEBUG", "") not in ("", "0") else " (VARGEN_DEBUG=1 shows the traceback)"
     return f"{type(error).__name__}: {text}{hint}"
 
 
 def say(line: str) -> None:
-    """A line on stderr; characters that would command the terminal, as a file's name may hold them, are escaped."""
+    """Print a line to stderr, with control characters (a file name may contain them) escaped."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
 def printable(text: str) -> str:
-    """The text with control characters, line breaks excepted, written as escapes."""
+    """Escape the control characters in a text, except line breaks."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
 class Names:
-    """Prints names of files as these are written. Where standard output takes no more, that is said once, and work goes on.
+    """Prints file names as the files are written. If standard output fails, that is reported once and the work continues.
 
     Attributes:
-        failed: whether a name was lost for another reason than that its reader has gone, which is no failure of ours.
+        failed: whether a name could not be printed for a reason other than a closed pipe, which is not an error.
     """
 
     def __init__(self, silent: bool = False):
@@ -121,17 +121,17 @@ class Names:
             self.failed = not gone
             reason = "its reader has gone" if gone else error.strerror or str(error)
             say(f"standard output takes no more names of files ({reason}); the files are written all the same")
-            with contextlib.suppress(OSError, ValueError):  # a stream without a file; else what is held back fails once more
+            with contextlib.suppress(OSError, ValueError):  # no file, or the buffered text fails again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def print_json(document: Any) -> None:
-    """One JSON document on stdout."""
+    """Print one JSON document to stdout."""
     print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:
-    """Aligned plain text. `align` holds `<` or `>` per column."""
+    """Format aligned plain text. `align` holds `<` or `>` for each column."""
     cells = [list(head), *[list(row) for row in rows]]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     lines = [
@@ -142,7 +142,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str
 
 
 class _Once(logging.Filter):
-    """Drops a message that was shown before: a prompt that is drawn ten times gives one warning that it was cut short."""
+    """Drops repeated messages: a prompt used for ten images gives one truncation warning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ class _Lines(logging.Formatter):
 
 
 def verbosity() -> str:
-    """`VARGEN_VERBOSITY`, or `warning`.
+    """Return `VARGEN_VERBOSITY`, or `warning` by default.
 
     Raises:
         ValueError: for an unknown level.
@@ -173,10 +173,10 @@ def verbosity() -> str:
 
 
 def configure_logging() -> None:
-    """Send the library's log to stderr at the chosen level; other libraries' warnings only when that is verbose."""
+    """Send the library's log to stderr at the chosen level, and show other libraries' warnings only at verbose levels."""
     logger = logging.getLogger("vargen")
     for handler in list(logger.handlers):
-        if isinstance(handler.formatter, _Lines):  # of an earlier call in this process, on its stderr
+        if isinstance(handler.formatter, _Lines):  # added by an earlier call in this process, with its stderr
             logger.removeHandler(handler)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_Lines())
@@ -192,9 +192,9 @@ def verbose() -> bool:
 
 
 def import_libraries() -> None:
-    """Import what opens a model. No garbage is looked for meanwhile, and what is there then is never looked at again.
+    """Import everything needed to load a model, with garbage collection paused and the imported objects frozen afterwards.
 
-    Nearly all of it is diffusers' own: its base class for pipelines imports every network that it has.
+    Most of the import time is diffusers': its base class for pipelines imports all of its networks.
     """
     gc.disable()
     try:
@@ -205,7 +205,7 @@ def import_libraries() -> None:
 
 
 def quiet_libraries() -> None:
-    """Silence diffusers' and transformers' logs and loading bars, unless verbose. Imports both."""
+    """Silence the logs and loading bars of diffusers and transformers, unless verbose. Imports both."""
     if verbose():
         return
     from vargen.compat import ensure_torchvision

@@ -1,4 +1,4 @@
-"""`vargen convert`: official checkpoints to folders that `vargen generate --model` opens."""
+"""`vargen convert`: convert official checkpoints to folders that `vargen generate --model` loads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StoredDtype(StrEnum):
 
 @app.callback()
 def root() -> None:
-    """One command per model family."""  # the callback keeps the family's name: typer drops it from a lone command
+    """Convert official checkpoints, with one command per model family."""  # keeps the subcommand: typer drops a lone one
 
 
 @app.command()
@@ -38,7 +38,10 @@ def var(
     dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
 ) -> None:
-    """Official VAR or CoDe files to a pipeline folder; prints its path. Files are read as tensors only, never run."""
+    """Convert official VAR or CoDe files to a pipeline folder and print its path.
+
+    Files are read as tensors only, never executed.
+    """
     quiet_libraries()
     import torch
 
@@ -61,7 +64,10 @@ def llamagen(
     n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, for a size outside the official table.")] = None,
     grid_size: Annotated[int | None, typer.Option(metavar="N", help="Side of the token grid, where no file tells.")] = None,
 ) -> None:
-    """Official LlamaGen files to a pipeline folder; prints its path. Files are read as tensors only, never run."""
+    """Convert official LlamaGen files to a pipeline folder and print its path.
+
+    Files are read as tensors only, never executed.
+    """
     check_range(n_head, "n_head", 1)
     check_range(grid_size, "grid_size", 1)
     quiet_libraries()
@@ -94,7 +100,7 @@ def causal_video(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
     n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, where they are not 128 wide.")] = None,
 ) -> None:
-    """A causal video transformer of Wan2.1's layout, Self-Forcing's for one, to a folder; prints its path."""
+    """Convert a causal video transformer in Wan2.1's layout, such as Self-Forcing's, to a folder and print its path."""
     check_range(n_head, "n_head", 1)
     quiet_libraries()
     import torch

@@ -1,4 +1,4 @@
-"""The middle of `vargen generate`: batches of images, each to its file."""
+"""The generation loop of `vargen generate`: batches of images, one file per image."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vargen.cli.outputs import Target, not_written, save_image
 
 @dataclass(frozen=True)
 class Job:
-    """One image: its prompt or class, its seed, its file."""
+    """One image: its prompt or class, its seed and its file."""
 
     subject: str | int
     seed: int
@@ -29,10 +29,13 @@ def draw(
     quiet: bool,
     names: Names,
 ) -> tuple[list[dict[str, Any]], list[Any], float]:
-    """Draw and save, a batch at a time; returns a record per written image, statistics per batch, and seconds spent drawing.
+    """Generate and save images batch by batch.
 
-    An image that cannot be written is reported, and the others are; but after a batch of which none could be, no more is drawn.
-    Where nobody reads the `names` of files any more, drawing goes on.
+    An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
+    generation ends after that batch. It continues if the reader of the printed `names` is gone.
+
+    Returns:
+        A record per saved image, statistics per batch, and the seconds spent on generation.
     """
     import torch
 
@@ -46,7 +49,7 @@ def draw(
             batch = jobs[start : start + step]
             last = start + len(batch)
             label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
-            hidden = True if quiet else None  # None: hidden where stderr is no terminal
+            hidden = True if quiet else None  # None: hidden if stderr is not a terminal
             pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
             generators = [torch.Generator().manual_seed(job.seed) for job in batch]
             subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
@@ -83,6 +86,6 @@ def write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[st
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
     pictures = []
     for image in images:
-        with opened_picture(image["file"]) as opened:  # an open file for each picture would meet the system's limit
+        with opened_picture(image["file"]) as opened:  # one open file at a time: systems limit them
             pictures.append(on_white(opened))
     save_image(contact_sheet(pictures, captions), place, parameters)

@@ -1,4 +1,4 @@
-"""`vargen eval`, and its halves `draw` and `score`: what methods cost in quality, and what they save."""
+"""`vargen eval`, and its two parts `draw` and `score`: what methods save, and what they cost in quality."""
 
 from __future__ import annotations
 
@@ -99,9 +99,9 @@ def draw(
     device: _DeviceName = Device.auto,
     threads: _Threads = None,
 ) -> None:
-    """Draw the pictures of an evaluation. Stopped in any way, the same command goes on.
+    """Generate the images of an evaluation. Run the same command again to resume an interrupted run.
 
-    Picture k has the seed --seed + k, whatever the batch, the shard or the engine.
+    Image k has the seed --seed + k, regardless of batch, shard and engine.
     """
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
@@ -139,7 +139,7 @@ def score(
     device: _DeviceName = Device.auto,
     threads: _Threads = None,
 ) -> None:
-    """Score pictures, whoever made them; of a run, write its report."""
+    """Score images from any source; for a run, write its report."""
     from vargen.evaluation.run_directory import RUN_FILE, RunFolder
 
     place = select_device(device)
@@ -192,9 +192,10 @@ def evaluate(
     threads: _Threads = None,
     as_json: _Json = None,
 ) -> None:
-    """Draw pictures by several methods, score them, and say what each method saves and costs. `draw` and `score` in one.
+    """Generate images with several methods, score them, and report what each method saves and costs: `draw` and `score` in one.
 
-    Writes metrics.json, metrics.csv, report.md, plot.png and sheets/ into DIR. Stopped in any way, the same command goes on.
+    Writes metrics.json, metrics.csv, report.md, plot.png and sheets/ to DIR. Run the same command again to resume an
+    interrupted run.
     """
     sampling = read_sampling(guidance_scale, temperature, top_k, top_p)
     part = read_shard(shard)
@@ -214,7 +215,7 @@ def evaluate(
     from vargen.evaluation.run_directory import RunFolder
 
     run = RunFolder(Path(drawing.output))
-    # Before hours of drawing: weights that are missing, statistics of another extractor.
+    # Checked before hours of generation: missing weights, and statistics of another extractor.
     statistics = find_reference(reference, instruments, run.path / "measured")
     _draw(drawing, part, chosen)
     if part[1] > 1:
@@ -299,7 +300,7 @@ def _score_folder(
 
 
 def _told(found: Evaluation, as_json: str | None, json_file: Path | None) -> list[Write]:
-    """The table, or JSON."""
+    """Return the writes of the table, or of JSON."""
     from vargen.evaluation.report import all_notes, document, table_rows
 
     heads, rows = table_rows(found.rows, found.baseline)

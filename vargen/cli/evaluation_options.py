@@ -1,4 +1,4 @@
-"""What `vargen eval`, `draw` and `score` share: from options to what is drawn, what measures, and where the work is done."""
+"""Options shared by `vargen eval`, `draw` and `score`: what to generate, what to measure, and where to run."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vargen.evaluation.reference_statistics import Statistics
 
 
-_LARGEST_SIDE = 2048  # pixels; a chunk of 64 such pictures, several times over, fits in memory
+_LARGEST_SIDE = 2048  # pixels; several copies of a chunk of 64 such images fit in memory
 
 
 class EngineName(StrEnum):
@@ -38,7 +38,7 @@ def read_sampling(*values: float | None) -> dict[str, Any]:
 
 
 def read_shard(text: str) -> tuple[int, int]:
-    """Raises ValueError unless `text` is I/N with I from 1 to N."""
+    """Parse a shard I/N; raises ValueError unless I is from 1 to N."""
     own, slash, of = text.partition("/")
     if not slash or not own.isdecimal() or not of.isdecimal() or not 1 <= int(own) <= int(of) <= 100_000:
         raise ValueError(f"shard must be I/N with I from 1 to N, such as 1/2 and 2/2, got {short_repr(text)}")
@@ -59,7 +59,7 @@ def make_drawing(
     device: str,
     threads: int | None,
 ) -> Drawing:
-    """All that decides the pictures, checked without reading a weight."""
+    """Collect and check everything that determines the images, without reading any weights."""
     quiet_libraries()
     check_range(num, "num", 1, MOST_PICTURES)
     check_range(threads, "threads", 1)
@@ -109,7 +109,7 @@ def make_instruments(
     threads: int | None,
     model: str,
 ) -> Instruments:
-    """What measures, each opened once, so that missing weights are told before anything else."""
+    """Load each scorer and extractor once, so that missing weights are reported before anything else."""
     quiet_libraries()
     check_range(resize, "resize", 16, _LARGEST_SIDE)
 
@@ -149,7 +149,7 @@ def pick_engine(name: EngineName, actors: int | None, device: Any, threads: int 
 
 @contextmanager
 def bar(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Progress with the time that is left, on stderr; pictures of earlier runs count as done, not as fast."""
+    """Show progress and the remaining time on stderr; images of earlier runs count as done, but not toward the speed."""
     shown_bar: list[tqdm] = []
 
     def show(done: int, total: int) -> None:

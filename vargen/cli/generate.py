@@ -1,4 +1,4 @@
-"""`vargen generate`: prompts or classes to picture files."""
+"""`vargen generate`: generate image files from prompts or classes."""
 
 from __future__ import annotations
 
@@ -112,13 +112,13 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of file names.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar, no summary.")] = False,
 ) -> None:  # fmt: skip
-    """Draw pictures of prompts; print the name of each file.
+    """Generate images from prompts and print the name of each file.
 
-    Image k of a run is drawn with seed + k and does not depend on the others, so it can be drawn again alone.
+    Image k of a run has the seed `seed + k` and does not depend on the others, so it can be reproduced alone.
     """
     subjects = subjects_of(prompts, prompt_file, class_label)
     given = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    negative_prompt = negative_prompt or None  # an empty one leads away from nothing
+    negative_prompt = negative_prompt or None  # an empty negative prompt has no effect
     _check_settings(given, negative_prompt, num_images)
     check_range(len(subjects) * num_images, "the number of images", 1, MOST_PICTURES)
     first = _first_seed(seed, len(subjects) * num_images)
@@ -196,10 +196,10 @@ def generate(
 
 
 def _first_seed(seed: int | None, images: int) -> int:
-    """The seed of the first of so many images; a random one where none is given.
+    """Return the seed of the first of `images` images; a random one if none is given.
 
     Raises:
-        ValueError: if it, or the last image's, is none.
+        ValueError: if the first or the last image's seed is out of range.
     """
     check_range(seed, "seed", 0, _LARGEST_SEED)
     first = secrets.randbelow(2**32) if seed is None else seed
@@ -209,11 +209,11 @@ def _first_seed(seed: int | None, images: int) -> int:
 
 
 def _parameters(pipe: Any, model: str, options: dict[str, Any], dtype: Any) -> dict[str, Any]:
-    """What a picture's PNG and the JSON document say of how it was drawn."""
+    """Return the generation parameters stored in an image's PNG and in the JSON document."""
     from vargen.compat import installed_version
 
     return {
-        "model": Path(model).resolve().name if Path(model).is_dir() else model,  # a picture tells no one's folders
+        "model": Path(model).resolve().name if Path(model).is_dir() else model,  # no local paths in image files
         "accelerator": options["accelerator"],
         "negative_prompt": options["negative_prompt"],
         **pipe.default_sampling,
@@ -230,7 +230,7 @@ def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any
 
 
 def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
-    """What can be checked without a model."""
+    """Check everything that can be checked without a model."""
     from vargen.pipelines import validation as checks
 
     checks.check_sampling(given)
@@ -242,10 +242,13 @@ def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_imag
 def _check_against(
     name: str, accelerator: str | None, given: dict[str, Any], by_class: bool, negative_prompt: str | None
 ) -> tuple[ModelInfo, str]:
-    """What the model's files say, no weight being read, and the name of the method to draw with.
+    """Check the request against the model's files, without reading weights.
+
+    Returns:
+        The model's description, and the name of the method to use.
 
     Raises:
-        ValueError: for a model that is none, or one that cannot draw what is asked.
+        ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
     """
     from vargen.decoding import Sampling, resolve_method
     from vargen.pipelines.registry import describe, pipeline_class

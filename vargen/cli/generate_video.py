@@ -1,4 +1,4 @@
-"""`vargen generate` with a model of video: prompts to mp4, gif or webp files."""
+"""`vargen generate` for video models: prompts to mp4, gif or webp files."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from vargen.cli.outputs import (
 from vargen.files import expand_user
 
 FORMATS = (".mp4", ".gif", ".webp")
-_ANIMATION = ".webp"  # what a folder is filled with: needs no further package, and loops
+_ANIMATION = ".webp"  # the default format in a folder: needs no extra package, and loops
 
 
 @dataclass(frozen=True)
 class VideoOptions:
-    """What the command says of a video; see `vargen generate --help`."""
+    """Options of the command for videos; see `vargen generate --help`."""
 
     num_blocks: int | None = None
     tau: float | None = None
@@ -44,14 +44,14 @@ class VideoOptions:
 
 
 def check_video_options(options: VideoOptions) -> None:
-    """Raise ValueError for an option that only models of video take."""
+    """Raise ValueError for an option that only video models support."""
     for name in ("num_blocks", "tau", "motion"):
         if getattr(options, name) is not None:
             raise ValueError(f"{name} is for models of video, such as emoji-video")
 
 
 def check_picture_options(**options: Any) -> None:
-    """Raise ValueError for an option that models of video do not take."""
+    """Raise ValueError for an option that video models do not support."""
     for name, value in options.items():
         if value:
             raise ValueError(f"{name} is for models of pictures, and this one makes video")
@@ -70,13 +70,13 @@ def generate_videos(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Make a video of each prompt and seed; print the name of each file.
+    """Generate a video for each prompt and seed; print the name of each file.
 
     Args:
-        pick: gives device and dtype of a model's folder.
+        pick: selects the device and dtype for a model's folder.
 
     Raises:
-        ValueError: for what the model cannot do, before a weight is read.
+        ValueError: for a request that the model does not support, before any weight is read.
     """
     import torch
 

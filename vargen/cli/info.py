@@ -1,4 +1,4 @@
-"""`vargen info`: versions, devices, packaged models, presets."""
+"""`vargen info`: versions, devices, packaged models and presets."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vargen.cli.console import print_json, quiet_libraries, table
 app = typer.Typer(help="Show versions, devices, packaged models and presets.", invoke_without_command=True)
 
 _PACKAGES = ("vargen", "torch", "diffusers", "transformers", "safetensors", "torchvision", "triton")
-_WIDTH = 100  # columns of a line
+_WIDTH = 100  # columns per line
 _JSON = typer.Option("--json", help="Print one JSON document.")
 
 
@@ -54,7 +54,7 @@ def list_presets(
     everything: Annotated[bool, typer.Option("--all", help="The experimental methods, too.")] = False,
     as_json: Annotated[bool, _JSON] = False,
 ) -> None:
-    """The methods by name: exact ones sample from the model's own distribution, relaxed ones do not."""
+    """List the methods: exact ones sample from the model's own distribution, relaxed ones do not."""
     found = presets()
     if as_json:
         print_json(found)
@@ -69,7 +69,7 @@ def list_presets(
 
 
 def _told(preset: dict[str, Any]) -> list[str]:
-    """A preset in lines of at most `_WIDTH` columns: name, kind and summary; below, its defaults and its source."""
+    """Format a preset in lines of at most `_WIDTH` columns: name, kind and summary, then its defaults and its source."""
     head = f"  {preset['name']:16}  {preset['kind']:7}  "
     below = [_plain(preset["defaults"]), f"source: {preset['source']}"]
     lines = textwrap.wrap(preset["summary"], _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
@@ -101,7 +101,7 @@ def presets() -> list[dict[str, Any]]:
 
 
 def gather() -> dict[str, Any]:
-    """All that `vargen info` shows, as plain values."""
+    """Collect everything that `vargen info` shows, as plain values."""
     import torch
 
     from vargen import __version__
@@ -134,7 +134,7 @@ def gather() -> dict[str, Any]:
 
 
 def thread_choice() -> str:
-    """How many CPU threads passes run on, and why."""
+    """Return the number of CPU threads that passes use, and the reason."""
     import torch
 
     from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
@@ -155,7 +155,7 @@ def thread_choice() -> str:
 
 
 def card_summary(folder: Path) -> str:
-    """The first sentence of a folder's model card, behind front matter and headings; empty without a card."""
+    """Return the first sentence of a folder's model card, after front matter and headings; empty without a card."""
     card = next((folder / name for name in ("README.md", "MODEL_CARD.md") if (folder / name).is_file()), None)
     if card is None:
         return ""

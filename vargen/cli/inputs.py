@@ -1,4 +1,4 @@
-"""Pictures that a drawing starts from: `--image`, `--mask` and `--strength`, checked before a weight is read."""
+"""Input images and prompts of a command: `--image`, `--mask` and `--strength` are checked before any weight is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Source:
-    """Files as they were named, and a strength; all None where a drawing starts from nothing."""
+    """Input files as named by the user, and a strength; all None for generation from scratch."""
 
     image: Path | None
     mask: Path | None
@@ -26,18 +26,19 @@ class Source:
 
     @classmethod
     def of(cls, image: Path | None, mask: Path | None, strength: float | None) -> Source:
-        """Of a command's options, paths expanded."""
+        """Create a source from a command's options, with paths expanded."""
         return cls(image and expand_user(image, "image"), mask and expand_user(mask, "mask"), strength)
 
     def files(self) -> dict[str, Sequence[Path | None]]:
-        """By option, for messages."""
+        """Return the files by option name, for messages."""
         return {"image": [self.image], "mask": [self.mask]}
 
     def opened(self, model: ModelInfo) -> dict[str, Any]:
-        """Arguments of a pipeline's call; none where nothing was named.
+        """Return the arguments for a pipeline call; none if no file was given.
 
         Raises:
-            ValueError: for a model that starts from no picture, a file that is none, or what `check_source` refuses.
+            ValueError: for a model that does not support an input image, a file that is not an image, or input that
+                `check_source` rejects.
         """
         given = {"image": self.image, "mask": self.mask, "strength": self.strength}
         named = {name: value for name, value in given.items() if value is not None}
@@ -54,19 +55,19 @@ class Source:
         return {**pictures, **({} if self.strength is None else {"strength": self.strength})}
 
     def told(self) -> dict[str, Any]:
-        """What a picture's PNG says of it: names of files without their folders."""
+        """Return what an image's PNG records about its source: file names without their folders."""
         said = {"image": self.image and self.image.name, "mask": self.mask and self.mask.name, "strength": self.strength}
         return {name: value for name, value in said.items() if value is not None}
 
 
 def read_source(path: Path, name: str) -> Any:
-    """The picture in a file, upright, in RGB.
+    """Read an image file as RGB, with its EXIF orientation applied.
 
     Args:
-        name: of the option that gave it.
+        name: the option that gave the path.
 
     Raises:
-        ValueError: naming both, if it is none that can be read.
+        ValueError: with option and path, if the file is not a readable image.
     """
     from PIL import ImageOps
 
@@ -80,22 +81,22 @@ if TYPE_CHECKING:
     from vargen.pipelines.model_info import ModelInfo
 
 
-MOST_PICTURES = 1_000_000  # of one command: more than any published evaluation has, and held in memory
-_MOST_BYTES = 2**26  # of a file of prompts
+MOST_PICTURES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
+_MOST_BYTES = 2**26  # size limit of a prompt file
 
 
 def say_names(pipe: Any, prompts: list[str]) -> None:
-    """A line on stderr about the characters in prompts that the model reads as names, if there are any."""
+    """Print a line to stderr about the characters in prompts that the model reads as names, if there are any."""
     read = {typed: name for prompt in prompts for typed, name in pipe.normalize_prompt(prompt).names.items()}
     if read:
         say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
 
 
 def subjects_of(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
-    """Prompts, those of standard input for `-`, or class labels as typed.
+    """Return the prompts (from standard input for `-`), or the class labels as typed.
 
     Raises:
-        ValueError: without any, for both, or for standard input that is named twice.
+        ValueError: if none or both are given, or if standard input is named twice.
     """
     from vargen.pipelines import validation as checks
 
@@ -113,14 +114,14 @@ def subjects_of(prompts: list[str] | None, prompt_file: Path | None, class_label
 
 
 def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
-    """Prompts of a UTF-8 text file, or of standard input for `-`, one a line.
+    """Read one prompt per line from a UTF-8 text file, or from standard input for `-`.
 
     Args:
-        name: of the option, for errors.
+        name: the option's name, for errors.
 
     Raises:
-        ValueError: if it is no regular file, too long, not UTF-8, or holds no prompt.
-        FileNotFoundError, IsADirectoryError, PermissionError: naming the option.
+        ValueError: if it is not a regular file, is too long or not UTF-8, or contains no prompt.
+        FileNotFoundError, IsADirectoryError, PermissionError: with the option's name.
     """
     lines = [line.strip() for line in read_text(path, name, _MOST_BYTES).split("\n")]
     found = [line for line in lines if line and not line.startswith("#")]
@@ -134,6 +135,6 @@ def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
 def class_numbers(labels: list[str], model: ModelInfo) -> list[int]:
     from vargen.pipelines import validation as checks
 
-    # A number of thousands of digits is one that Python does not read; no class has one of more than nine.
+    # Python does not parse integers of thousands of digits; no class label has more than nine.
     typed = [int(label) if label.strip().lstrip("-").isdecimal() and len(label) < 1000 else label for label in labels]
     return checks.check_class_labels(typed, model.num_classes, model.id2label)

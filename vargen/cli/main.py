@@ -1,4 +1,4 @@
-"""The entry point. A verb imports what it needs when it runs, so that `vargen --help` is quick."""
+"""The entry point. Each verb imports its dependencies when it runs, so that `vargen --help` is fast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ app = typer.Typer(
     epilog="VARGEN_VERBOSITY=debug|info|warning|error sets the log level; VARGEN_DEBUG=1 shows tracebacks.",
     no_args_is_help=True,
     add_completion=False,
-    rich_markup_mode=None,  # plain text; rich would also double the start-up time
+    rich_markup_mode=None,  # plain text; rich would double the startup time
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -59,10 +59,10 @@ app.add_typer(convert.app, name="convert")
 
 
 def main() -> None:
-    """Run the command line of this process."""
+    """Run the command line in this process."""
     _open_closed()
     if isinstance(sys.stderr, io.TextIOWrapper):
-        sys.stderr.reconfigure(errors="backslashreplace")  # a file name may hold bytes that are no text
+        sys.stderr.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
     if isinstance(sys.stdout, io.TextIOWrapper):
         told: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
         sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **told)
@@ -70,14 +70,16 @@ def main() -> None:
         app(prog_name="vargen")
     except SystemExit as end:
         sys.exit(_flushed(end.code))
-    except OSError as error:  # of what options print, such as --version
+    except OSError as error:  # from options that print, such as --version
         say(not_written("standard output", error))
         sys.exit(_flushed(1))
 
 
 def _open_closed() -> None:
-    """Put something in place of standard streams that were closed, so that no other file is taken for one. What is written to
-    standard output still fails, as it must, and is told."""
+    """Replace closed standard streams, so that no other file gets their descriptors.
+
+    Writing to standard output still fails, as it must, and the error is reported.
+    """
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             file = os.open(os.devnull, os.O_RDWR if name == "stderr" else os.O_RDONLY)
@@ -86,13 +88,13 @@ def _open_closed() -> None:
 
 
 def _flushed(code: int | str | None) -> int | str | None:
-    """The exit code: 1 where what was printed did not reach standard output. A full disk must not look like success."""
+    """Flush standard output and return the exit code: 1 if the output was lost. A full disk must not look like success."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not code:
             say(not_written("standard output", error))
-        # What is still held back would be tried, and fail, once more at exit.
+        # Otherwise the buffered text would be written, and fail, once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1
     return code

@@ -1,4 +1,4 @@
-"""Options that several verbs take: the model, the sampling, the device, the dtype."""
+"""Options shared by several verbs: model, sampling, device and dtype."""
 
 from __future__ import annotations
 
@@ -45,25 +45,25 @@ Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Def
 
 
 def given_options(**values: float | int | None) -> dict[str, float | int]:
-    """Those that were given; the model's own defaults stand for the others."""
+    """Return only the options that were given; the model's defaults apply to the others."""
     return {name: value for name, value in values.items() if value is not None}
 
 
 def select_device(name: Device) -> torch.device:
-    """The device to run on; `auto` takes a GPU where there is one.
+    """Select the device to run on; `auto` uses a GPU if there is one.
 
     Raises:
-        ValueError: for cuda where torch sees none, or kernels by VARGEN_KERNELS that cannot run there.
+        ValueError: for cuda if torch finds no GPU, or if VARGEN_KERNELS requests kernels that cannot run there.
     """
     from vargen.kernels.dispatch import explain
 
     chosen = device.select_device(name.value)
-    explain(chosen)  # before weights are loaded
+    explain(chosen)  # logged before weights are loaded
     return chosen
 
 
 def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:
-    """The dtype of the large networks; `auto` takes the default of the device and of the model in `folder`."""
+    """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`."""
     import torch
 
     from vargen.pipelines.loading import default_dtype
@@ -74,10 +74,10 @@ def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> 
 
 
 def parse_integer(text: Any) -> int:
-    """An option's whole number. Typer's own reading takes `0-7` for -7.
+    """Parse an integer option. Typer's own parser reads `0-7` as -7.
 
     Raises:
-        typer.BadParameter: for anything else; typer names the option.
+        typer.BadParameter: for anything else; typer adds the option's name.
     """
     if not re.fullmatch(r"[+-]?[0-9]{1,40}", str(text)):
         raise typer.BadParameter(f"must be a whole number, got {text!r}")
@@ -85,14 +85,14 @@ def parse_integer(text: Any) -> int:
 
 
 def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
-    """Raise ValueError unless `value` is from `low` to `high`, or None, which an option is when it is not given."""
+    """Raise ValueError unless `value` is from `low` to `high`, or None for an option that was not given."""
     if value is not None and (value < low or (high is not None and value > high)):
         allowed = f"of at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be a whole number {allowed}, got {value}")
 
 
 def makes_video(model: str) -> bool:
-    """By the index of the model's folder alone; what is wrong with a folder is said later."""
+    """Whether a model generates video, according to its folder's index alone; other problems of a folder are reported later."""
     from vargen.decoding import VideoMethod
     from vargen.pipelines.registry import paradigm_of
 

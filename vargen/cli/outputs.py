@@ -1,4 +1,4 @@
-"""Where results go: names made of prompts, checks before anything is drawn, files that appear whole, each for itself."""
+"""Output files: names derived from prompts, checks before generation starts, and independent atomic writes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vargen.cli.console import describe, print_json, say
 from vargen.compat import check_matplotlib
 from vargen.files import atomic_file, expand_user
 
-# Lower-case suffix -> Pillow's format and how to save it.
+# Lower-case suffix -> Pillow's format and save options.
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     ".png": ("PNG", {}),
     ".jpg": ("JPEG", {"quality": 95}),
@@ -33,14 +33,16 @@ _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt
 
 @dataclass(frozen=True)
 class Target:
-    """A file to write. `named`: by the user, who then means to overwrite it."""
+    """A file to write. `named`: the user gave the name, so an existing file is overwritten."""
 
     path: Path
     named: bool
 
 
 def slug(text: str) -> str:
-    """A prompt as a file name: 1 to 40 of a-z, 0-9 and single inner hyphens; never a name that systems reserve."""
+    """Turn a prompt into a file name: 1 to 40 characters of a-z, 0-9 and single inner hyphens, never a name reserved by a
+    system.
+    """
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
     short = re.sub("[^a-z0-9]+", "-", plain).strip("-")[:LONGEST_SLUG].strip("-")
     return f"image-{short}" if short in _RESERVED else short or "image"
@@ -49,16 +51,16 @@ def slug(text: str) -> str:
 def targets(
     output: str | None, stems: list[str], name: str = "output", formats: Iterable[str] = tuple(FORMATS), usual: str = ".png"
 ) -> list[Target]:
-    """The file of each image; `stems` name those that the user does not name.
+    """Return the file of each image; `stems` name the files that the user does not name.
 
-    `output` is a folder if it exists as one, ends with a separator or has no suffix; else a file, numbered from 1 when
-    there are several images. None is the current folder.
+    `output` is a folder if it is an existing folder, ends with a separator or has no suffix; otherwise it is a file, numbered
+    from 1 if there are several images. None means the current folder.
 
     Args:
-        name: of the option, for errors. formats: suffixes that a file may have. usual: that of files in a folder.
+        name: the option's name, for errors. formats: suffixes that a file may have. usual: suffix of the files in a folder.
 
     Raises:
-        ValueError: for a suffix of no known format, or a place that cannot be written.
+        ValueError: for a suffix of an unknown format, or a path that is not writable.
     """
     if output is None or _is_folder(output, name):
         folder = expand_user(output or ".", name)
@@ -86,16 +88,18 @@ def _is_folder(output: str, name: str) -> bool:
     separators = tuple(s for s in (os.sep, os.altsep) if s)
     try:
         exists = expand_user(output, name).is_dir()
-    except OSError as error:  # a name too long, links in a circle
+    except OSError as error:  # the name is too long, or symbolic links form a loop
         raise ValueError(f"{name} {output!r} cannot be written: {error.strerror}") from error
     return exists or output.endswith(separators) or not Path(output).suffix
 
 
 def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
-    """The file of a table or a plot, checked before minutes of measuring; None if none is asked for, or `-`, standard output.
+    """Return the path of a table or plot, checked before minutes of measurement.
+
+    None if no file is requested, or for `-`, standard output.
 
     Raises:
-        ValueError: for another suffix, or a place that cannot be written.
+        ValueError: for another suffix, or a path that is not writable.
         ImportError: for a plot without matplotlib.
     """
     if path is None or (path == "-" and name == "json"):
@@ -110,12 +114,12 @@ def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
 
 
 def check_writable(folder: Path, name: str = "output") -> None:
-    """Raise ValueError unless files can be made in `folder`, or the folder itself can be made. Leaves nothing behind."""
+    """Raise ValueError unless files can be created in `folder`, or the folder itself can be. Leaves no file on disk."""
     try:
         nearest = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists() or p.is_symlink())
         if not nearest.is_dir():
             raise ValueError(f"{name} folder {str(folder)!r} cannot be written: {str(nearest)!r} is not a folder")
-        with tempfile.TemporaryFile(dir=nearest):  # the one check that also holds for root and read-only disks
+        with tempfile.TemporaryFile(dir=nearest):  # the only check that also works for root and on read-only disks
             pass
     except OSError as error:
         reason = error.strerror or str(error)
@@ -125,12 +129,12 @@ def check_writable(folder: Path, name: str = "output") -> None:
 def check_apart(
     outputs: Mapping[str, Iterable[Target | Path | None]], inputs: Mapping[str, Iterable[Path | None]] | None = None
 ) -> None:
-    """Raise ValueError where two outputs of a command would be one file, or one would overwrite what the command reads.
+    """Raise ValueError if two outputs of a command are the same file, or if one would overwrite an input.
 
-    One file has many names: through symbolic and hard links, and where the file system takes `A.png` for `a.png`.
+    A file can have several names: through symbolic and hard links, and `A.png` and `a.png` on a case-insensitive file system.
 
     Args:
-        outputs: by option. Paths are as `Target`s that the user named. inputs: by option.
+        outputs: by option. Paths are treated as `Target`s that the user named. inputs: by option.
     """
     read = {key: (name, path) for name, paths in (inputs or {}).items() for path in paths if path for key in _identities(path)}
     places = [
@@ -147,7 +151,7 @@ def check_apart(
             other, at = taken.setdefault(key, (name, target))
             if at is not target and (at.named or target.named) and _really(key, target.path, at.path):
                 raise ValueError(f"{said(name, target.path)} is also {said(other, at.path)}; one would be lost, name two")
-    for name, target in places:  # a made-up name that is taken gets a number, and could then equal a name that was given
+    for name, target in places:  # a derived name that exists gets a number, and could then equal a name given by the user
         short = target.path.with_stem(re.sub(r"(?<=.)-\d+$", "", target.path.stem))
         for key in _identities(short) if target.named and short != target.path else ():
             other, at = taken.get(key, (name, target))
@@ -160,7 +164,7 @@ def said(name: str, path: Path) -> str:
 
 
 def _identities(path: Path) -> Iterator[Hashable]:
-    """Keys of a path; two names of the same file have at least one key in common."""
+    """Yield keys of a path; two names of the same file share at least one key."""
     real = os.path.realpath(path)
     yield real
     try:
@@ -173,14 +177,14 @@ def _identities(path: Path) -> Iterator[Hashable]:
 
 
 def _really(key: Hashable, first: Path, second: Path) -> bool:
-    """Whether two paths that share a key are one file."""
+    """Whether two paths that share a key are the same file."""
     if not (isinstance(key, tuple) and key[0] == "case"):
         return True
     return os.path.realpath(first) == os.path.realpath(second) or ignores_case(first.absolute().parent)
 
 
 def ignores_case(folder: Path) -> bool:
-    """Whether the file system takes names that differ in case alone for one; by trial, in the nearest folder that exists."""
+    """Whether the file system is case-insensitive, tested in the nearest existing folder."""
     try:
         nearest = next(place for place in (folder, *folder.parents) if place.is_dir())
         with tempfile.NamedTemporaryFile(prefix=".vargen-case-", dir=nearest) as probe:
@@ -190,16 +194,16 @@ def ignores_case(folder: Path) -> bool:
 
 
 def model_files(model: str) -> list[Path]:
-    """Files of a model in a local folder that an output might be named like."""
+    """Return the files of a model in a local folder, which an output must not overwrite."""
     folder = expand_user(model, "model")
     return [*folder.glob("*.json"), *folder.glob("*/*.json")] if folder.is_dir() else []
 
 
-Write = tuple[str, Callable[[], object]]  # what is written, for errors, and how
+Write = tuple[str, Callable[[], object]]  # a description for errors, and the function that writes
 
 
 def json_writes(as_json: str | None, file: Path | None, document: Any) -> list[Write]:
-    """What `--json` asks for: nothing, a `file`, or for `-` standard output."""
+    """Return the writes for `--json`: none, a `file`, or standard output for `-`."""
     if as_json == "-":
         return [("json", lambda: print_json(document))]
     return [] if file is None else [(f"json {str(file)!r}", lambda: _write_json(file, document))]
@@ -211,11 +215,11 @@ def _write_json(file: Path, document: Any) -> None:
 
 
 def write_each(writes: Iterable[Write]) -> None:
-    """Carry out all writes, each with a name for what it writes; one that fails does not take the others with it.
+    """Perform all writes, each with a description; a failed write does not prevent the others.
 
     Raises:
-        typer.Exit: with code 1, when one failed; each that did was reported in a line.
-        BrokenPipeError: after the other writes, when the reader of standard output is gone, which is no failure of ours.
+        typer.Exit: with code 1 if a write failed; each failure was reported in one line.
+        BrokenPipeError: after the other writes, if the reader of standard output has closed it, which is not an error.
     """
     failed: list[Exception] = []
     for name, write in writes:
@@ -223,7 +227,7 @@ def write_each(writes: Iterable[Write]) -> None:
             write()
         except BrokenPipeError as error:
             failed.insert(0, error)
-        except Exception as error:  # a full disk, or pixels that are no numbers
+        except Exception as error:  # such as a full disk, or pixels that are NaN
             failed.append(error)
             say(not_written(name, error))
     if failed and isinstance(failed[0], BrokenPipeError):
@@ -233,13 +237,13 @@ def write_each(writes: Iterable[Write]) -> None:
 
 
 def not_written(name: str, error: Exception) -> str:
-    """The line that reports a failed write."""
+    """Return the line that reports a failed write."""
     reason = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
     return f"error: {name} was not written: {reason}"
 
 
 def free_path(target: Target) -> Path:
-    """Where to write: a name that the user did not give gets a number where it is taken."""
+    """Return the path to write to: an existing name gets a number unless the user gave it."""
     path = target.path
     for number in itertools.count(2):
         if target.named or not os.path.lexists(path):
@@ -249,9 +253,9 @@ def free_path(target: Target) -> Path:
 
 
 def save_image(image: Any, target: Target, parameters: dict[str, Any]) -> Path:
-    """Write a PIL image whole or not at all; returns where. PNG files carry `parameters` as JSON in a text chunk `vargen`.
+    """Write a PIL image atomically and return its path. PNG files carry `parameters` as JSON in a text chunk `vargen`.
 
-    A name that the user did not give is never overwritten: `apple-7.png` becomes `apple-7-2.png`.
+    A name that the user did not give never overwrites a file: `apple-7.png` becomes `apple-7-2.png`.
     """
     from PIL.PngImagePlugin import PngInfo
 

@@ -1,4 +1,4 @@
-"""Outputs of `vargen eval` and `score`, kept away from the files of the run and from what the command reads."""
+"""Checks that the outputs of `vargen eval` and `score` do not overwrite files of a run or inputs of the command."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from vargen.files import expand_user
 def check_run_outputs(
     outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: str, run: Path | None = None
 ) -> None:
-    """Raise ValueError where an output would overwrite a file of a run, or one that is read; before anything is written.
+    """Raise ValueError if an output would overwrite an input or a file of a run, before anything is written.
 
     Args:
-        outputs, inputs: by option; the runs that inputs are parts of are kept from outputs, too.
-        model: whose files are read; an empty name for none. run: folder of a run that is there or to be made.
+        outputs, inputs: by option; runs that contain an input are also protected.
+        model: the model whose files are read; empty for none. run: run directory, existing or to be created.
     """
     read = {name: expand_user(path, name) for name, path in inputs.items() if path is not None}
     for folder in (run, *map(_run_of, read.values())):
@@ -30,7 +30,7 @@ def check_run_outputs(
 
 
 def _run_of(path: Path) -> Path | None:
-    """The folder of the run that a file or a folder belongs to."""
+    """Return the run directory that a file or folder belongs to."""
     real = Path(os.path.realpath(path))
     for place in (real, *real.parents):
         with contextlib.suppress(ValueError, OSError):
@@ -40,9 +40,10 @@ def _run_of(path: Path) -> Path | None:
 
 
 def _check_outside(outputs: Mapping[str, Path | None], run: Path) -> None:
-    """Raise ValueError where an output would lie in the folder of a run, which is there or to be made, or is one of its files.
+    """Raise ValueError if an output is in a run directory, existing or to be created, or is one of its files.
 
-    Its files have many names, as in `check_apart`: where a folder ignores case, through links to folders, and hard links.
+    Its files can have several names, as in `check_apart`: by case on a case-insensitive file system, through links to folders,
+    and through hard links.
     """
     root = Path(os.path.realpath(run))
     for name, file in outputs.items():
@@ -54,7 +55,7 @@ def _check_outside(outputs: Mapping[str, Path | None], run: Path) -> None:
 
 
 def _within(place: Path, root: Path) -> bool:
-    """Whether a place lies in a folder, both being without links."""
+    """Whether a path is inside a folder; both must be resolved."""
     for folder in (place, *place.parents):
         if folder == root or (str(folder).casefold() == str(root).casefold() and ignores_case(root)):
             return True
@@ -65,7 +66,7 @@ def _within(place: Path, root: Path) -> bool:
 
 
 def _hard_linked(file: Path, root: Path) -> bool:
-    """Whether a file is, by another name, one in a folder."""
+    """Whether a file is a hard link to a file in a folder."""
     try:
         status = file.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""`vargen train drafter`: what drafts for a model of the user's. How the packaged models were trained is in `recipes/`."""
+"""`vargen train drafter`: train drafters for your own model. The training of the packaged models is in `recipes/`."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def low_res(
     device: TrainingDevice = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Train a small transformer on images at a low resolution; print its validation metrics."""
+    """Train a small transformer on low-resolution images; print its validation metrics."""
     quiet_libraries()
     from vargen.training.config import NextTokenConfig
     from vargen.training.low_res import train_low_res
@@ -134,7 +134,7 @@ def upsampler(
     device: TrainingDevice = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Train an up-sampler, which predicts tokens from an image at a low resolution; print its validation metrics."""
+    """Train an upsampler, which predicts tokens from a low-resolution image; print its validation metrics."""
     quiet_libraries()
     from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
@@ -146,7 +146,7 @@ def upsampler(
 
 
 def _model_folder(model: str) -> Path:
-    """The folder of a LlamaGen that reads text, which has its image tokenizer and text encoder."""
+    """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
     from vargen.pipelines.loading import check_model_folder
 
     folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
@@ -156,7 +156,7 @@ def _model_folder(model: str) -> Path:
     return folder
 
 
-# Where the other verbs went.
+# Replacements of the removed verbs.
 _RECIPES = {
     "data": "emoji-data",
     "tokenizer": "emoji-tokenizer",

@@ -1,4 +1,4 @@
-"""`vargen verify`: is a method exact? Proved by enumeration."""
+"""`vargen verify`: prove by enumeration whether a method is exact."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def verify(
     chains: Annotated[int, typer.Option(metavar="N", help="Sequences drawn of each case.")] = 150_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Draw small models by a method, and compare with the enumerated probabilities of all their sequences.
+    """Sample small models with a method, and compare with the enumerated probabilities of all their sequences.
 
-    Ends with 1 if a method claims to be exact and is not, or if a known-wrong variant was not found.
+    Exits with 1 if a method claims to be exact and is not, or if a negative control was not detected.
     """
     check_range(chains, "chains", 1000, 10**8)
     found = [find(method) for method in methods]
@@ -42,10 +42,10 @@ def verify(
 
 
 def find(name: str) -> Method:
-    """A preset, with settings or without, or the Accelerator or ScaleSchedule that `module:name` names.
+    """Return a preset, with or without settings, or the Accelerator or ScaleSchedule that `module:name` names.
 
     Raises:
-        ValueError: if there is none. TypeError: if it is something else.
+        ValueError: if there is none. TypeError: if the object is of another type.
     """
     from vargen.decoding import PRESETS, Accelerator, ScaleSchedule, resolve_method
     from vargen.specs import imported
@@ -63,7 +63,7 @@ def find(name: str) -> Method:
 
 
 def told(report: Report) -> str:
-    """For the terminal."""
+    """Format the report for the terminal."""
     from vargen.evaluation.exactness import MOST_SPREADS
 
     rows = [

@@ -1,4 +1,4 @@
-"""Where the page is served: what the options and Gradio's variables say, checked before anything is loaded."""
+"""The address of the page: options and Gradio's variables, checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _FREE = "the first free one from 7860"
 
 @dataclass(frozen=True)
 class Address:
-    """A host and a port, and who named them.
+    """A host and a port, and the source of each.
 
     Attributes:
         host: a name or an address of this machine.
         port: None for the first free one.
-        host_from, port_from: the option or variable to blame.
+        host_from, port_from: the option or variable to name in an error.
     """
 
     host: str
@@ -29,19 +29,19 @@ class Address:
 
     @property
     def local(self) -> bool:
-        """Whether only this machine reaches it."""
+        """Whether the address is reachable only from this machine."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
 
     def check(self) -> None:
-        """Raise OSError, naming the option and its value, unless this address can be served at."""
+        """Raise OSError, with the option and its value, unless the server can bind to this address."""
         try:
             found = socket.getaddrinfo(self.host, self.port or 0, type=socket.SOCK_STREAM)
             for family, kind, protocol, _, place in found:
                 with socket.socket(family, kind, protocol) as probe:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: a closed one may linger
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closed sockets may linger
                     probe.bind(place)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -53,17 +53,17 @@ class Address:
 
     @property
     def taken(self) -> str:
-        """What to say when another program serves there."""
+        """The message for an address that another program uses."""
         if self.port is None:
             return f"--port is not given, and none of those that are tried, {_FREE}, is free; name one"
         return f"{self.port_from} {self.port} is taken by another program; give another one, or none for {_FREE}"
 
 
 def chosen(host: str | None, port: int | None, environ: Mapping[str, str]) -> Address:
-    """The address of the options, or of Gradio's variables where an option is not given, or this machine's own.
+    """Return the address from the options, else from Gradio's variables, else this machine's own.
 
     Raises:
-        ValueError: for a host that is empty or a port that is no port, naming the option or variable and its value.
+        ValueError: for an empty host or an invalid port, with the option or variable and its value.
     """
     host_from, port_from = "--host", "--port"
     given: str | int | None = port

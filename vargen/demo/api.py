@@ -1,7 +1,7 @@
-"""Endpoints for programs: /generate, /compare and /methods. Their docstrings are the page's API documentation.
+"""API endpoints: /generate, /compare and /methods. Their docstrings are the API documentation on the page.
 
-Those that draw are generators, because only a generator can be ended: gradio closes it, between two of its values, when the
-caller cancels the job or is gone. So they give a value now and then, which tells how far the drawing is.
+The endpoints that generate images are generators, because gradio can only end a generator: it closes one between two yields
+when the caller cancels the job or disconnects. They therefore yield progress regularly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from vargen.demo.jobs import Drawn, Run, told_plainly
 from vargen.demo.race_tab import identical
 from vargen.demo.request import MOST_LANES, Settings
 
-_LOOK_SECONDS = 0.25  # how often it is looked whether the caller is still there
+_LOOK_SECONDS = 0.25  # polling interval for a disconnected caller
 
 
 def build(engine: Engine, draw_options: dict[str, Any]) -> None:
-    """Register the endpoints with the page that is being built."""
+    """Register the endpoints with the page under construction."""
 
     def settings(
         prompt: str, method: str, seed: int | None, given: dict[str, Any], num_images: int = 1, num_candidates: int = 1
@@ -44,13 +44,13 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
         num_images: int = 1,
         num_candidates: int = 1,
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-        """Draw pictures of a prompt (for a model of classes: a class's name or number).
+        """Generate images from a prompt (for a class-conditional model: a class name or number).
 
-        The method may have settings, as in gumbel:window=8. What is left out takes the model's default, the seed a random
-        one; top_k 0 keeps every token. Picture k has seed + k. Of several candidates of each, the scorer keeps the best.
-        Returns the PNG files, which carry their parameters, and the parameters with the statistics of the run. A caller that
-        listens gets, while it draws, no files and the tokens drawn so far. A job that is cancelled, or whose caller is gone,
-        is not drawn to its end.
+        The method may have settings, as in gumbel:window=8. Omitted arguments take the model's defaults, and the seed a random
+        value; top_k 0 keeps every token. Image k has seed + k. If there are several candidates per image, the scorer selects
+        the best. Returns the PNG files, which carry their parameters, and the parameters with the statistics of the run. A
+        streaming caller receives, during generation, no files and the number of tokens generated so far. A job stops early if
+        it is canceled or its caller disconnects.
         """
         with told_plainly():
             given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}
@@ -62,11 +62,11 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
     def compare(
         prompt: str, methods: list[str], seed: int | None = None
     ) -> Iterator[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
-        """Draw one prompt with one seed by several methods, in turn.
+        """Generate one image with the same prompt and seed by several methods, one after another.
 
-        Returns a PNG file and a report per method; `identical` tells whether the picture is the one that the baseline drew. A
-        caller that listens gets, while they draw, no files and the tokens drawn so far. A job that is cancelled, or whose
-        caller is gone, is not drawn to its end.
+        Returns a PNG file and a report per method; `identical` is true if the image equals the baseline's. A streaming caller
+        receives, during generation, no files and the number of tokens generated so far. A job stops early if it is canceled or
+        its caller disconnects.
         """
         with told_plainly():
             if not isinstance(methods, list) or not 2 <= len(methods) <= MOST_LANES:
@@ -85,7 +85,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
             yield [_file(path) for each in drawn for path in engine.save(each)], reports
 
     def methods() -> list[dict[str, Any]]:
-        """The methods: name, "exact" or "relaxed", a line on each, its paper, and why this model cannot run it, if so."""
+        """List the methods: name, "exact" or "relaxed", a summary, the paper, and the reason if this model cannot run it."""
         return [vars(method) for method in engine.methods.values()]
 
     gr.api(generate, api_name="generate", **draw_options)
@@ -94,7 +94,7 @@ def build(engine: Engine, draw_options: dict[str, Any]) -> None:
 
 
 def _drawn(run: Run, before: list[dict[str, Any]] | None = None) -> Generator[tuple[list[Any], Any], None, Drawn]:
-    """Tell now and then how far a drawing is, after what came `before`, and return it; closed, it stops the drawing."""
+    """Yield the progress of a run after the results `before` it, and return its result. Closing the generator stops the run."""
     try:
         while not run.done.wait(_LOOK_SECONDS):
             yield [], _progress(run) if before is None else [*before, _progress(run)]

@@ -1,4 +1,4 @@
-"""The tab that relaxes: the same prompt and seed at rising relaxation, with what was spent and what it brought."""
+"""The relaxation tab: the same prompt and seed at increasing relaxation, with the excess acceptance and the speedup."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vargen.demo.request import MOST_STEPS
 
 @dataclass(frozen=True)
 class Knob:
-    """One way to relax: what its slider covers, and the other values of the rule while it moves."""
+    """One relaxation parameter: the range of its slider, and the fixed values of the rule's other parameters."""
 
     label: str
     field: str
@@ -30,13 +30,13 @@ class Knob:
     others: dict[str, Any]
 
     def accelerator(self, value: float) -> Accelerator:
-        """The method at a setting; at 0 it is the exact rule."""
+        """Return the method with the parameter set to `value`; at 0 it is the exact rule."""
         chosen = int(value) if self.field == "size" else value
         rule = exact if value == 0 else GroupedRule(**{**self.others, self.field: chosen})
         return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, coupling="maximal"), acceptance=rule)
 
     def values(self, strongest: float, count: int) -> list[float]:
-        """`count` settings from 0, the exact rule, to the strongest; fewer where whole numbers run out."""
+        """Return `count` values from 0, the exact rule, to the strongest; fewer if there are not enough integers."""
         raw = [strongest * k / (count - 1) for k in range(count)]
         return sorted({float(round(each)) if self.field == "size" else float(f"{each:.3g}") for each in raw})
 
@@ -52,7 +52,7 @@ KNOBS = {
 
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> None:
-    """Lay out and wire the tab."""
+    """Lay out the tab and connect its events."""
     first = KNOBS["budget"]
     gr.Markdown(
         "`gsd` judges a draft by the mass of a group of tokens around it. More relaxation accepts more tokens in a pass, and "
@@ -129,7 +129,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
 
 def view(engine: Engine, knob: Knob, steps: list[float], started: list[Run], prompt: str) -> str:
-    """The strip and its chart; pictures that wait for their turn are empty."""
+    """Render the strip and its chart; images that have not started yet are empty."""
     runs: list[Run | None] = [*started, *[None] * (len(steps) - len(started))]
     shown = [_lane(engine, knob, value, run) for value, run in zip(steps, runs, strict=True)]
     return figures.lanes(shown, prompt) + figures.chart(shown, knob.field)

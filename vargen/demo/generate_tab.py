@@ -1,4 +1,4 @@
-"""The tab that draws: one method, live previews, the token map, and the pictures of this session."""
+"""The generation tab: one method, live previews, the token map, and the images of this session."""
 
 from __future__ import annotations
 
@@ -15,12 +15,16 @@ from vargen.demo.jobs import Run, Runs, told_plainly
 from vargen.demo.request import MOST_CANDIDATES, MOST_PICTURES, Settings
 from vargen.scoring.registry import PACKAGED
 
-_KEPT = 24  # pictures of a session's gallery
+_KEPT = 24  # images in a session's gallery
 _IDLE = "Press Generate, or Enter in the prompt."
 
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
-    """Lay out and wire the tab; returns the method's component and the line of news, which the drop box also fills."""
+    """Lay out the tab and connect its events.
+
+    Returns:
+        The method component, and the status line, which the drop box also fills.
+    """
     with gr.Row(elem_id="go-row"):
         count = gr.Dropdown(
             [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
@@ -138,7 +142,7 @@ def _stage(
 
 
 def command_line(engine: Engine, wanted: Settings) -> str:
-    """The command that draws the same pictures."""
+    """Return the command that generates the same images."""
     subject = ["--class-label", wanted.prompt] if engine.by_class else [wanted.prompt]
     parts = ["vargen", "generate", *subject, "--seed", str(wanted.seed), "--accelerator", wanted.method]
     parts += ["--guidance-scale", f"{wanted.guidance_scale:g}", "--temperature", f"{wanted.temperature:g}"]

@@ -1,4 +1,4 @@
-"""The model behind the page: loaded once, asked which methods it can run, and drawing in threads of its own."""
+"""The image model of the page: loaded once, tested for the methods that it supports, and run in background threads."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from vargen.values import short_repr
 logger = logging.getLogger("vargen")
 
 _PREVIEW_SECONDS = 0.25
-_LIVE_PASSES = 16  # of a picture by the baseline, at most
-_PREVIEW_SHARE = 4  # a preview may take a fifth of the time: it waits four times what the last one took
+_LIVE_PASSES = 16  # most passes per image of the baseline
+_PREVIEW_SHARE = 4  # previews take at most a fifth of the time: the next waits four times the cost of the last
 
 
 class Engine:
-    """A loaded pipeline and what the page may do with it.
+    """A loaded pipeline, and the operations that the page needs.
 
     Args:
         pipe: of any family, on its device.
-        name: what people call the model; no path.
-        scorer: says how well a picture shows its prompt, and chooses among candidates; None: nothing is scored.
+        name: display name of the model; not a path.
+        scorer: scores how well an image matches its prompt, and selects among candidates; None for no scores.
         scorer_name: as `vargen generate --scorer` takes it.
     """
 
@@ -45,13 +45,13 @@ class Engine:
         self.pipe, self.name, self.scorer, self.scorer_name = pipe, name, scorer, scorer_name
         pipe.set_progress_bar_config(disable=True)
         self.by_class: bool = pipe.by_class
-        self.grids, self.total = pipe.grids, pipe.tokens  # of a picture: in drawing order, and all of its tokens
+        self.grids, self.total = pipe.grids, pipe.tokens  # per image: grids in generation order, and tokens
         self.baseline: str = pipe.baseline
-        self.relaxes = pipe.paradigm == Accelerator.paradigm  # rules that relax are of such methods
-        self.live = pipe.steps <= _LIVE_PASSES  # quick enough to draw while someone types
+        self.relaxes = pipe.paradigm == Accelerator.paradigm  # relaxed rules exist for this paradigm
+        self.live = pipe.steps <= _LIVE_PASSES  # fast enough to generate during typing
         self.vocab: int = pipe.vocab
         self.pictures = PictureFolder()
-        # Threads are kept, because each new one would bring a thread pool of its own to torch.
+        # Threads are reused, because each new one would create another thread pool in torch.
         self._threads = ThreadPoolExecutor(max_workers=2 * MOST_LANES, thread_name_prefix="draw")
         self.methods = {method.name: self._probed(method) for method in pipe.methods()}
 
@@ -60,7 +60,7 @@ class Engine:
         return [method for method in self.methods.values() if method.reason is None]
 
     def method(self, name: str) -> Method | None:
-        """What is known of a method by its name, with settings or without: `gumbel:window=8`. None for an unknown one."""
+        """Return a method by name, with or without settings such as `gumbel:window=8`; None for an unknown one."""
         preset, colon, _ = name.partition(":")
         found = self.methods.get(preset)
         if found is None or found.reason is not None or not colon:
@@ -74,7 +74,7 @@ class Engine:
 
     @property
     def default_method(self) -> str:
-        """What draws where nobody chose: the pipeline's own default, or what there is."""
+        """The method used if none is selected: the pipeline's default, or else one that the model supports."""
         names = [each.name for each in self.available]
         return self.pipe.default_method if self.pipe.default_method in names else names[0]
 
@@ -86,7 +86,7 @@ class Engine:
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """Style words of the captions that the model was trained on; empty where they are not known."""
+        """Style words in the captions of the training data; empty if unknown."""
         return tuple(self.pipe.config.prompt_styles or ())
 
     @property
@@ -94,7 +94,9 @@ class Engine:
         return [names.split(",")[0] for names in self.pipe.class_names.values()]
 
     def _probed(self, method: Method) -> Method:
-        """One pass of a method that should run: what this machine cannot run shows then, and not under a person's hands."""
+        """Run one pass of a method that should work, so that a failure on this machine shows at startup, not during a
+        request.
+        """
         if method.reason is not None:
             return method
         subject = {"class_labels": 0} if self.by_class else {"prompt": "probe"}
@@ -108,7 +110,7 @@ class Engine:
         return method
 
     def check(self, settings: Settings) -> None:
-        """Raise ValueError, in words for people, if this model cannot do what is asked."""
+        """Raise ValueError, with a message for users, if this model does not support the request."""
         method = self.method(settings.method)
         if method is None or method.reason is not None:
             why = f": {method.reason}" if method else ""
@@ -124,7 +126,7 @@ class Engine:
             self._subject(settings)
 
     def ignored(self, prompt: str) -> str | None:
-        """Sentences about what the model cannot read of a prompt: words of another script, and an end that is too long."""
+        """Describe what the model cannot read of a prompt: words in another script, and text beyond the maximum length."""
         if self.by_class or self.pipe.tokenizer is None:
             return None
         prompt = self.pipe.normalize_prompt(prompt).text
@@ -150,7 +152,7 @@ class Engine:
             raise ValueError(f"This model draws classes, and knows none called {label!r}. Give a class's name or number.")
         return {"class_labels": label}
 
-    # -- drawing ------------------------------------------------------------------------------------------------------
+    # -- generation -----------------------------------------------------------------------------------------------------------
 
     def start(
         self,
@@ -160,13 +162,13 @@ class Engine:
         previews: bool = True,
         every_pass: bool = False,
     ) -> Run:
-        """Begin a drawing in another thread.
+        """Start a run in another thread.
 
         Args:
             settings: checked by `check`.
-            accelerator: instead of the settings' method.
-            stop: set it to end the drawing within one pass.
-            previews: whether to decode partial pictures on the way. every_pass: after each pass, however long that takes.
+            accelerator: replaces the method of the settings.
+            stop: set it to end the run within one pass.
+            previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
         """
         run = Run(settings, self.pipe.tokens, stop or threading.Event())
         self._threads.submit(self._work, run, accelerator or settings.method, previews, every_pass)
@@ -206,7 +208,7 @@ class Engine:
             num_images_per_prompt=settings.num_images,
             guidance_scale=settings.guidance_scale,
             temperature=settings.temperature,
-            top_k=settings.top_k or self.vocab,  # None would mean the checkpoint's default
+            top_k=settings.top_k or self.vocab,  # None would select the checkpoint's default
             top_p=settings.top_p,
             accelerator=accelerator,
             generator=[torch.Generator().manual_seed(settings.seed + k) for k in range(settings.num_images)],
@@ -222,7 +224,7 @@ class Engine:
         return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped, told)
 
     def _scored(self, settings: Settings, images: list[Image.Image]) -> list[dict[str, Any]]:
-        """The score of each picture; a picture whose score fails is still one."""
+        """Score each image; an image is still returned if its scoring fails."""
         if self.scorer is None:
             return [{}] * len(images)
         try:
@@ -234,7 +236,7 @@ class Engine:
         return [{"scorer": self.scorer.name, "score": score} for score in scores]
 
     def _preview(self, tokens: torch.Tensor, drawn: int) -> list[bytes]:
-        """Partial pictures as small files, transparent where nothing is drawn."""
+        """Encode partial images as small files, transparent where no token exists yet."""
         found = []
         for image in self.pipe.preview(tokens, drawn):
             file = io.BytesIO()
@@ -243,7 +245,7 @@ class Engine:
         return found
 
     def parameters(self, settings: Settings, drawn: Drawn) -> dict[str, Any]:
-        """What a picture's PNG carries: its settings, and what is needed to draw it again."""
+        """Return the parameters stored in an image's PNG: its settings, and what is needed to reproduce it."""
         packages = ("vargen", "torch", "diffusers", "transformers")
         own = settings.parameters()
         if self.by_class:
@@ -258,7 +260,7 @@ class Engine:
         }
 
     def save(self, drawn: Drawn, extra: dict[str, Any] | None = None) -> list[str]:
-        """Write the pictures of a drawing; returns their files."""
+        """Write the images of a finished run; returns their files."""
         found = []
         for number, image in enumerate(drawn.images):
             parameters = self.parameters(drawn.settings.picture(number), drawn)

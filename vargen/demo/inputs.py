@@ -1,4 +1,4 @@
-"""The left side of the page: what to draw, the seed, the sampling, and a place to drop a picture."""
+"""The input column of the page: the prompt, the seed, the sampling parameters, and a drop box for an image."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from vargen.demo.request import LONGEST_PROMPT, MAX_SEED, NEW_SEEDS, Settings, r
 from vargen.options import OPTIONS, Option
 
 ANY_STYLE = "any"
-START = "vg-start"  # class of the button of a tab that Enter in the prompt presses
-# Of events that answer at once, and with a message where something is wrong: only the queue carries messages to the page.
+START = "vg-start"  # class of the button that Enter in the prompt presses
+# For immediate events that may report an error: gradio delivers messages to the page only through the queue.
 TALKING: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
-# Of events that only change the page.
+# For events that only update the page.
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 EXAMPLES = (
     "a red apple", "a red heart", "a star", "sunflower", "a strawberry", "a Christmas tree", "a sailboat",
@@ -30,7 +30,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Inputs:
-    """The components that every tab reads, in the order of `settings`."""
+    """The components that every tab reads, in the order expected by `settings`."""
 
     prompt: gr.Textbox
     style: gr.Radio
@@ -45,17 +45,17 @@ class Inputs:
 
     @property
     def values(self) -> list[Any]:
-        """Inputs of an event whose function passes them on to `settings`."""
+        """The inputs of an event whose function passes them to `settings`."""
         return [
             self.prompt, self.style, self.seed, self.guidance, self.temperature, self.top_k, self.top_p, self.negative,
         ]  # fmt: skip
 
 
 def settings(engine: Engine, values: tuple[Any, ...], method: str, num_images: int = 1, num_candidates: int = 1) -> Settings:
-    """The checked settings of what the page holds.
+    """Return the checked settings from the values of the page.
 
     Raises:
-        ValueError: in words for people.
+        ValueError: with a message for users.
     """
     prompt, style, seed, guidance, temperature, top_k, top_p, negative = values
     words = f"{style} style"
@@ -71,7 +71,7 @@ def new_seed() -> int:
 
 
 def build(engine: Engine) -> Inputs:
-    """Lay them out."""
+    """Lay out the inputs."""
     chosen = engine.defaults
     prompt = gr.Textbox(
         label="Class" if engine.by_class else "Prompt",
@@ -128,7 +128,7 @@ def _info(option: Option) -> str:
 
 
 def other_drawer(engine: Engine, method: str, model: object) -> str:
-    """A sentence on why a picture's parameters draw another one here; empty where they draw the same."""
+    """Explain in one sentence why an image's parameters give another image here; empty if they give the same."""
     if model not in (None, engine.name):
         return f"The model {model} drew the picture: this one draws another with them."
     if method not in {each.name for each in engine.available}:
@@ -137,7 +137,7 @@ def other_drawer(engine: Engine, method: str, model: object) -> str:
 
 
 def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HTML) -> None:
-    """Wire the drop box: a picture's parameters fill the page, and its seed is locked."""
+    """Connect the drop box: the parameters of a dropped image fill the page, and its seed is locked."""
     outputs = [*inputs.values, inputs.lock, method, note]
 
     def reload(path: str | None) -> list[Any]:
@@ -162,12 +162,12 @@ def reload_on_drop(engine: Engine, inputs: Inputs, method: gr.Radio, note: gr.HT
 
 
 def idle() -> list[Any]:
-    """The start button free to press, the stop button not."""
+    """Return the updates that enable the start button and disable the stop button."""
     return [gr.Button(interactive=True), gr.Button(interactive=False)]
 
 
 def stopper(runs: Runs) -> Callable[[str], list[Any]]:
-    """What a stop button does: a run that waits leaves the queue, one under way is asked to end."""
+    """Return the handler of a stop button: a waiting run leaves the queue, and an active one is asked to stop."""
 
     def ask_to_stop(number: str) -> list[Any]:
         if runs.stop(number):

@@ -1,4 +1,4 @@
-"""Who is drawing what: tickets that let a Stop button, or a closed page, reach a drawing that waits or runs."""
+"""Jobs of the visitors: tickets let a Stop button, or a closed page, cancel a run that waits or is active."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("vargen")
 
 @dataclass
 class Ticket:
-    """One press of a button, or other start; `kind` tells those of one place of the page from others."""
+    """One request to start a run; `kind` identifies the part of the page that made it."""
 
     session: str
     kind: str = ""
@@ -33,7 +33,7 @@ class Ticket:
 
 
 class Runs:
-    """The tickets of all sessions, by an id that cannot be guessed."""
+    """The tickets of all sessions, by an unguessable id."""
 
     def __init__(self) -> None:
         self._tickets: dict[str, Ticket] = {}
@@ -43,14 +43,14 @@ class Runs:
         return len(self._tickets)
 
     def begin(self, session: str, kind: str = "") -> str:
-        """A new ticket; returns its id."""
+        """Create a ticket; returns its id."""
         number = secrets.token_hex(8)
         with self._lock:
             self._tickets[number] = Ticket(session, kind)
         return number
 
     def start(self, number: str) -> Ticket | None:
-        """The ticket whose turn has come; None if it was stopped while it waited, or was never given out."""
+        """Return the ticket whose turn has come; None if it was stopped while waiting, or never existed."""
         with self._lock:
             ticket = self._tickets.get(number)
             if ticket is not None:
@@ -58,7 +58,7 @@ class Runs:
             return ticket
 
     def stop(self, number: str) -> bool:
-        """Ask a drawing to stop; True if it was still waiting, and now never starts."""
+        """Request that a run stop; True if it was still waiting and now never starts."""
         with self._lock:
             ticket = self._tickets.get(number)
             if ticket is None:
@@ -69,16 +69,16 @@ class Runs:
             return not ticket.started
 
     def end(self, number: str) -> None:
-        """The drawing is over."""
+        """Remove the ticket of a finished run."""
         with self._lock:
             self._tickets.pop(number, None)
 
     def leave(self, session: str) -> None:
-        """Stop everything of a session whose page was closed."""
+        """Stop all runs of a session whose page was closed."""
         self._stop([number for number, ticket in self._listed() if ticket.session == session])
 
     def stop_all(self, session: str, kind: str) -> None:
-        """Stop what a session began of one kind."""
+        """Stop all runs of one kind in a session."""
         self._stop([number for number, ticket in self._listed() if (ticket.session, ticket.kind) == (session, kind)])
 
     def _listed(self) -> list[tuple[str, Ticket]]:
@@ -92,7 +92,7 @@ class Runs:
 
 @contextmanager
 def told_plainly() -> Iterator[None]:
-    """Turn what goes wrong into a message for the person in front of the page; tracebacks go to the log only."""
+    """Turn exceptions into messages for the user of the page; tracebacks go only to the log."""
     try:
         yield
     except gr.Error:
@@ -107,16 +107,16 @@ def told_plainly() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A finished or stopped drawing.
+    """The result of a run that finished or was stopped.
 
     Attributes:
-        settings: what was asked for.
-        images: the pictures; white where nothing was drawn.
-        tokens: int64, a row or a grid per picture.
+        settings: of the request.
+        images: white where no token was generated.
+        tokens: int64, a row or a grid per image.
         stats: of the decoding loop.
-        seconds: of the loop, less what previews took.
-        stopped: whether it was stopped before the end.
-        told: for each picture, its seed and how it was scored; see `DecodeStats.picture`.
+        seconds: time of the loop, without previews.
+        stopped: whether the run was stopped before its end.
+        told: for each image, its seed and scores; see `DecodeStats.picture`.
     """
 
     settings: Settings
@@ -133,21 +133,21 @@ class Drawn:
 
     @property
     def relaxation_per_token(self) -> float:
-        """Acceptance granted beyond the exact rule's, per token."""
+        """Acceptance in excess of the exact rule, per token."""
         return self.stats.relaxation_per_token
 
 
 @dataclass
 class Run:
-    """A drawing under way: a thread writes, the page reads.
+    """An active run: a thread writes, the page reads.
 
     Attributes:
-        settings: what was asked for.
-        total: tokens of a picture.
-        stop: set to end it within one pass.
-        done: set when `drawn` or `error` is there.
-        counts: tokens that each pass committed to the slowest picture of the batch.
-        preview: the newest partial pictures, WebP files; transparent where nothing is drawn.
+        settings: of the request.
+        total: tokens per image.
+        stop: set it to end the run within one pass.
+        done: set when `drawn` or `error` is available.
+        counts: tokens that each pass committed in the slowest image of the batch.
+        preview: the latest partial images, as WebP files; transparent where no token exists yet.
     """
 
     settings: Settings
@@ -164,13 +164,13 @@ class Run:
 
     @property
     def seconds(self) -> float:
-        """Spent drawing so far, previews left out."""
+        """Generation time so far, without previews."""
         if self.drawn is not None:
             return self.drawn.seconds
         return time.perf_counter() - self.started - self.aside if self.started else 0.0
 
     def result(self) -> Drawn:
-        """Wait for the end. Raises what the drawing raised."""
+        """Wait for the end and return the result. Raises the exception of the run, if any."""
         self.done.wait()
         if self.error is not None:
             raise self.error

@@ -1,4 +1,4 @@
-"""The tab that draws while someone types, for models whose picture takes a few passes: each shows as it gets finer."""
+"""The live tab: generates during typing and shows each scale, for models that need only a few passes per image."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from vargen.demo import rendering as figures
 from vargen.demo.image_service import Engine
 from vargen.demo.jobs import Run, Runs, told_plainly
 
-_PAUSE = 0.15  # seconds without another letter before drawing begins
-_LOOK_SECONDS = 0.03  # how often it is looked whether there is a finer preview
+_PAUSE = 0.15  # seconds without a keystroke before generation starts
+_LOOK_SECONDS = 0.03  # polling interval for a new preview
 _IDLE = "Type in the prompt: the picture follows, with the same seed."
 
 
 def build(
     engine: Engine, runs: Runs, shared: inputs.Inputs, tabs: list[gr.Tab], own: gr.Tab, draw_options: dict[str, Any]
 ) -> None:
-    """Lay out and wire the tab.
+    """Lay out the tab and connect its events.
 
     Args:
-        tabs: the others. own: this one; letters typed while another is open draw nothing.
+        tabs: the other tabs. own: this tab; typing while another is open does not start a run.
     """
     names = [(f"{each.name} · {each.kind}", each.name) for each in engine.available]
     method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="live-method", elem_classes="chips")
@@ -36,7 +36,7 @@ def build(
         tab.select(lambda: False, None, is_open, **inputs.QUICK)
 
     def typed(request: gr.Request, opened: bool, prompt: str) -> str:
-        """A ticket, after which the one before it is stopped; none where nothing is to be drawn."""
+        """Return a ticket and stop the run of the previous one; no ticket if there is nothing to generate."""
         session = request.session_hash or ""
         runs.stop_all(session, "live")
         return runs.begin(session, "live") if opened and prompt.strip() else ""

@@ -1,4 +1,4 @@
-"""The page: a header, the inputs, the tabs, and the options under which it is served."""
+"""The page: header, inputs and tabs, and the options with which it is served."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from vargen.demo.rendering import text
 from vargen.demo.video_tab import VideoEngine
 
 _LONGEST_QUEUE = 32
-# Enter in the prompt does what the open tab's button does: those of the other tabs are not laid out.
+# Enter in the prompt presses the button of the open tab: the buttons of the other tabs are not laid out.
 _PRESS_OPEN = f"() => {{ [...document.querySelectorAll('.{inputs.START}')].find(each => each.offsetParent)?.click(); }}"
 
 
 def build(engine: Engine, concurrency: int = 1, video: VideoEngine | None = None) -> gr.Blocks:
-    """The page of a loaded model.
+    """Build the page of a loaded model.
 
     Args:
-        concurrency: drawings at the same time, over all visitors; the others wait in one queue.
-        video: a model of video, which gets a tab.
+        concurrency: maximum number of concurrent runs over all visitors; the others wait in one queue.
+        video: a video model, which gets its own tab.
     """
     runs = Runs()
     draw_options: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency}
@@ -67,29 +67,29 @@ def build(engine: Engine, concurrency: int = 1, video: VideoEngine | None = None
             runs.leave(request.session_hash or "")
 
         page.unload(leave)
-    # After each request gradio makes a table of all of them so far, for a dashboard that is not served here.
+    # After each request, gradio rebuilds a table of all requests for a dashboard that is not served here.
     os.environ.setdefault("GRADIO_ANALYTICS_CACHE_FREQUENCY", str(2**31))
     page.queue(max_size=_LONGEST_QUEUE, default_concurrency_limit=concurrency)
     return page
 
 
 def serve(page: gr.Blocks, address: Address) -> str:
-    """Serve the page from threads of its own; returns its address.
+    """Serve the page from background threads; returns its address.
 
     Raises:
-        OSError: if the port is taken.
+        OSError: if the port is in use.
     """
     try:
         _launch(page, address)
     except OSError as error:
         if "empty port" not in str(error):
             raise
-        raise OSError(address.taken) from error  # gradio names an argument that nobody gave
+        raise OSError(address.taken) from error  # gradio's message names an argument that the user did not give
     return page.local_url
 
 
 def _launch(page: gr.Blocks, address: Address) -> None:
-    # Gradio before 6.20 looks up this old name of a status code at each request, and newer Starlettes complain on stderr.
+    # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
     warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
     page.launch(
         server_name=address.host,

@@ -1,4 +1,4 @@
-"""The tab that compares methods on one prompt and seed, side by side."""
+"""The race tab: compares methods side by side on one prompt and seed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_TURN, TOGETHER = "in turn", "together"
 
 
 def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> None:
-    """Lay out and wire the tab."""
+    """Lay out the tab and connect its events."""
     names = [each.name for each in engine.available]
     methods = gr.CheckboxGroup(
         [(f"{each.name} · {each.kind}", each.name) for each in engine.available],
@@ -90,7 +90,7 @@ def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[
 
 
 def view(engine: Engine, lanes: list[Settings], started: list[Run]) -> str:
-    """The lanes and their chart; lanes that wait for their turn are empty."""
+    """Render the lanes and their chart; lanes that have not started yet are empty."""
     baseline = next((run.drawn for run in started if run.settings.method == engine.baseline), None)
     runs: list[Run | None] = [*started, *[None] * (len(lanes) - len(started))]
     shown = [_lane(engine, settings, run, baseline) for settings, run in zip(lanes, runs, strict=True)]
@@ -122,12 +122,12 @@ def _lane(engine: Engine, settings: Settings, run: Run | None, baseline: Drawn |
 
 
 def identical(one: Drawn, other: Drawn) -> bool:
-    """Whether two drawings are the same picture, token by token."""
+    """Whether two results are the same image, token for token."""
     return torch.equal(one.tokens, other.tokens)
 
 
 def verdict(drawn: list[Drawn], stopped: bool, method: str) -> str:
-    """One line on how the race ended; `method` is the baseline."""
+    """Summarize the result of the race in one line; `method` is the baseline."""
     if stopped:
         return "The race was stopped."
     fastest = min(drawn, key=lambda each: each.seconds)

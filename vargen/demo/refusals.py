@@ -1,4 +1,4 @@
-"""Requests that no page sends: told in one line, to the caller and to the log, and nothing of the server's insides with it."""
+"""Rejects malformed requests, which no page sends: one line to the caller and to the log, without internals of the server."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ logger = logging.getLogger("vargen")
 
 
 class Page(gr.Blocks):
-    """A page whose functions answer input that is not theirs with a message, where gradio would print a traceback."""
+    """A page that answers invalid input to its functions with a message, where gradio would print a traceback."""
 
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
-        """Raise an error that names the numbers if there are too few or, for an endpoint of programs, too many inputs."""
+        """Raise an error with both counts if there are too few inputs or, for an API endpoint, too many."""
         wanted, public = len(block_fn.inputs), block_fn.api_visibility == "public"
         if len(inputs) < wanted or (public and len(inputs) > wanted):
             name = f"/{block_fn.api_name}" if public else "This function of the page"
             raise Error(f"{name} takes {wanted} inputs, got {len(inputs)}.", print_exception=False)
 
     async def process_api(self, block_fn: Any, *given: Any, **options: Any) -> Any:
-        """As gradio's; what goes wrong outside of our own functions' reach was caused by what the request holds."""
+        """Process a request like gradio; an error outside our own functions was caused by the content of the request."""
         try:
             return await super().process_api(block_fn, *given, **options)
         except (StopIteration, StopAsyncIteration):
             raise
         except Exception as error:
             told: Any = error
-            if type(error) is Error:  # a message for people, of ours or of a component
+            if type(error) is Error:  # a message for users, from us or a component
                 told.print_exception = False
                 raise
             logger.warning("a request was refused: %s", type(error).__name__)
@@ -51,5 +51,5 @@ def _refused(_: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": "The request is malformed."}, 400)
 
 
-# Of the server, for what gradio lets through as errors of its own: 500 with a traceback in the log.
+# Server handlers for exceptions that gradio does not handle: they would give a 500 with a traceback in the log.
 HANDLERS = {FnIndexInferError: _not_found, LookupError: _not_found, ValueError: _refused, TypeError: _refused}

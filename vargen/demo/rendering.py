@@ -1,6 +1,6 @@
-"""What the page shows of a drawing, as HTML: pictures, the token map, progress, comparisons. Pure functions.
+"""HTML of the results on the page: images, the token map, progress and comparisons. Pure functions.
 
-Everything that a person may have typed goes through `text`. Nothing is told by colour alone.
+All text that may come from a user goes through `text`. No information is conveyed by color alone.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 from PIL import Image
 
-_CELL = 20  # units of a token in the map's drawing
-_LEVELS = 8  # shades; more accepted tokens than this share the last
+_CELL = 20  # SVG units per token of the map
+_LEVELS = 8  # shades; larger counts of accepted tokens share the last
 
 
 def text(value: object) -> str:
-    """Any text as inert HTML, also for the template languages that Gradio runs over it."""
+    """Escape any text as inert HTML, also for the template languages that Gradio applies to it."""
     return html.escape(str(value)).translate({ord("{"): "&#123;", ord("}"): "&#125;", ord("$"): "&#36;", ord("`"): "&#96;"})
 
 
 def picture(image: Image.Image | bytes | None, alt: str) -> str:
-    """An `<img>` that holds its own data: finished pictures as PNG, previews as they come; None is an empty frame."""
+    """Return an `<img>` with inline data: finished images as PNG, previews unchanged; None gives an empty frame."""
     if image is None:
         return f'<div class="vg-picture" role="img" aria-label="{text(alt)}"></div>'
     kind = "webp"
@@ -37,7 +37,7 @@ def picture(image: Image.Image | bytes | None, alt: str) -> str:
 
 
 def stage(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = ()) -> str:
-    """Pictures, as large as they fit, each with its caption if there are any."""
+    """Show images as large as they fit, each with its caption if there is one."""
     cells = [picture(image, alt if len(images) == 1 else f"{alt}, picture {k}") for k, image in enumerate(images, 1)]
     if captions:
         pairs = zip(cells, captions, strict=True)
@@ -46,7 +46,7 @@ def stage(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequ
 
 
 def scored(told: dict[str, Any]) -> str:
-    """A caption of what `DecodeStats.picture` says; empty where nothing was scored."""
+    """Format the scores in `DecodeStats.picture` as a caption; empty without scores."""
     if "score" not in told:
         return ""
     others = sorted((each for each in told.get("candidates", ())), reverse=True)[1:]
@@ -55,10 +55,10 @@ def scored(told: dict[str, Any]) -> str:
 
 
 def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
-    """Tokens in drawing order, one pill per pass, as long as the tokens that the pass committed.
+    """Show the tokens in generation order, one pill per pass, whose length is the number of tokens that the pass committed.
 
     Args:
-        grids: rows and columns of each grid of tokens; a picture has one, or one per scale.
+        grids: rows and columns of each grid of tokens; an image has one grid, or one per scale.
     """
     rows, width, height = _placed(grids)
     parts, position, passes, total = [], 0, 0, sum(columns for *_, columns in rows)
@@ -87,9 +87,9 @@ def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
 
 
 def _placed(grids: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
-    """Each row of tokens in drawing order, as x, y and columns, and the drawing's width and height.
+    """Return x, y and columns of each row of tokens in generation order, and the width and height of the map.
 
-    Grids stand side by side, a cell apart, and go on below where they would be wider than two of the widest.
+    Grids are placed side by side, one cell apart, and wrap at twice the width of the widest grid.
     """
     most = 2 * max(columns for _, columns in grids) + 1 if len(grids) > 1 else grids[0][1]
     rows, left, top, tall, wide = [], 0, 0, 0, 0
@@ -102,7 +102,7 @@ def _placed(grids: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]
 
 
 def _pieces(rows: Sequence[tuple[int, int, int]], first: int, last: int) -> Iterable[tuple[int, int, int]]:
-    """The places of the tokens from `first` to before `last`: x, y and width of what lies in one row."""
+    """Yield the segments of the tokens from `first` up to but not including `last`: x, y and width, one per row."""
     start = 0
     for x, y, columns in rows:
         begin, end = max(first, start), min(last, start + columns)
@@ -112,7 +112,7 @@ def _pieces(rows: Sequence[tuple[int, int, int]], first: int, last: int) -> Iter
 
 
 def legend() -> str:
-    """How to read the token map."""
+    """Explain the token map."""
     shades = "".join(f'<i class="k{k}">{k}{"+" if k == _LEVELS else ""}</i>' for k in (1, 2, 3, 4, 6, _LEVELS))
     return (
         f'<p class="vg-legend"><span>One pill is one pass; tokens it accepted:</span> <span class="vg-keys">{shades}</span></p>'
@@ -127,13 +127,13 @@ def progress(drawn: int, total: int, note: str = "") -> str:
 
 
 def numbers(values: dict[str, str]) -> str:
-    """Small figures in a row: what -> how much."""
+    """Show labeled values in a row."""
     cells = "".join(f"<div><dt>{text(what)}</dt><dd>{text(value)}</dd></div>" for what, value in values.items())
     return f'<dl class="vg-numbers">{cells}</dl>'
 
 
 def speed(seconds: float, tokens: int, counts: Sequence[int], pictures: int = 1) -> dict[str, str]:
-    """Elapsed time, tokens per second and tokens per pass of a drawing under way; `tokens` are one picture's."""
+    """Return elapsed time, tokens per second and tokens per pass of an active run; `tokens` counts those of one image."""
     passes = len(counts)
     return {
         "seconds": f"{seconds:.1f}",
@@ -145,16 +145,16 @@ def speed(seconds: float, tokens: int, counts: Sequence[int], pictures: int = 1)
 
 @dataclass(frozen=True)
 class Lane:
-    """One method of a race, or one picture of a strip, as it is shown.
+    """One method of a race, or one image of a strip, for display.
 
     Attributes:
-        name: shown above the picture.
-        tag: beside the name, such as "exact".
-        image: the picture, a preview, or None.
-        caption: below the picture.
-        badge: a remarkable fact, such as "identical picture".
-        drawn: tokens so far, of `total`.
-        seconds, tokens_per_pass: 0 where not known yet.
+        name: shown above the image.
+        tag: next to the name, such as "exact".
+        image: the image, a preview, or None.
+        caption: below the image.
+        badge: a highlight, such as "identical picture".
+        drawn: tokens so far, out of `total`.
+        seconds, tokens_per_pass: 0 if not known yet.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Lane:
 
 
 def lanes(shown: Sequence[Lane], prompt: str) -> str:
-    """Pictures side by side."""
+    """Show images side by side."""
     cells = []
     for lane in shown:
         badge = f'<strong class="vg-badge">✓ {text(lane.badge)}</strong>' if lane.badge else ""
@@ -183,7 +183,7 @@ def lanes(shown: Sequence[Lane], prompt: str) -> str:
 
 
 def chart(shown: Sequence[Lane], first: str = "method") -> str:
-    """Seconds and tokens per pass of each lane, as a table whose cells are bars."""
+    """Show seconds and tokens per pass of each lane, as a table with bars as cells."""
     longest = max((lane.seconds for lane in shown), default=0) or 1
     most = max((lane.tokens_per_pass for lane in shown), default=0) or 1
     rows = "".join(
@@ -202,10 +202,10 @@ def _bar(share: float, label: str, kind: str) -> str:
 
 
 def note(message: str, kind: str = "") -> str:
-    """One line that screen readers speak when it changes."""
+    """Show a status line that screen readers announce when it changes."""
     return f'<p class="vg-note {kind}" role="status" aria-live="polite">{text(message)}</p>'
 
 
 def hint(message: str) -> str:
-    """A line that explains what stands above it."""
+    """Show a line that explains the element above it."""
     return f'<p class="vg-hint">{text(message)}</p>'

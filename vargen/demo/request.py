@@ -1,4 +1,4 @@
-"""What a person asks for: one drawing's settings, their limits, and the same settings as the parameters of a PNG."""
+"""Requests of users: the settings of one run, their limits, and their conversion to and from PNG parameters."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from vargen.options import OPTIONS
 
 LONGEST_PROMPT = 300  # characters
 MOST_PICTURES = 4
-MOST_CANDIDATES = 8  # of a picture
-MOST_LANES = 4  # methods of a race
-MOST_STEPS = 6  # pictures of a strip
-MAX_SEED = 2**53 - 1 - MOST_PICTURES  # what a browser's number holds; the last picture's seed still fits
+MOST_CANDIDATES = 8  # per image
+MOST_LANES = 4  # methods per race
+MOST_STEPS = 6  # images per strip
+MAX_SEED = 2**53 - 1 - MOST_PICTURES  # largest exact integer in a browser, with room for the last image's seed
 NEW_SEEDS = 2**32
-# Field -> (least, most, whole number, what people call it). Of sampling, what the page's controls reach.
+# Field -> (minimum, maximum, whether an integer, display name). For sampling, the ranges of the page's controls.
 RANGES: dict[str, tuple[float, float, bool, str]] = {
     "seed": (0, MAX_SEED, True, "The seed"),
     **{name: (*option.slider[:2], option.is_integer, option.label) for name, option in OPTIONS.items()},
@@ -35,20 +35,20 @@ RANGES: dict[str, tuple[float, float, bool, str]] = {
 
 @dataclass(frozen=True)
 class Settings:
-    """One drawing, checked.
+    """The checked settings of one run.
 
     Attributes:
-        prompt: what to draw: text, or for models of classes a class's name or number.
-        method: a preset's name, with settings or without.
-        seed: of the first picture; picture k has `seed + k`.
+        prompt: text, or for class-conditional models the name or number of a class.
+        method: a preset's name, with or without settings.
+        seed: of the first image; image k has `seed + k`.
         guidance_scale, temperature, top_p: as the pipeline takes them.
         top_k: 0 keeps every token.
         negative_prompt: empty for none.
-        num_images: pictures.
-        num_candidates: drawn of each picture, of which a scorer keeps the best.
+        num_images: number of images.
+        num_candidates: candidates per image, from which the scorer selects the best.
 
     Raises:
-        ValueError: for a value outside its limits, in words for the person who typed it.
+        ValueError: for a value outside its limits, with a message for users.
     """
 
     prompt: str
@@ -73,19 +73,19 @@ class Settings:
             object.__setattr__(self, name, _number(getattr(self, name), least, most, whole, called))
 
     def parameters(self) -> dict[str, Any]:
-        """As `vargen generate` writes them into a PNG, so that either reads the other's pictures."""
+        """Return the parameters as `vargen generate` writes them to a PNG, so that each can read the other's images."""
         values = asdict(self)
         del values["num_images"], values["num_candidates"]
         values["accelerator"] = values.pop("method")
         return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
 
     def picture(self, number: int) -> Settings:
-        """The settings that draw picture `number` of several alone."""
+        """Return the settings that generate only image `number` of a batch."""
         return replace(self, seed=self.seed + number, num_images=1, num_candidates=1)
 
 
 def settings_of(parameters: dict[str, Any], defaults: dict[str, Any]) -> Settings:
-    """The settings in a PNG's parameters; what they leave out comes from `defaults`.
+    """Return the settings stored in a PNG's parameters; missing ones come from `defaults`.
 
     Raises:
         ValueError: as `Settings`.
@@ -120,15 +120,15 @@ def _number(value: Any, least: float, most: float, whole: bool, called: str) -> 
 
 
 CHUNK = "vargen"
-_LONGEST_CHUNK = 20_000  # characters; ours have a few hundred
+_LONGEST_CHUNK = 20_000  # characters; our own chunks have a few hundred
 _FOREIGN = "This PNG carries no vargen parameters. Drop one that was drawn and downloaded here, or by `vargen generate`."
 
 
 class PictureFolder:
-    """A temporary folder of the app's own that holds its newest pictures.
+    """A temporary folder with the latest images of the app.
 
     Args:
-        most: files kept; older ones are deleted. Gradio serves copies, so nothing that is on a screen disappears.
+        most: number of files kept; older ones are deleted. Gradio serves copies, so images on screen do not disappear.
     """
 
     def __init__(self, most: int = 256):
@@ -137,7 +137,7 @@ class PictureFolder:
         self._most, self._count, self._lock = most, 0, threading.Lock()
 
     def save(self, image: Image.Image, parameters: dict[str, Any]) -> Path:
-        """Write a picture; its name tells the seed and no prompt."""
+        """Write an image; its file name contains the seed and not the prompt."""
         with self._lock:
             self._count += 1
             path = Path(self._folder.name) / f"{self._count}" / f"vargen-{parameters['seed']}.png"
@@ -158,10 +158,10 @@ class PictureFolder:
 
 
 def read_parameters(path: str | Path) -> dict[str, Any]:
-    """The parameters in a PNG. No pixel is decoded.
+    """Read the parameters in a PNG, without decoding pixels.
 
     Raises:
-        ValueError: if it is no PNG, or holds none, in words for the person who dropped it.
+        ValueError: if it is not a PNG, or has no parameters, with a message for users.
     """
     try:
         with Image.open(path, formats=["PNG"]) as image:

@@ -1,4 +1,4 @@
-"""How the page looks: system fonts, one accent colour, nothing from another server."""
+"""The look of the page: system fonts, one accent color, and no requests to other servers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ TOGGLE = "() => { document.body.classList.toggle('dark'); }"
 
 
 def theme() -> gr.themes.Base:
-    """The theme, light and dark."""
+    """Return the theme, light and dark."""
     return gr.themes.Soft(
         primary_hue="indigo",
         secondary_hue="indigo",

@@ -1,4 +1,4 @@
-"""The page of a model of video."""
+"""The page of a video model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vargen.demo.video_tab import VideoEngine
 
 
 def build(engine: VideoEngine, concurrency: int = 1) -> gr.Blocks:
-    """The page.
+    """Build the page.
 
     Args:
-        concurrency: videos at the same time, over all visitors; the others wait in one queue.
+        concurrency: maximum number of concurrent videos over all visitors; the others wait in one queue.
     """
     runs = Runs()
     private: dict[str, Any] = {"concurrency_id": "draw", "concurrency_limit": concurrency, "api_visibility": "private"}

@@ -1,4 +1,4 @@
-"""A model of video: it plays while it is made, with a badge for each block and a threshold that can be moved."""
+"""The video tab: plays a video during generation, with a badge for each block and an adjustable threshold."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _TAU = (-10.0, 10.0)
 
 
 class VideoEngine:
-    """A loaded pipeline of video and the videos that are being made, by ticket.
+    """A loaded video pipeline and its active videos, by ticket.
 
     Args:
-        pipe: a pipeline of video, on its device. name: what people call the model. scorer: routes drafts; None: the packaged
+        pipe: a video pipeline, on its device. name: display name of the model. scorer: routes drafts; None for the packaged
             one.
     """
 
@@ -45,12 +45,12 @@ class VideoEngine:
 
     @property
     def default_tau(self) -> float:
-        """Where the slider begins."""
+        """The initial value of the slider."""
         tau = self.pipe.chosen(None).threshold
         return 0.0 if tau is None else min(_TAU[1], max(_TAU[0], tau))
 
     def make(self, ticket: str, prompt: str, seed: int, blocks: int, method: str, tau: float) -> Iterator[tuple[Block, Any]]:
-        """Blocks as they are finished, each with the video's frames so far, as uint8 `[F, Y, X, 3]`.
+        """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`.
 
         Raises:
             ValueError: as a call of the pipeline.
@@ -73,7 +73,7 @@ class VideoEngine:
             stream.close()
 
     def set_tau(self, ticket: str, tau: float) -> bool:
-        """Move the threshold of a video that is being made; False where there is none to move."""
+        """Change the threshold of an active video; False if the video has none."""
         with self._lock:
             stream = self._streams.get(ticket)
         if stream is None or stream.tau is None:
@@ -82,14 +82,14 @@ class VideoEngine:
         return True
 
     def stop(self, ticket: str) -> None:
-        """End a video within a pass."""
+        """Stop a video within one pass."""
         with self._lock:
             stream = self._streams.get(ticket)
         if stream is not None:
             stream.cancel()
 
     def close(self) -> None:
-        """End all."""
+        """Stop all videos."""
         with self._lock:
             streams = list(self._streams.values())
         for stream in streams:
@@ -97,7 +97,7 @@ class VideoEngine:
 
 
 def animation(frames: Any, fps: float) -> bytes:
-    """A looping webp of uint8 `[F, Y, X, 3]`."""
+    """Encode uint8 `[F, Y, X, 3]` as a looping WebP."""
     pictures = [Image.fromarray(frame) for frame in frames]
     file = io.BytesIO()
     pictures[0].save(file, "WEBP", save_all=True, append_images=pictures[1:], duration=round(1000 / fps), loop=0, quality=90)
@@ -105,7 +105,7 @@ def animation(frames: Any, fps: float) -> bytes:
 
 
 def badges(rows: list[Any]) -> str:
-    """A badge for each block: whose it is, its score, and how long it took."""
+    """Show a badge for each block: the model that generated it, its score, and its time."""
     cells = []
     for row in rows:
         score = "" if row.score is None else f" · {row.score:.1f}"
@@ -120,7 +120,7 @@ def badges(rows: list[Any]) -> str:
 
 
 def news(stats: VideoStats, frames: int, fps: float) -> str:
-    """A line on a video that is finished."""
+    """Summarize a finished video in one line."""
     share = "" if stats.acceptance is None else f", {100 * stats.acceptance:.0f} % of the drafts accepted"
     failed = f" {len(stats.failures)} scores failed: {stats.failures[0]}." if stats.failures else ""
     done = "Stopped after" if stats.stopped else "Made"
@@ -129,7 +129,7 @@ def news(stats: VideoStats, frames: int, fps: float) -> str:
 
 @dataclass(frozen=True)
 class Controls:
-    """What starts and steers a video."""
+    """The components that start and control a video."""
 
     method: gr.Dropdown
     blocks: gr.Slider
@@ -139,7 +139,7 @@ class Controls:
 
 
 def controls(engine: VideoEngine, prefix: str = "") -> Controls:
-    """Lay them out; `prefix` begins their ids."""
+    """Lay out the controls; `prefix` starts their ids."""
     names, told = [each.name for each in engine.methods], {each.name: each.summary for each in engine.methods}
     method = gr.Dropdown(names, value=engine.default_method, label="Method", filterable=False, elem_id=f"{prefix}method")
     summary = gr.HTML(figures.hint(told[engine.default_method]), elem_id=f"{prefix}summary", padding=True)
@@ -149,18 +149,18 @@ def controls(engine: VideoEngine, prefix: str = "") -> Controls:
     with gr.Row(elem_classes="vg-pair"):
         go = gr.Button("Make", variant="primary", elem_id=f"{prefix}make", elem_classes=inputs.START, min_width=80)
         stop = gr.Button("Stop", variant="stop", elem_id=f"{prefix}stop", min_width=80)
-    # Last, so that on a narrow screen it is beside the video, for it is moved while the video plays.
+    # Last, so that it is next to the video on a narrow screen: it is adjusted during playback.
     tau = gr.Slider(
         *_TAU, value=engine.default_tau, step=0.1, label="Score that a draft needs (tau)", elem_id=f"{prefix}tau"
     )  # fmt: skip
     in_range = tau.preprocess
-    # While another number is typed, the old one gone, the slider reports none.
+    # While the field is empty during typing, the slider reports None.
     tau.preprocess = lambda level: None if level is None else in_range(level)
     return Controls(method, blocks, go, stop, tau)
 
 
 def screen(prefix: str = "") -> list[gr.HTML]:
-    """Lay out a line of news, the video and the badges."""
+    """Lay out the status line, the video and the badges."""
     note = gr.HTML(figures.note(_IDLE, "off"), elem_id=f"{prefix}note")
     stage = gr.HTML(figures.stage([None], "an empty frame"), elem_id=f"{prefix}stage")
     return [note, stage, gr.HTML(badges([]), elem_id=f"{prefix}badges")]
@@ -176,13 +176,13 @@ def wire(
     draw_options: dict[str, Any],
     lock: gr.Checkbox | None = None,
 ) -> Any:
-    """Make them work.
+    """Connect the events.
 
     Args:
-        lock: says that the seed stays; else each video takes a new one. None: it always stays.
+        lock: whether the seed is kept; otherwise each video takes a new one. None: it is always kept.
 
     Returns:
-        adds another event that starts a video.
+        a function that adds another event that starts a video.
     """
     ticket = gr.Textbox(visible=False)
 
@@ -233,7 +233,7 @@ def wire(
 
 
 def build(engine: VideoEngine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> None:
-    """Lay out and wire the tab of a page whose own model draws pictures."""
+    """Lay out the tab on the page of an image model, and connect its events."""
     gr.Markdown(
         f"The model {engine.name} makes a video block by block. A small network drafts, a scorer looks, the large one draws "
         "what is not good enough.",

@@ -1,1 +1,1 @@
-"""Data sets, losses and loops that train the small models vargen ships."""
+"""Data sets, losses and training loops of the small packaged models and their drafters."""

@@ -1,4 +1,4 @@
-"""Features of captions, computed once per text."""
+"""Caption features, computed once per text."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from transformers import AutoTokenizer
 from vargen.models.condition import Condition
 from vargen.models.text_encoder import MiniLMTextEncoder
 
-_TEXTS = 16  # that are encoded at once
-_MOST_TEXTS = 60_000  # whose features are kept in memory: half a gigabyte
+_TEXTS = 16  # texts per encoder batch
+_MOST_TEXTS = 60_000  # texts with features in memory: half a gigabyte
 
 
 class CaptionBank:
-    """Caption features, computed once per text: `Condition` of texts, padded to a fixed number of rows.
+    """Caption features, computed once per text: the `Condition` of texts, padded to a fixed number of rows.
 
     Args:
-        encoder_folder: holds `text_encoder/` and `tokenizer/`. rows: P; longer captions are cut.
+        encoder_folder: contains `text_encoder/` and `tokenizer/`. rows: P; longer captions are truncated.
     """
 
     def __init__(self, encoder_folder: Path, rows: int, device: torch.device):
@@ -37,12 +37,12 @@ class CaptionBank:
             wanted = list(dict.fromkeys(texts))
         for start in range(0, len(wanted), _TEXTS):
             part = wanted[start : start + _TEXTS]
-            # Always of one shape: else a text's features would depend, in their last bits, on which ones it came with, and
-            # a resumed run would not be the unbroken one.
+            # A fixed batch shape: otherwise the last bits of a text's features would depend on the other texts of the
+            # batch, and a resumed run would differ from an uninterrupted one.
             full = part + [part[0]] * (_TEXTS - len(part))
             options = {"padding": "max_length", "truncation": True, "max_length": self.rows, "return_tensors": "pt"}
             encoded = self.tokenizer(full, **options).to(self.device)
-            with torch.autocast(self.device.type, enabled=False):  # whoever asks first, features are the same
+            with torch.autocast(self.device.type, enabled=False):  # features must not depend on the caller's autocast
                 found = self.encoder(encoded.input_ids, encoded.attention_mask)
             for text, rows, count in zip(part, found, encoded.attention_mask.sum(1).tolist(), strict=False):
                 self.kept[text] = rows[:count].half()

@@ -1,4 +1,4 @@
-"""How training is configured: frozen data read from a TOML file, checked before anything is loaded."""
+"""Training configs: frozen dataclasses read from TOML files and validated before anything is loaded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vargen.training.focus import Focus
 
 logger = logging.getLogger("vargen")
 
-CONFIGS = Path(__file__).parent / "configs"  # TOML files of what users train
+CONFIGS = Path(__file__).parent / "configs"  # TOML files of the drafters that users train
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Length and learning rate: linear warm-up, constant, then a linear decay to zero.
+    """Number of steps and learning rate: linear warm-up, constant, then linear decay to zero.
 
-    The constant middle makes a run extensible: more `steps` on resume move only the decay.
+    Because the middle is constant, a run can be extended: resuming with more `steps` only moves the decay.
     """
 
     steps: int = 1000
@@ -37,7 +37,7 @@ class Schedule:
         at_least(self, 0, "warmup_steps", "learning_rate", "decay_fraction")
 
     def factor(self, step: int) -> float:
-        """Multiplier of the learning rate at `step` (from 0), in [0, 1]."""
+        """Return the multiplier of the learning rate at `step` (from 0), in [0, 1]."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         decay_steps = max(self.decay_fraction * self.steps, 1.0)
         return max(0.0, min(warm, (self.steps - step) / decay_steps))
@@ -45,7 +45,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class NextTokenConfig:
-    """How to train a `LlamaGenTransformer` on tokens. `model` holds the keyword arguments of its constructor."""
+    """How to train a `LlamaGenTransformer` on tokens. `model` contains the keyword arguments of its constructor."""
 
     model: dict[str, Any]
     schedule: Schedule = field(default_factory=Schedule)
@@ -53,22 +53,22 @@ class NextTokenConfig:
     seed: int = 0
     batch_size: int = 32
     caption_dropout: float = 0.1
-    caption_rows: int = 16  # longer captions are cut: one shape for all batches
-    shift_pixels: int = 8  # augmentation: each picture is tokenised at several offsets up to this
+    caption_rows: int = 16  # longer captions are truncated: one shape for all batches
+    shift_pixels: int = 8  # augmentation: each image is tokenized at several offsets up to this
     shift_variants: int = 0
-    mirrored: float = 0.0  # share of pictures that are mirrored, where nothing is written and no side is named
-    recoloured: float = 0.15  # share of the pictures of one dominant colour that get another, and its word in the caption
+    mirrored: float = 0.0  # probability of mirroring images without text or a named side
+    recoloured: float = 0.15  # probability of recoloring an image with a dominant color, and its caption
     dropout: float = 0.0
-    token_noise: float = 0.1  # share of input tokens that are other pictures', per picture from 0 to this
-    wrong_starts: float = 0.0  # share of pictures whose input begins with another picture's tokens
-    near_noise: float = 0.0  # share of input tokens that are codes like the right one, per picture from 0 to this
-    start_weight: float = 1.0  # of the tokens with which a picture begins in the loss; those in the midst of it count 1
+    token_noise: float = 0.1  # share of input tokens from other images, per image uniform from 0 to this
+    wrong_starts: float = 0.0  # share of images whose input starts with another image's tokens
+    near_noise: float = 0.0  # share of input tokens replaced by near codes, per image uniform from 0 to this
+    start_weight: float = 1.0  # loss weight of the first tokens of an image's content; later tokens have weight 1
     optimizer: str = "muon"  # Muon for the matrices, AdamW for the rest; or "adamw" for all
     adamw_learning_rate: float = 3e-3
     adamw_beta2: float = 0.996
     weight_decay: float = 0.05
-    averaged: float = 0.05  # last part of training whose weights are averaged
-    drawn: int = 64  # pictures that are drawn and judged at each evaluation; 0 for none
+    averaged: float = 0.05  # final share of training over which weights are averaged
+    drawn: int = 64  # images generated and scored at each evaluation; 0 for none
     compile: bool = False
     evaluate_every: int = 250
     checkpoint_every: int = 100
@@ -86,7 +86,7 @@ class NextTokenConfig:
 
 
 def at_least(recipe: Any, least: int, *names: str) -> None:
-    """Raise ValueError for a field below `least`, or no number."""
+    """Raise ValueError if a field is less than `least` or not a number."""
     for name in names:
         if not getattr(recipe, name) >= least:
             raise ValueError(f"{name} must be at least {least}, got {getattr(recipe, name)!r}")
@@ -96,7 +96,7 @@ R = TypeVar("R")
 
 
 def _warmed_up(recipe: R) -> R:
-    """With a warm-up that ends within the run; else it would never come to the learning rate that it names."""
+    """Shorten a warm-up that exceeds the run; otherwise the run would never reach its learning rate."""
     changed: Any = recipe
     schedule: Schedule = changed.schedule
     if schedule.warmup_steps <= schedule.steps:
@@ -112,17 +112,17 @@ def load_config(
     settings: Mapping[str, Any] | None = None,
     folders: Sequence[Path] = (CONFIGS,),
 ) -> R:
-    """Read a configuration from a TOML file, or a packaged one by name (`eagle`, `low-res`, ...).
+    """Read a config from a TOML file, or a packaged one by name (`eagle`, `low-res`, ...).
 
     Args:
-        steps: length of the run, instead of the file's. A warm-up that is longer than the run is cut to it, with a warning.
-        settings: values by dotted key (`schedule.learning_rate`) that replace the file's.
-        folders: where packaged ones are looked for.
+        steps: length of the run, overriding the file's. A warm-up longer than the run is shortened to it, with a warning.
+        settings: values by dotted key (`schedule.learning_rate`) that override the file's.
+        folders: where to look for packaged configs.
 
     Raises:
-        FileNotFoundError: if neither a file nor a packaged one has that name.
-        ValueError: for malformed TOML, a key that the configuration lacks (names the nearest), a value of a wrong type, or
-            parts that do not fit into the steps.
+        FileNotFoundError: if there is neither a file nor a packaged config of that name.
+        ValueError: for malformed TOML, an unknown key (with the nearest known one), a value of a wrong type, or phases that do
+            not fit into the steps.
     """
     path = Path(source)
     if not path.is_file():
@@ -147,7 +147,7 @@ def load_config(
 
 
 def from_dict(kind: type[R], values: dict[str, Any], where: str) -> R:
-    """An instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
+    """Create an instance of the dataclass `kind` from nested `values`; unknown keys and wrong types are errors."""
     hints = typing.get_type_hints(kind)
     arguments: dict[str, Any] = {}
     for key, value in values.items():

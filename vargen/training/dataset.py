@@ -1,4 +1,4 @@
-"""Captioned images of anyone's: what the networks that users train for their own model are trained on."""
+"""Captioned images: the training data of the networks that users train for their own model."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from vargen.training.focus import Focus
 
 Record = dict[str, Any]
 IMAGES, CAPTIONS = "images.npy", "captions.jsonl"
-_VALIDATION_EVERY = 20  # of the images whose split the file leaves open
+_VALIDATION_EVERY = 20  # interval of validation images among those without a `split`
 
 
 @dataclass(frozen=True)
 class CaptionedImages:
-    """Images and what is known of each. A data set with captions of its own kind overrides the methods.
+    """Images and a record for each. A data set with its own kind of captions overrides the methods.
 
     Attributes:
-        images: uint8 `[N, size, size, 3]`, may be mapped from disk.
-        records: N dictionaries. `captions`: texts, the first of them for evaluations; `split`; and, where they are true,
-            `can_flip` (its mirror image fits the captions) and `can_recolor` (it may have another color). `style` and `group`
-            can be weighted by a `Focus`.
+        images: uint8 `[N, size, size, 3]`, may be memory-mapped.
+        records: N dictionaries with `captions`, of which evaluations use the first; `split`; and, if true, `can_flip` (the
+            mirror image matches the captions) and `can_recolor` (the color may change). A `Focus` can weight `style` and
+            `group`.
         report: counts made while building.
     """
 
@@ -37,42 +37,42 @@ class CaptionedImages:
     report: dict[str, Any] = field(default_factory=dict)
 
     def indices(self, split: str) -> np.ndarray:
-        """Positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
+        """Return the positions (int64) of the records of ``"train"`` or ``"validation"``; ValueError for other names."""
         if split not in ("train", "validation"):
             raise ValueError(f"unknown split {split!r}; expected 'train' or 'validation'")
         return np.array([i for i, r in enumerate(self.records) if r["split"] == split], dtype=np.int64)
 
     def training_indices(self) -> np.ndarray:
-        """Positions (int64) of the images that training sees."""
+        """Return the positions (int64) of the images used for training."""
         return self.indices("train")
 
     def captions(self, i: int) -> list[str]:
-        """The captions of image i; the first is the one that evaluations use."""
+        """Return the captions of image i; evaluations use the first."""
         return self.records[i]["captions"]
 
     def sample_caption(self, i: int, rng: random.Random) -> str:
-        """A caption of image i for training; equal states of `rng` give equal captions."""
+        """Sample a caption of image i for training; equal states of `rng` give equal captions."""
         return rng.choice(self.captions(i))
 
     def can_flip(self, i: int) -> bool:
-        """Whether the mirror image of image i fits its captions."""
+        """Whether the mirror image of image i matches its captions."""
         return bool(self.records[i].get("can_flip"))
 
     def can_recolor(self, i: int) -> bool:
-        """Whether image i may have another color, if its caption says so."""
+        """Whether image i may get another color, if its caption names that color."""
         return bool(self.records[i].get("can_recolor"))
 
     def evaluation_groups(self, focus: Focus, **counts: int) -> dict[str, list[int]]:
-        """Images that evaluations look at, evenly spread, by the name of their group; empty groups are left out.
+        """Return the images used by evaluations, evenly spaced, by the name of their group; empty groups are omitted.
 
         Args:
-            focus: which kinds training sees most. counts: most images of each group; 64 by default.
+            focus: how often training sees each kind of image. counts: maximum number of images per group; 64 by default.
         """
         groups = {"seen": self.training_indices().tolist(), "validation": self.indices("validation").tolist()}
         return {name: spread(members, counts.get(name, 64)) for name, members in groups.items() if members}
 
     def candidate_captions(self, members: Sequence[int], count: int) -> list[list[str]]:
-        """For each image `count` captions, where there are so many: its own first, then those of other members."""
+        """Return up to `count` captions for each image: its own first, then those of other members."""
         step = max(1, len(members) // count)
         found = []
         for n, i in enumerate(members):
@@ -81,18 +81,19 @@ class CaptionedImages:
         return found
 
     def caption_like(self, i: int, other: int) -> str:
-        """The first caption of image i, in the style of image `other` where captions name styles."""
+        """Return the first caption of image i, in the style of image `other` if captions name styles."""
         return self.captions(i)[0]
 
 
 def load_captioned_images(folder: Path) -> CaptionedImages:
-    """Open a folder of `images.npy`, uint8 `[N, size, size, 3]`, and `captions.jsonl`, a JSON object for each image in order.
+    """Load a folder of `images.npy` and `captions.jsonl`.
 
-    An object holds `caption`, or several `captions`, and what else is said in `CaptionedImages`. Of images without a `split`
-    every twentieth is held out for validation. The images stay on disk (memory-mapped).
+    The images are uint8 `[N, size, size, 3]` and stay on disk (memory-mapped). The captions are one JSON object per image, in
+    the same order, with `caption`, or several `captions`, and optionally the other fields listed in `CaptionedImages`. Every
+    twentieth image without a `split` is held out for validation.
 
     Raises:
-        FileNotFoundError: a file is missing. ValueError: one is damaged, or the two do not belong together.
+        FileNotFoundError: a file is missing. ValueError: a file is damaged, or the two do not belong together.
     """
     images = open_images(folder, CAPTIONS, "a data set is a folder with both")
     records = []
@@ -114,18 +115,18 @@ def load_captioned_images(folder: Path) -> CaptionedImages:
 
 
 def open_images(folder: Path, beside: str, hint: str) -> np.ndarray:
-    """`images.npy` of a folder, mapped read-only; FileNotFoundError without it or the file `beside` it."""
+    """Memory-map `images.npy` of a folder read-only; FileNotFoundError if it or the file `beside` it is missing."""
     for name in (IMAGES, beside):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} is missing; {hint}")
     try:
         return np.load(folder / IMAGES, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError, OSError) as error:  # of which numpy's may recommend unpickling
+    except (ValueError, EOFError, OSError) as error:  # replaced, because numpy's message may recommend unpickling
         raise ValueError(f"{folder}: {IMAGES} is damaged ({type(error).__name__}); {hint}") from None
 
 
 def check_images(folder: Path, images: np.ndarray, records: Sequence[Record]) -> None:
-    """Raise ValueError unless these are uint8 `[N, size, size, 3]` and a record for each."""
+    """Raise ValueError unless the images are uint8 `[N, size, size, 3]` with one record each."""
     square = images.ndim == 4 and images.shape[1] == images.shape[2] and images.shape[3] == 3
     if not square or images.dtype != np.uint8 or len(images) != len(records):
         raise ValueError(
@@ -135,14 +136,14 @@ def check_images(folder: Path, images: np.ndarray, records: Sequence[Record]) ->
 
 
 def spread(members: Sequence[int], count: int) -> list[int]:
-    """At most `count` of them, evenly spread."""
+    """Return at most `count` members, evenly spaced."""
     if len(members) <= count:
         return list(members)
     return [members[len(members) * place // count] for place in range(count)]
 
 
 def to_pixels(images: np.ndarray, device: torch.device) -> Tensor:
-    """uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
-    # contiguous: channels-last group norm and small convolutions are six times slower on a CPU
+    """Convert uint8 `[B, Y, X, 3]` to float32 `[B, 3, Y, X]` in [-1, 1]."""
+    # contiguous: group norm and small convolutions are six times slower on a CPU in channels-last layout
     moved = torch.from_numpy(np.ascontiguousarray(images)).to(device).permute(0, 3, 1, 2)
     return moved.contiguous().float() / 127.5 - 1

@@ -1,4 +1,4 @@
-"""How often each kind of picture of the emoji data is seen in training."""
+"""Sampling weights of the kinds of images in the emoji data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Focus:
-    """How often each kind of picture is drawn. A small model needs dozens of looks at a picture: better at fewer of them."""
+    """How often training samples each kind of image.
+
+    A small model must see each image dozens of times, so it learns more from a smaller selection.
+    """
 
     styles: dict[str, Any] = field(default_factory=lambda: {"3d": 1.0, "flat": 1.0, "twemoji": 0.2, "noto": 0.2})
     skin_tones: float = 0.05
@@ -24,7 +27,7 @@ class Focus:
                     raise ValueError(f"{name} must be factors of at least 0, got {factor!r}{f' for {key!r}' if key else ''}")
 
     def factor(self, record: Mapping[str, Any]) -> float:
-        """How often a record is seen, relative to others; what is not named has factor 1."""
+        """Return the relative sampling rate of a record; kinds that are not listed have factor 1."""
         return (
             self.styles.get(record.get("style", ""), 1.0)
             * self.groups.get(record.get("group", ""), 1.0)
@@ -32,10 +35,10 @@ class Focus:
         )
 
     def weights(self, records: Sequence[Mapping[str, Any]]) -> np.ndarray:
-        """float64 `[N]` that sum to 1.
+        """Return float64 `[N]` that sums to 1.
 
         Raises:
-            ValueError: if no picture is left.
+            ValueError: if no image remains.
         """
         weights = np.array([self.factor(record) for record in records], dtype=np.float64)
         if not weights.sum() > 0:

@@ -1,4 +1,4 @@
-"""Cross-entropy of a model's head without all of its logits."""
+"""Cross-entropy of a linear head without materializing all logits."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_ROWS = 1024  # whose logits are alive at once: at 4096 codes they stay in a CPU's cache
+_ROWS = 1024  # rows of logits held at a time: with 4096 codes they fit a CPU's cache
 
 
 class HeadLoss(torch.autograd.Function):
-    """Weighted cross-entropy of a linear head, a few rows at a time: all logits of a batch would be 140 MB to write and read.
+    """Weighted cross-entropy of a linear head, computed a few rows at a time.
 
-    The gradient is computed with the loss, as it needs the same logits.
+    The logits of a full batch would be 140 MB to write and read. The gradient is computed together with the loss, because it
+    needs the same logits.
     """
 
     @staticmethod
@@ -26,14 +27,15 @@ class HeadLoss(torch.autograd.Function):
         weights: Tensor,
         dtype: torch.dtype,
     ) -> tuple[Tensor, Tensor]:
-        """
+        """Compute the loss and its gradients.
+
         Args:
             features: `[n, D]`. weight, bias: of the head.
-            targets: int64 `[n]`. weights: float32 `[n]`, of the rows.
-            dtype: of the products.
+            targets: int64 `[n]`. weights: float32 `[n]`, per row.
+            dtype: of the matrix products.
 
         Returns:
-            The weighted sum, and each row's cross-entropy `[n]`, which has no gradient.
+            The weighted sum, and the cross-entropy of each row `[n]`, which has no gradient.
         """
         low = weight.to(dtype)
         grad_features, losses = torch.empty_like(features), torch.empty_like(weights)
@@ -68,10 +70,10 @@ class HeadLoss(torch.autograd.Function):
 def head_loss(
     weight: Tensor, bias: Tensor | None, features: Tensor, targets: Tensor, weights: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Weighted sum of cross-entropies, and each `[B, T]`; see `HeadLoss`.
+    """Return the weighted sum of cross-entropies, and each of them `[B, T]`; see `HeadLoss`.
 
     Args:
-        weight, bias: of the head. features: `[B, T, D]`. targets: `[B, T]`. weights: `[T]`, of the positions, or `[B, T]`.
+        weight, bias: of the head. features: `[B, T, D]`. targets: `[B, T]`. weights: `[T]`, per position, or `[B, T]`.
     """
     rows = weights.expand(targets.shape).flatten()
     loss, each = HeadLoss.apply(features.flatten(0, 1), weight, bias, targets.flatten(), rows, dtype)

@@ -1,10 +1,10 @@
-"""Train a drafter on the features of a frozen transformer: EAGLE's layer, or Medusa's heads.
+"""Train a drafter on the features of a frozen transformer: an EAGLE layer, or Medusa heads.
 
-The target runs by teacher forcing over pictures it drew itself, both guidance halves, and the drafter learns its *guided* and
-filtered probabilities, which are what drafts are judged by. EAGLE's layer learns from its own outputs as well, as it meets them
-in drafts (EAGLE-3, arXiv:2503.01840).
+The target runs teacher-forced over images that it generated, with both CFG rows, and the drafter learns its *guided* and
+filtered probabilities, against which drafts are verified. The EAGLE layer is also trained on its own outputs, which it receives
+as inputs when drafting (EAGLE-3, arXiv:2503.01840).
 
-Shape suffixes: B pictures, R rows (2 B under guidance, conditional first), N tokens, D width, V vocabulary.
+Shape suffixes: B images, R rows (2 B with guidance, conditional first), N tokens, D width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -39,18 +39,21 @@ from vargen.weight_files import weights_digest
 logger = logging.getLogger("vargen")
 
 KINDS: dict[str, type] = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
-_SLOTS = 1024  # of which logits are made at once: those of a whole batch would not fit a processor's cache, nor some memories
-_DECODED = 4  # held-out pictures that are drawn with the finished drafter
-_MEASURED = 32  # held-out pictures of the curve
+_SLOTS = 1024  # positions per chunk of logits: a whole batch would exceed a CPU's cache, and some memories
+_DECODED = 4  # held-out images generated with the trained drafter
+_MEASURED = 32  # held-out images per point of the curve
 
 Drafter = EagleDrafter | MedusaDrafter
 
 
 def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
-    """A drafter of a kind for a target's configuration; `given`: what its constructor takes beside the target's sizes.
+    """Create a drafter for a target's config.
+
+    Args:
+        kind: `"eagle"` or `"medusa"`. given: constructor arguments other than the target's sizes.
 
     Raises:
-        ValueError: for an unknown kind, a setting that the drafter lacks, or sizes that it refuses.
+        ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be {' or '.join(map(repr, KINDS))}, got {kind!r}")
@@ -64,7 +67,7 @@ def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
 
 
 def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
-    """Open a LlamaGen in float32 to draft for, a packaged one or a folder; ValueError for a model of another family."""
+    """Load a LlamaGen to draft for in float32, packaged or from a folder; ValueError for a model of another family."""
     if describe(model).pipeline != "LlamaGenPipeline":
         raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
     return open_pipeline(model, torch_dtype=torch.float32).to(device)
@@ -78,18 +81,21 @@ def train_head(
     folder: Path,
     drawn_folder: Path | None = None,
 ) -> dict[str, float]:
-    """Draw pictures, then train until `recipe.schedule.steps`, resuming what is in `folder`; weights land in `folder/drafter`.
+    """Generate images, then train until `recipe.schedule.steps`, resuming the run in `folder`.
+
+    The weights are saved to `folder/drafter`.
 
     Args:
-        kind: `"eagle"` or `"medusa"`. pipe: the target, on the device to train on; its weights stay as they are.
-        subjects: what pictures are drawn of. drawn_folder: where they are kept; default: `folder/drawn`.
+        kind: `"eagle"` or `"medusa"`. pipe: the target, on the training device; its weights do not change.
+        subjects: the conditions to generate images from. drawn_folder: where these are stored; default: `folder/drawn`.
 
     Returns:
-        Figures on held-out pictures: by draft i, `overlap_i`, the share of drafts that the exact rule accepts where those
-        before were; `content_overlap_i`, the same without tokens that are the commonest one; and `tokens_per_pass` of a chain.
+        Metrics on held-out images: for draft i, `overlap_i`, the probability that the exact rule accepts it if the earlier
+            drafts were accepted; `content_overlap_i`, the same without positions of the most frequent token; and
+            `tokens_per_pass` of a chain.
 
     Raises:
-        ValueError: for an unknown kind or setting, a run or pictures in `folder` of another recipe or target, or a run that
+        ValueError: for an unknown kind or setting, a run or images in `folder` from another config or target, or a run that
             diverged.
     """
     trainer = _Trainer(kind, recipe, pipe, subjects, folder, drawn_folder or folder / "drawn")
@@ -112,7 +118,7 @@ def train_head(
 
 
 class _Trainer:
-    """A drafter, its frozen target, and all that training changes."""
+    """A drafter, its frozen target, and the state that training changes."""
 
     def __init__(
         self, kind: str, recipe: HeadConfig, pipe: LlamaGenPipeline, subjects: PromptSource, folder: Path, drawn_folder: Path
@@ -130,7 +136,7 @@ class _Trainer:
         self.stepper = torch.optim.AdamW(self.drafter.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=decay)
 
     def resumed(self) -> int:
-        """Take up what the folder holds; returns the step to go on with."""
+        """Restore the checkpoint in the folder, if any; returns the next step."""
         state = self.run.resume(self.device, ("model", "optimizer"))
         if not state:
             return 0
@@ -143,7 +149,7 @@ class _Trainer:
 
     @torch.no_grad()
     def begin(self, step: int) -> None:
-        """Measure what the inputs are divided by, before the first step."""
+        """Measure the scales that normalize the inputs, before the first step."""
         if step:
             return
         hidden, _, _ = self.taught(list(range(min(self.recipe.batch_size, self.drawn.training))))
@@ -158,8 +164,12 @@ class _Trainer:
 
     @torch.no_grad()
     def taught(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """Of pictures by their numbers: the target's hidden states `[R, N, D]`, of which row j predicted token j; embeddings of
-        the tokens `[R, N, D]`; and its probabilities `[B, N, V]` of each token."""
+        """Run the target teacher-forced over the images with these numbers.
+
+        Returns:
+            Hidden states `[R, N, D]`, of which row j predicts token j; embeddings of the tokens `[R, N, D]`; and the target's
+                probabilities `[B, N, V]` of each token.
+        """
         tokens = torch.from_numpy(self.drawn.tokens[list(numbers)].astype(np.int64)).to(self.device)
         condition = self.drawn.condition(numbers)
         rows = tokens
@@ -172,7 +182,10 @@ class _Trainer:
         return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
 
     def drafts(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """By depth s, features `[R, N - 1 - s, D]`: row i is for token i + 1 + s, of which the target knows tokens up to i."""
+        """Return the drafter's features `[R, N - 1 - s, D]` for each depth s.
+
+        Row i drafts token i + 1 + s, with the tokens up to i known to the target.
+        """
         if isinstance(self.drafter, EagleDrafter):
             over = None
             if self.drafter.config.above:
@@ -186,7 +199,7 @@ class _Trainer:
         return [ahead[:, : hidden.shape[1] - 1 - i, i] for i in range(min(ahead.shape[2], hidden.shape[1] - 1))]
 
     def step(self, step: int) -> dict[str, Tensor]:
-        """One step; returns its losses."""
+        """Run one training step; returns its losses."""
         recipe = self.recipe
         for group in self.stepper.param_groups:
             group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
@@ -214,13 +227,16 @@ class _Trainer:
         return found | ({"features": features.detach() / total} if self.kind == "eagle" else {})
 
     def _divergence(self, drafted: Tensor, probs: Tensor, heat: Tensor) -> Tensor:
-        """Mean KL(p || q) in nats: q of features `[R, T, D]`, unfiltered so that every token has a gradient; p `[B, T, V]`."""
+        """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`.
+
+        q is not filtered, so that every token gets a gradient.
+        """
         T = drafted.shape[1]
         size = max(1, _SLOTS // len(probs))
         total = drafted.new_zeros(())
         for start in range(0, T, size):
             part = slice(start, start + size)
-            # Logits are made again for the gradient, piece by piece, and not kept.
+            # Checkpointed: logits are recomputed chunk by chunk in the backward pass, and not stored.
             total = total + checkpoint(self._piece, drafted[:, part], probs[:, part], heat, use_reentrant=False)
         return total / (len(probs) * T)
 
@@ -229,11 +245,11 @@ class _Trainer:
         entropy = torch.special.entr(probs).sum()
         return -(probs * logits.log_softmax(-1)).sum() - entropy
 
-    # -- figures --------------------------------------------------------------------------------------------------------
+    # -- metrics --------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, most: int | None = None) -> dict[str, float]:
-        """Overlaps of p and q on held-out pictures, q filtered as drafts are; see `train_head`."""
+        """Return the overlaps of p and q on held-out images, with q filtered as in drafting; see `train_head`."""
         self.drafter.eval()
         held = list(range(self.drawn.training, self.recipe.pictures))[:most]
         common = int(np.bincount(self.drawn.tokens[held].ravel()).argmax())
@@ -257,7 +273,7 @@ class _Trainer:
 
     @torch.no_grad()
     def tokens_per_pass(self) -> float:
-        """Of a chain of drafts, on a few held-out subjects, with seeds that no training picture has."""
+        """Measure tokens per pass of a chain of drafts on a few held-out conditions, with seeds that no training image has."""
         self.drafter.eval()
         model = self.pipe.token_model(self.drawn.scale)
         held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
@@ -272,7 +288,7 @@ class _Trainer:
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass
 
     def finish(self) -> dict[str, float]:
-        """Save the weights, and plot the run; returns their figures on all held-out pictures."""
+        """Save the weights and plot the run; returns the metrics on all held-out images."""
         figures = {**self.evaluate(), "tokens_per_pass": self.tokens_per_pass()}
         if not all(math.isfinite(value) for value in figures.values()):
             raise ValueError(f"the run in {self.folder} diverged ({figures}): lower the learning rate")

@@ -1,4 +1,4 @@
-"""Pictures of a data set at a lower resolution: what a low-resolution generator draws, and an up-sampler starts from."""
+"""Low-resolution images of a data set: the training data of a low-resolution generator, and the input of an upsampler."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _AT_ONCE = 512
 
 
 def downscale(pixels_BCYX: Tensor, factor: int) -> Tensor:
-    """Every pixel the mean of `factor` x `factor`."""
+    """Average each block of `factor` x `factor` pixels."""
     return F.avg_pool2d(pixels_BCYX, factor)
 
 
 def downscale_dataset(data: CaptionedImages, recipe: NextTokenConfig, downsampling: int) -> CaptionedImages:
-    """The pictures as small as the recipe's grid asks for, by a tokenizer that makes one token of `downsampling` pixels.
+    """Downscale the images to the grid of the config, for a tokenizer with one token per `downsampling` pixels.
 
     Raises:
-        ValueError: if the grid's side in pixels does not divide that of the pictures.
+        ValueError: if the grid's side in pixels does not divide the side of the images.
     """
     side, wanted = data.images.shape[1], recipe.model["grid_size"] * downsampling
     if wanted > side or side % wanted:
@@ -45,7 +45,7 @@ def downscale_dataset(data: CaptionedImages, recipe: NextTokenConfig, downsampli
 
 
 class TokenPairs(VariantStore):
-    """Tokens of pictures at both resolutions, `[pictures, variants, n + N]`, one more than they are: zero is not there yet."""
+    """Image tokens at both resolutions, `[images, variants, n + N]`, stored plus 1: zero means not computed yet."""
 
     fast = False
 
@@ -61,12 +61,12 @@ class TokenPairs(VariantStore):
         super().__init__(folder, f"pairs-{factor}", tokens_digest(vqvae), images, recipe, device, (count,), dtype)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        levels = ((downscale(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # as pictures that were stored
+        levels = ((downscale(pixels_BCYX, self.factor) + 1) * 127.5).round() / 127.5 - 1  # rounded like stored images
         parts = self.tokens_of(levels), self.tokens_of(pixels_BCYX)
         return torch.cat(parts, dim=1).cpu().numpy() + 1
 
     def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """int64 `[B, r, c]` and `[B, N]`."""
+        """Return the tokens at both resolutions, int64 `[B, r, c]` and `[B, N]`."""
         rows = torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
         low, high = rows.split([self.low**2, rows.shape[1] - self.low**2], dim=1)
         return low.unflatten(1, (self.low, self.low)), high
@@ -82,7 +82,7 @@ def train_low_res(
     init_folder: Path | None = None,
     image_metrics: ImageMetrics | None = None,
 ) -> dict[str, float]:
-    """`train_next_token` on the images at the resolution that the recipe's grid asks for; arguments and results are its own."""
+    """Run `train_next_token` on images at the resolution of the config's grid, with the same arguments and results."""
     downsampling = VQModel.from_pretrained(tokenizer_folder).downsampling
     small = downscale_dataset(data, recipe, downsampling)
     return train_next_token(recipe, small, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)

@@ -1,7 +1,7 @@
-"""Train a `LlamaGenTransformer` on the tokens of captioned pictures.
+"""Train a `LlamaGenTransformer` on the tokens of captioned images.
 
-How well it draws what it is asked for decides when to stop; held-out loss and entropy are told beside it, as peaked
-probabilities would flatter speculative methods that are measured on pictures of the training set.
+When to stop is decided by how well generated images match their prompts. Held-out loss and entropy are reported as well,
+because peaked probabilities would flatter speculative methods that are measured on images of the training set.
 """
 
 from __future__ import annotations
@@ -37,12 +37,16 @@ logger = logging.getLogger("vargen")
 
 _AVERAGE_EVERY = 5  # steps
 
-# Of a tokenizer, a model and features of captions: a function from a number of images (None: all) to figures of such images.
+# Maps a tokenizer, a model and caption features to a function from a number of images (None: all) to their metrics.
 ImageMetrics = Callable[[VQModel, LlamaGenTransformer, CaptionBank], Callable[[int | None], dict[str, float]]]
 
 
 def optimizers(model: LlamaGenTransformer, prior: CodePrior, recipe: NextTokenConfig) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of blocks and caption projection, AdamW for embeddings, head and norms; or AdamW for all."""
+    """Create the optimizers: Muon for the matrices of the blocks and the caption projection, AdamW for the rest; or AdamW for
+    all.
+
+    The rest are embeddings, head and norms.
+    """
     inside = ("layers.", "cls_embedding.cap_proj.")
     blocks = [p for name, p in model.named_parameters() if name.startswith(inside) and p.dim() == 2]
     taken = {id(p) for p in blocks} if recipe.optimizer == "muon" else set()
@@ -64,19 +68,20 @@ def train_next_token(
     init_folder: Path | None = None,
     image_metrics: ImageMetrics | None = None,
 ) -> dict[str, float]:
-    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the averaged weights land in `folder/transformer`.
+    """Train until `recipe.schedule.steps`, resuming the run in `folder`; saves the averaged weights to `folder/transformer`.
 
     Args:
-        tokenizer_folder: a saved `VQModel`. text_encoder_folder: holds `text_encoder/` and `tokenizer/`.
-        init_folder: a saved `LlamaGenTransformer` of the recipe's shape, but for the grid, to start from.
-        image_metrics: evaluates `recipe.drawn` generated images with each evaluation, and all of them at the end.
+        tokenizer_folder: a saved `VQModel`. text_encoder_folder: contains `text_encoder/` and `tokenizer/`.
+        init_folder: a saved `LlamaGenTransformer` with the config's shape, except for the grid, to start from.
+        image_metrics: scores `recipe.drawn` generated images at each evaluation, and all of them at the end.
 
     Returns:
-        The figures of these weights: of `Evaluation` and `image_metrics`, and `held_out_loss` and `entropy`, nats per token.
+        The metrics of these weights: those of `Evaluation` and `image_metrics`, and `held_out_loss` and `entropy` in nats per
+            token.
 
     Raises:
-        ValueError: for a saved network that is damaged; pictures, tokenizer and model that do not fit each other; a run in
-            `folder` that is damaged or was another one; or one that diverged.
+        ValueError: for a damaged network file; images, tokenizer and model that are not compatible; a run in `folder` that is
+            damaged or has another config; or a run that diverged.
     """
     trainer = _Trainer(recipe, data, tokenizer_folder, text_encoder_folder, folder, device, init_folder, image_metrics)
     run, steps = trainer.run, recipe.schedule.steps
@@ -95,10 +100,10 @@ def train_next_token(
 
 
 def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenTransformer, str | None]:
-    """The model to train, and what names the weights that it starts from.
+    """Return the model to train, and an identifier of the weights that it starts from.
 
     Raises:
-        ValueError: if these are damaged or of another shape than the recipe's.
+        ValueError: if the weights are damaged or differ in shape from the config.
     """
     options: dict[str, Any] = {"condition": "text", **recipe.model}
     model = LlamaGenTransformer(**{"dropout": recipe.dropout, **options})
@@ -106,7 +111,7 @@ def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenT
         return model, None
     check_component(init_folder, LlamaGenTransformer)
     given = LlamaGenTransformer.from_pretrained(init_folder)
-    same = [name for name in options if name != "grid_size"]  # no weight tells the grid: a low resolution may be a start
+    same = [name for name in options if name != "grid_size"]  # no weight depends on the grid
     other = {name: given.config[name] for name in same if given.config[name] != model.config[name]}
     if other:
         asked = {name: model.config[name] for name in other}
@@ -116,7 +121,7 @@ def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenT
 
 
 class _Features(nn.Module):
-    """Features before the head, as a module whose weights may be replaced for a call."""
+    """The features before the head, as a module whose weights can be replaced for one call."""
 
     def __init__(self, model: LlamaGenTransformer):
         super().__init__()
@@ -127,10 +132,10 @@ class _Features(nn.Module):
 
 
 class _Trainer:
-    """A generator and all that its training changes.
+    """A generator and the state that its training changes.
 
     Attributes:
-        average, averaged: the mean of the last weights, and of how many.
+        average, averaged: the mean of the last weights, and the number of weights in it.
     """
 
     def __init__(
@@ -160,7 +165,7 @@ class _Trainer:
         codes = vqvae.quantize.codebook().detach().float()
         self.prior = CodePrior(codes, config.dim, given=init_folder is not None).to(device)
         self.near = NearNoise(codes, recipe.near_noise)
-        self.evaluated = LlamaGenTransformer.from_config(config).to(device).eval()  # the ordinary model that would be saved
+        self.evaluated = LlamaGenTransformer.from_config(config).to(device).eval()  # the plain model that would be saved
         self.evaluate = Evaluation(data, recipe.focus, self.store, self.bank)
         self.held_out = data.indices("validation")
         self.steppers = optimizers(self.model, self.prior, recipe)
@@ -168,7 +173,7 @@ class _Trainer:
         self.features = _Features(self.model)
         if recipe.compile:
             for layer in self.model.layers:
-                layer.compile(dynamic=False)  # of equal shape and code: compiled once, for all
+                layer.compile(dynamic=False)  # same shapes and code: compiled only once
         self.average, self.averaged = dict[str, Tensor](), 0
         self.image_metrics: Callable[[int | None], dict[str, float]] | None = None
         if recipe.drawn and image_metrics is not None:
@@ -176,12 +181,12 @@ class _Trainer:
 
     @property
     def _average_from(self) -> int:
-        """The first step whose weights count in the average."""
+        """The first step whose weights are included in the average."""
         steps = self.recipe.schedule.steps
         return steps - max(1, round(self.recipe.averaged * steps))
 
     def resumed(self) -> int:
-        """Take up what the folder holds; returns the step to go on with."""
+        """Restore the checkpoint in the folder, if any; returns the next step."""
         start, state = 0, self.state
         if state:
             self.model.load_state_dict(state["model"])
@@ -189,7 +194,7 @@ class _Trainer:
             for stepper, saved in zip(self.steppers, state["optimizers"], strict=True):
                 stepper.load_state_dict(saved)
             start = state["step"]
-            if state["average_from"] == self._average_from:  # else the run was to end elsewhere
+            if state["average_from"] == self._average_from:  # otherwise the number of steps has changed
                 self.average, self.averaged = state["average"], state["averaged"]
         self.model.train()
         return start
@@ -206,13 +211,13 @@ class _Trainer:
         )
 
     def step(self, step: int) -> Tensor:
-        """One step; returns the loss, nats per token, each counted once."""
+        """Run one training step; returns the unweighted loss in nats per token."""
         recipe, model = self.recipe, self.model
         for stepper in self.steppers:
             for group in stepper.param_groups:
                 group["lr"] = stepper.defaults["lr"] * recipe.schedule.factor(step)
             stepper.zero_grad(set_to_none=True)
-        torch.manual_seed(recipe.seed * 1_000_003 + step)  # dropout and noise, too, are functions of the step
+        torch.manual_seed(recipe.seed * 1_000_003 + step)  # makes dropout and noise functions of the step
         tokens, condition, dropped = self.batches(step)
         condition = drop_captions(condition, model, dropped)
         given = self.near(noisy(tokens, recipe.token_noise, recipe.wrong_starts, ~dropped))
@@ -233,7 +238,7 @@ class _Trainer:
         return losses.mean()
 
     def _take_into_average(self) -> None:
-        """Weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407)."""
+        """Add the current weights to the average; weights of one run average well (Izmailov et al. 2018, arXiv:1803.05407)."""
         weights = self.prior.folded(self.model)
         self.averaged += 1
         if self.averaged == 1:
@@ -242,14 +247,18 @@ class _Trainer:
             value.lerp_(weights[name], 1 / self.averaged)
 
     def figures(self, weights: dict[str, Tensor], drawn: int | None, sample: bool) -> dict[str, float]:
-        """Of weights: on about `drawn` generated images, or on all; and on all held-out pictures, or on a sample."""
+        """Return the metrics of `weights`.
+
+        Args:
+            drawn: approximate number of generated images; None for all. sample: use a sample of the held-out images, not all.
+        """
         self.evaluated.load_state_dict(weights)
         held_out = self.held_out[spread(range(len(self.held_out)), 96)] if sample else self.held_out
         figures = {**self.evaluate.held_out(self.evaluated, held_out), **self.evaluate(self.evaluated)}
         return figures if self.image_metrics is None else figures | self.image_metrics(drawn)
 
     def finish(self) -> dict[str, float]:
-        """Save the averaged weights, and plot the run; returns their figures."""
+        """Save the averaged weights and plot the run; returns the metrics."""
         steps = self.recipe.schedule.steps
         weights = self.average or self.prior.folded(self.model)
         figures = self.figures(weights, None, sample=False)
@@ -257,7 +266,7 @@ class _Trainer:
             found = figures["held_out_loss"]
             raise ValueError(f"the run in {self.folder} diverged (held-out loss {found}): lower the learning rates")
         self.run.log(steps, **figures, final_held_out_loss=figures["held_out_loss"], final_entropy=figures["entropy"])
-        saved = LlamaGenTransformer.from_config(self.model.config)  # drawing has laid out the other one's weights anew
+        saved = LlamaGenTransformer.from_config(self.model.config)  # generation changed the weight layout of `evaluated`
         saved.load_state_dict(weights)
         with atomic_merge(self.folder / "transformer") as staged:
             saved.save_pretrained(staged)

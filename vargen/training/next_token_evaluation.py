@@ -1,4 +1,4 @@
-"""How far a next-token model has got: its loss, whether it reads captions, and whether its pictures show what they say."""
+"""Evaluate a next-token model during training: its loss, and whether it uses the caption."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from vargen.training.dataset import CaptionedImages
 from vargen.training.focus import Focus
 from vargen.training.token_cache import TokenStore, left_padded
 
-_PICTURES = 32  # of each group
-_CAPTIONS = 4  # the right one and three more
-_ROWS = 32  # of one pass
+_PICTURES = 32  # per group
+_CAPTIONS = 4  # the correct one and three others
+_ROWS = 32  # per pass
 
 
 class Evaluation:
-    """Figures of a model in evaluation mode: names end in that of a group of images, see `CaptionedImages.evaluation_groups`.
+    """Metrics of a model in evaluation mode; names end in the name of an image group, see `CaptionedImages.evaluation_groups`.
 
-    `loss`: nats per token. `rank` and `gap`: of all of a picture's tokens, among 4 captions.
+    `loss`: nats per token. `rank` and `gap`: of the loss of all tokens of an image, among 4 captions.
     """
 
     def __init__(self, data: CaptionedImages, focus: Focus, store: TokenStore, bank: CaptionBank):
@@ -47,14 +47,14 @@ class Evaluation:
 
     @torch.no_grad()
     def held_out(self, model: LlamaGenTransformer, indices: np.ndarray) -> dict[str, float]:
-        """`held_out_loss` and `entropy`, of next-token probs, on pictures `indices`, plainly captioned: nats per token."""
+        """Return `held_out_loss` and `entropy` in nats per token on images `indices`, each with its first caption."""
         chosen = indices.tolist()
         texts = [self.data.captions(i)[0] for i in chosen]
         loss, entropy = self._told(model, self.store(chosen, [0] * len(chosen)), texts)
         return {"held_out_loss": loss.mean().item(), "entropy": entropy.mean().item()}
 
     def _told(self, model: LlamaGenTransformer, tokens: Tensor, texts: Sequence[str]) -> tuple[Tensor, Tensor]:
-        """Nats of each token and entropy of each position, `[n, N]`."""
+        """Return the nats of each token and the entropy at each position, both `[n, N]`."""
         device = tokens.device
         nats, entropies = [], []
         for start in range(0, len(texts), _ROWS):
@@ -68,10 +68,10 @@ class Evaluation:
 
 
 def choice(nats: Tensor) -> dict[str, float]:
-    """Figures of pictures' nats under candidates `[n, candidates]`, the right one first.
+    """Compare the nats of images under candidate captions `[n, candidates]`, the correct one first.
 
-    `rank`: share of pictures whose own caption is the likeliest. `gap`: by how many nats it is likelier than the others on
-    average.
+    `rank`: share of images whose own caption is the most likely. `gap`: mean difference in nats between the other captions and
+    the image's own.
     """
     best = nats[:, :1] <= nats[:, 1:].amin(1, keepdim=True)
     return {"rank": best.float().mean().item(), "gap": (nats[:, 1:].mean() - nats[:, 0].mean()).item()}

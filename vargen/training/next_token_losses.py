@@ -1,4 +1,4 @@
-"""What a generator's training adds to the next-token loss: dropped captions, noise, weights of starts, shared weights."""
+"""Additions to the next-token loss: caption dropout, input noise, weights of the first tokens, and shared weights."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 
 
 def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Tensor) -> Condition:
-    """The null caption where `dropped [B]` is True, behind the row's own mask, as guidance uses it."""
+    """Replace captions by the null caption where `dropped [B]` is True, keeping the row's mask, as CFG does at inference."""
     null = model.null_condition(condition)
     assert condition.caption_embeds is not None and null.caption_embeds is not None
     embeds = torch.where(dropped[:, None, None].to(model.device), null.caption_embeds, condition.caption_embeds)
@@ -18,15 +18,16 @@ def drop_captions(condition: Condition, model: LlamaGenTransformer, dropped: Ten
 
 
 def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: Tensor | None = None) -> Tensor:
-    """Input tokens of which some are those of other pictures of the batch, at the same places.
+    """Replace some input tokens by those of other images in the batch, at the same positions.
 
-    Generated images hold errors that real ones lack. A model that has seen none goes on with whatever picture begins so; one
-    that has leans less on the tokens so far, and more on the caption.
+    Generated images contain errors that real ones lack. A model trained without errors continues any image that starts like one
+    it has seen; with errors it relies less on earlier tokens and more on the caption.
 
     Args:
-        most: the share of scattered ones is uniform from 0 to this for each picture.
-        wrong_starts: share of pictures whose tokens up to a random place are all another picture's.
-        captioned: bool `[B]`; only these get wrong starts, as nothing tells the others what to return to. Default: all.
+        most: the share of scattered replacements is uniform from 0 to this, per image.
+        wrong_starts: share of images whose tokens up to a random position all come from one other image.
+        captioned: bool `[B]`; only these get wrong starts, because without a caption nothing indicates the correct
+            continuation. Default: all.
     """
     (B, N), device = tokens_BN.shape, tokens_BN.device
     scattered = torch.rand(B, N, device=device) < torch.rand(B, 1, device=device) * most
@@ -42,13 +43,14 @@ def noisy(tokens_BN: Tensor, most: float, wrong_starts: float = 0.0, captioned: 
 
 
 class NearNoise:
-    """Replaces input tokens by codes like theirs, as drawing does: a sample is seldom far off and often beside the mark.
+    """Replaces input tokens by similar codes, as in generation, where a token is rarely far off but often a near miss.
 
-    Weights that had seen only far-off noise had 86 % of the next tokens right behind near misses in three places of ten.
+    Weights trained only with unrelated replacements predicted 86 % of the next tokens correctly when 30 % of the input tokens
+    were near misses.
 
     Args:
-        codes_VE: the codebook, rows of unit norm. most: the share of replaced tokens is uniform from 0 to this per picture.
-        neighbours: how many codes are near.
+        codes_VE: the codebook, rows of unit norm. most: the share of replaced tokens is uniform from 0 to this, per image.
+        neighbours: number of nearest codes to choose from.
     """
 
     def __init__(self, codes_VE: Tensor, most: float, neighbours: int = 8):
@@ -64,12 +66,14 @@ class NearNoise:
 
 
 def start_weights(tokens_BN: Tensor, blank: int, most: float) -> Tensor:
-    """How much each token counts in the loss, float32 `[B, N]`.
+    """Return the loss weight of each token, float32 `[B, N]`.
 
-    It is `most` until the picture begins; from there on, what is beyond 1 halves every eight tokens that are not blank.
+    The weight is `most` until the content of the image starts; then its excess over 1 halves every eight tokens that are not
+    blank.
 
-    Where and with what a picture begins is told by the caption alone, and is 1 % of its tokens; what follows is read off them.
-    Of drawn pictures, 43 % began with the right token, and from there on as many tokens were right, to the last row.
+    Only the caption determines where the content starts and with which token, which concerns 1 % of the tokens; later tokens
+    can be predicted from the earlier ones. Of the generated images, 43 % started with the correct token, and the share of
+    correct tokens stayed at that level to the last row.
     """
     shown = tokens_BN != blank
     before = shown.cumsum(1) - shown.long()
@@ -77,15 +81,15 @@ def start_weights(tokens_BN: Tensor, blank: int, most: float) -> Tensor:
 
 
 class CodePrior(nn.Module):
-    """Weights that tokens share by where their codes lie, added to the embedding and the head while training.
+    """Weights shared by tokens with similar codes, added to the embedding and the head during training.
 
-    A head of rows R phi(c), with phi the code's entries and their products, makes logits a quadratic form in the code: like
-    codes get like probabilities before each token has been seen often enough to learn its own row. Saving folds the sum into
-    plain weights, so the trained model is an ordinary one.
+    A head with rows R phi(c), where phi consists of the code's entries and their products, makes logits a quadratic form in the
+    code: similar codes get similar probabilities before each token has been seen often enough to learn its own row. Saving
+    folds the sum into plain weights, so the trained model is an ordinary one.
 
     Args:
-        codes_VE: the codebook. dim: width of the model. given: whether the model's own weights are trained ones, which the sums
-            must not change before the first step.
+        codes_VE: the codebook. dim: width of the model. given: whether the model's weights are already trained; the sums then
+            start at zero, so that they do not change the model before the first step.
     """
 
     def __init__(self, codes_VE: Tensor, dim: int, given: bool = False):
@@ -100,13 +104,13 @@ class CodePrior(nn.Module):
         self.head = nn.Parameter(torch.zeros(features.shape[1], dim))
 
     def weights(self, model: LlamaGenTransformer) -> dict[str, Tensor]:
-        """The summed weights, by parameter name."""
+        """Return the summed weights, by parameter name."""
         return {
             "tok_embeddings.weight": model.tok_embeddings.weight + self.features @ self.embedding,
             "output.weight": model.output.weight + self.features @ self.head,
         }
 
     def folded(self, model: LlamaGenTransformer) -> dict[str, Tensor]:
-        """The model's state dict with the sums in place."""
+        """Return the model's state dict with the summed weights."""
         with torch.no_grad():
             return {key: value.detach().clone() for key, value in {**model.state_dict(), **self.weights(model)}.items()}

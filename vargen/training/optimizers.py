@@ -1,7 +1,7 @@
-"""Muon: momentum, orthogonalised before it is applied (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982).
+"""Muon: momentum, orthogonalized before the update (Jordan et al. 2024; Liu et al. 2025, arXiv:2502.16982).
 
-torch.optim.Muon iterates in bfloat16, which CPUs without such instructions multiply eight times slower than float32, and one
-matrix at a time. Here equal shapes go through one batched iteration, in bfloat16 only where hardware multiplies it.
+torch.optim.Muon iterates in bfloat16, one matrix at a time; on CPUs without bfloat16 instructions a product is eight times
+slower than in float32. Here matrices of equal shape share one batched iteration, in bfloat16 only with hardware support.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vargen.device import preferred_dtype
 
-# Quintic Newton-Schulz coefficients of Jordan et al.: singular values land in about [0.7, 1.2] after five rounds.
+# Quintic Newton-Schulz coefficients of Jordan et al.: singular values converge to about [0.7, 1.2] in five iterations.
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 
 
 def orthogonalise(matrices: Tensor, rounds: int = 5) -> Tensor:
-    """Nearly orthogonal factors of matrices `[n, a, b]`: singular values near 1, singular vectors kept."""
+    """Approximately orthogonalize matrices `[n, a, b]`: singular values near 1, with the same singular vectors."""
     a, b, c = _COEFFICIENTS
     x = matrices.to(preferred_dtype(matrices.device))
     tall = x.shape[-2] > x.shape[-1]
@@ -36,7 +36,7 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: matrices; fused ones (queries, keys, values) are split into squares.
-        lr: learning rate on AdamW's scale: updates are scaled to AdamW's usual root mean square of 0.2 (Liu et al., eq. 4).
+        lr: learning rate on AdamW's scale: updates are scaled to AdamW's typical root mean square of 0.2 (Liu et al., eq. 4).
         momentum: Nesterov momentum. weight_decay: decoupled.
     """
 

@@ -1,27 +1,27 @@
-"""Pictures in other colours, with captions that say so, so that "a blue apple" means something."""
+"""Color augmentation: images with changed hues and matching captions, so that the model learns color words ("a blue apple")."""
 
 from __future__ import annotations
 
 import numpy as np
 
-# Names of hues in degrees, as people use them: yellow is narrow, green wide.
+# Hues of the color names in degrees, as people use them: yellow is narrow, green wide.
 HUES = {"red": 2.0, "orange": 28.0, "yellow": 50.0, "green": 125.0, "blue": 215.0, "purple": 275.0, "pink": 325.0}
 COLOURS = tuple(HUES)
 _UPPER = {"red": 14.0, "orange": 40.0, "yellow": 68.0, "green": 175.0, "blue": 250.0, "purple": 298.0, "pink": 345.0}
-_COLOURED = 0.4  # share of a picture's content that must have a colour at all
-_DOMINANT = 0.75  # share of that which must be near one hue
+_COLOURED = 0.4  # minimum share of an image's content that is colored
+_DOMINANT = 0.75  # minimum share of the colored part that is near one hue
 _NEAR = 22.0  # degrees
 
 
 def color_of_hue(degrees: float) -> str:
-    """The colour word of a hue."""
+    """Return the color name of a hue."""
     return next((name for name, upper in _UPPER.items() if degrees < upper), "red")
 
 
 def dominant_hue(picture: np.ndarray) -> float | None:
-    """The hue in degrees that most of a uint8 picture `[Y, X, 3]` has, or None where no hue does.
+    """Return the hue in degrees of most of a uint8 image `[Y, X, 3]`, or None if no hue dominates.
 
-    White around it does not count; neither do black, grey and dull brown.
+    The white background is ignored, and so are black, gray and dull brown.
     """
     content = picture.reshape(-1, 3)[(picture < 245).any(-1).ravel()]
     if len(content) < 0.02 * picture.shape[0] * picture.shape[1]:
@@ -40,7 +40,7 @@ def dominant_hue(picture: np.ndarray) -> float | None:
 
 
 def turned(picture: np.ndarray, degrees: float) -> np.ndarray:
-    """A uint8 picture `[Y, X, 3]` with all hues moved by `degrees`; greys stay."""
+    """Rotate all hues of a uint8 image `[Y, X, 3]` by `degrees`; grays do not change."""
     hue, saturation, value = _hsv(picture.reshape(-1, 3))
     sector = ((hue + degrees) % 360) / 60
     channels = []
@@ -51,7 +51,7 @@ def turned(picture: np.ndarray, degrees: float) -> np.ndarray:
 
 
 def _hsv(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Hue in degrees, saturation and value in [0, 1] of uint8 colours `[n, 3]`."""
+    """Return hue in degrees, and saturation and value in [0, 1], of uint8 colors `[n, 3]`."""
     red, green, blue = (rgb.astype(np.float32) / 255).T
     value = np.maximum(np.maximum(red, green), blue)
     spread = value - np.minimum(np.minimum(red, green), blue)
@@ -63,9 +63,9 @@ def _hsv(rgb: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def recolor_caption(text: str, own: str, new: str) -> str | None:
-    """`text` of a thing of colour `own` that has now the colour `new`; None where it names other colours, too.
+    """Rewrite a caption for an object whose color changed from `own` to `new`; None if it names other colors as well.
 
-    `own` and `new` may be equal: then the caption only says it.
+    If `own` and `new` are equal, the caption only gains the color word.
     """
     words = text.replace(",", " ,").split(" ")
     named = [word for word in words if word in HUES]

@@ -1,6 +1,7 @@
-"""A training run on disk: its state, its log, its curves. A run killed at any moment resumes from its last checkpoint.
+"""A training run on disk: checkpoint, log and curves. A run killed at any moment resumes from its last checkpoint.
 
-Batches are functions of (seed, step), so no random state needs saving and a resumed run sees the same data as an unbroken one.
+Batches are functions of (seed, step), so no random state needs saving, and a resumed run sees the same data as an uninterrupted
+one.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from vargen.weight_files import load_pickle_safely
 
 
 class TrainingRun:
-    """State, log and plots under one folder: `state.pt`, `log.jsonl`, `curves.png`.
+    """Checkpoint, log and plots in one folder: `state.pt`, `log.jsonl`, `curves.png`.
 
     Args:
-        folder: where the run lives; `resume` makes it when missing.
-        fingerprint: what must be equal for a resume to make sense (the model's shape, the seed).
+        folder: the run directory; `resume` creates it if missing.
+        fingerprint: settings that must be equal to resume (the model's shape, the seed).
         steps: total number of steps, for the progress bar.
     """
 
@@ -44,15 +45,17 @@ class TrainingRun:
         return self.seconds_before + time.monotonic() - self.started
 
     def resume(self, map_location: torch.device | str = "cpu", needs: Iterable[str] = ()) -> dict[str, Any] | None:
-        """The last checkpoint (`{"step": ..., ...}`), or None for a fresh run, whose folder is made. It is this process's then.
+        """Return the last checkpoint (`{"step": ..., ...}`), or None for a new run.
+
+        Creates the folder if it is missing, and locks it for this process.
 
         Args:
-            needs: names that the checkpoint must hold.
+            needs: keys that the checkpoint must contain.
 
         Raises:
-            ImportError: without matplotlib, which the curves will need.
-            ValueError: if another process trains in the folder, or it holds a run with another fingerprint, one that has more
-                steps behind it than this one is to have, or a checkpoint that is damaged or of something else.
+            ImportError: without matplotlib, which the curves need.
+            ValueError: if another process trains in the folder, or if it contains a run with another fingerprint, a run that is
+                already past this run's last step, or a checkpoint that is damaged or of another kind.
         """
         check_matplotlib("the curves of a run need")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -83,17 +86,20 @@ class TrainingRun:
         return state
 
     def _lock(self) -> None:
-        """Two runs in one folder would overwrite each other's checkpoints. The system frees the lock of a killed process."""
-        lock = FileLock(self.folder / "run.lock", is_singleton=True)  # which this process may take again
+        """Lock the folder, because two runs would overwrite each other's checkpoints.
+
+        The system releases the lock of a killed process.
+        """
+        lock = FileLock(self.folder / "run.lock", is_singleton=True)  # this process may lock it again
         try:
-            with contextlib.suppress(NotImplementedError):  # a file system without locks
+            with contextlib.suppress(NotImplementedError):  # the file system has no locks
                 lock.acquire(timeout=0)
         except Timeout:
             raise ValueError(f"another process trains in {self.folder}: stop it first, or give another --output") from None
-        self._held = lock  # until this run is done with
+        self._held = lock  # for the lifetime of this run
 
     def checkpoint(self, step: int, **state: Any) -> None:
-        """Save `state` as of the completed `step`, whole or not at all."""
+        """Save `state` after the completed `step`, atomically."""
         record = {"step": step, "seconds": self.seconds, "fingerprint": self.fingerprint, **state}
         with atomic_file(self.folder / "state.pt") as temporary:
             torch.save(record, temporary)
@@ -105,7 +111,7 @@ class TrainingRun:
             log.write(json.dumps(line) + "\n")
 
     def _trim_log(self, step: int) -> None:
-        """Drop lines after the checkpoint: they will be written again."""
+        """Remove the log lines after the checkpoint: they will be written again."""
         path = self.folder / "log.jsonl"
         if not path.is_file():
             return
@@ -115,7 +121,7 @@ class TrainingRun:
                 record = json.loads(line)
                 if record["step"] <= step:
                     kept.append(line)
-            except (ValueError, TypeError, KeyError):  # the kill hit in the middle of a line, maybe of a number
+            except (ValueError, TypeError, KeyError):  # the process was killed while writing a line, maybe within a number
                 continue
         with atomic_file(path) as temporary:
             temporary.write_text("".join(line + "\n" for line in kept))

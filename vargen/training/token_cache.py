@@ -1,4 +1,4 @@
-"""What a next-token model is trained on: tokens of pictures and features of captions, each computed once."""
+"""Training data of a next-token model: image tokens and caption features, each computed once."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from vargen.training.variants import Looks, VariantStore
 
 
 def check_tokens(run: Path, vqvae: VQModel, tokenizer: Path) -> None:
-    """Raise ValueError if a generator's `run` kept tokens, and they are of another encoder or codebook than `tokenizer`'s."""
+    """Raise ValueError if a generator's `run` stored tokens of an encoder or codebook other than `tokenizer`'s."""
     kept = list(run.glob("tokens-*.npy"))
     if kept and not any(codes_digest(vqvae) in path.name for path in kept):
         raise ValueError(f"{run} was trained on the tokens of another tokenizer than {tokenizer}; give that one")
 
 
 def check_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
-    """Raise ValueError unless the tokens of square pictures of `side` pixels are those that the model draws."""
+    """Raise ValueError unless the tokens of square images of `side` pixels match the model's grid and vocabulary."""
     grid, vocabulary = model.config.grid_size, model.config.vocab_size
     if side != grid * vqvae.downsampling:
         raise ValueError(
@@ -40,9 +40,9 @@ def check_fit(model: LlamaGenTransformer, vqvae: VQModel, side: int) -> None:
 
 
 class TokenStore(VariantStore):
-    """Tokens of pictures in variants, kept as `[pictures, variants, N]`, one more than they are: zero is not there yet.
+    """Image tokens by variant, `[images, variants, N]`, stored plus 1: zero means not computed yet.
 
-    In bfloat16 45 % of the tokens would be others, though near ones: codes lie close together.
+    Encoding in bfloat16 would change 45 % of the tokens, though to nearby ones: codes lie close together.
     """
 
     fast = False
@@ -58,19 +58,19 @@ class TokenStore(VariantStore):
         return self.tokens_of(pixels_BCYX).cpu().numpy() + 1
 
     def __call__(self, indices: Sequence[int], variants: Sequence[int]) -> Tensor:
-        """int64 `[B, N]`."""
+        """Return int64 `[B, N]`."""
         return torch.from_numpy(self.rows(indices, variants).astype(np.int64) - 1).to(self.device)
 
 
 def left_padded(condition: Condition) -> Condition:
-    """Features of a `CaptionBank` as a `LlamaGenTransformer` takes them: valid rows last."""
+    """Convert features of a `CaptionBank` to the layout of `LlamaGenTransformer`: valid rows last."""
     assert condition.caption_embeds is not None and condition.caption_mask is not None
     embeds, valid = left_pad(condition.caption_embeds, condition.caption_mask)
     return Condition(caption_embeds=embeds, caption_mask=valid)
 
 
 class Batches:
-    """Of a step: tokens `[B, N]`, the condition of captions, and which of these are dropped `[B]`; by (seed, step) alone."""
+    """The batches of a run, as a function of (seed, step): tokens `[B, N]`, caption condition, and dropped captions `[B]`."""
 
     def __init__(self, data: CaptionedImages, store: TokenStore, bank: CaptionBank, recipe: NextTokenConfig):
         self.looks, self.store, self.bank, self.count = Looks(data, store, recipe), store, bank, recipe.batch_size

@@ -1,8 +1,9 @@
-"""Train a `TokenUpsampler` on pictures that one tokenizer saw at two resolutions.
+"""Train a `TokenUpsampler` on images encoded by one tokenizer at two resolutions.
 
-It learns the tokens of a row from the low resolution and the rows above, and, where these are not drawn yet, without them.
+It learns to predict the tokens of a row from the low resolution and the rows above, and from the low resolution alone where the
+rows above are not generated yet.
 
-Shape suffixes: B pictures, N tokens at the high resolution, V vocabulary.
+Shape suffixes: B images, N tokens at the high resolution, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ logger = logging.getLogger("vargen")
 
 @dataclass(frozen=True)
 class UpsamplerConfig:
-    """How to train a `TokenUpsampler`. `model`: what its constructor takes beside vocabulary and grids."""
+    """How to train a `TokenUpsampler`. `model`: constructor arguments other than vocabulary and grids."""
 
     model: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
@@ -43,13 +44,13 @@ class UpsamplerConfig:
     low_grid: int = 8
     seed: int = 0
     batch_size: int = 32
-    caption_dropout: float = 0.0  # nothing is said to it
+    caption_dropout: float = 0.0  # unused: the upsampler has no caption
     shift_pixels: int = 8
     shift_variants: int = 4
     mirrored: float = 0.5
     recoloured: float = 0.15
-    token_noise: float = 0.1  # share of the tokens above that are others, per picture from 0 to this: drafts err
-    ahead_weight: float = 0.25  # of tokens whose row above is unknown
+    token_noise: float = 0.1  # share of known tokens that are wrong, per image uniform from 0 to this: drafts contain errors
+    ahead_weight: float = 0.25  # loss weight of tokens whose row above is unknown
     weight_decay: float = 0.01
     evaluate_every: int = 200
     checkpoint_every: int = 100
@@ -63,18 +64,17 @@ class UpsamplerConfig:
 def train_upsampler(
     recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
 ) -> dict[str, float]:
-    """Train until `recipe.schedule.steps`, resuming what is in `folder`; the weights land in `folder/upsampler`.
+    """Train until `recipe.schedule.steps`, resuming the run in `folder`; saves the weights to `folder/upsampler`.
 
     Args:
         tokenizer_folder: a saved `VQModel`.
 
     Returns:
-        Held-out nats a token and share of tokens that are the likeliest, where all rows above are known (`row`), and where none
-        is (`picture`).
+        Held-out nats per token and top-1 accuracy, with all rows above known (`row`) and with none known (`picture`).
 
     Raises:
-        ValueError: for pictures whose grid is no multiple of the low one, a run in `folder` that is damaged or was another
-            one, or one that diverged.
+        ValueError: for images whose grid is not a multiple of the low-resolution one, a run in `folder` that is damaged or has
+            another config, or a run that diverged.
     """
     trainer = _Trainer(recipe, data, tokenizer_folder, folder, device)
     run, steps = trainer.run, recipe.schedule.steps
@@ -99,7 +99,7 @@ def train_upsampler(
 
 
 class _Trainer:
-    """An up-sampler and all that its training changes."""
+    """An upsampler and the state that its training changes."""
 
     def __init__(
         self, recipe: UpsamplerConfig, data: CaptionedImages, tokenizer_folder: Path, folder: Path, device: torch.device
@@ -120,7 +120,7 @@ class _Trainer:
         self.dtype = preferred_dtype(device)
 
     def resumed(self) -> int:
-        """Take up what the folder holds; returns the step to go on with."""
+        """Restore the checkpoint in the folder, if any; returns the next step."""
         if not self.state:
             return 0
         self.model.load_state_dict(self.state["model"])
@@ -132,7 +132,7 @@ class _Trainer:
             return self.model(self.model.features(low), tokens, known).float()
 
     def step(self, step: int) -> Tensor:
-        """One step; returns the loss, nats a token."""
+        """Run one training step; returns the loss in nats per token."""
         recipe = self.recipe
         for group in self.stepper.param_groups:
             group["lr"] = recipe.schedule.learning_rate * recipe.schedule.factor(step)
@@ -157,7 +157,7 @@ class _Trainer:
 
     @torch.no_grad()
     def figures(self) -> dict[str, float]:
-        """On held-out concepts; see `train_upsampler`."""
+        """Return the metrics on held-out concepts; see `train_upsampler`."""
         self.model.eval()
         found: dict[str, list[Tensor]] = {}
         for start in range(0, len(self.held_out), self.recipe.batch_size):

@@ -1,6 +1,6 @@
-"""Pictures in variants, shifted, mirrored and in other colours, each with a caption that fits; and what encoders make of them.
+"""Image variants (shifted, mirrored, recolored) with matching captions, and what an encoder computes from them.
 
-Generators of both families are trained on these: tokens or latents of a picture's variants, computed once and kept.
+Generators of both families train on these: the tokens or latents of each variant are computed once and stored.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from vargen.training.dataset import CaptionedImages, to_pixels
 from vargen.training.focus import Focus
 from vargen.training.recolor import COLOURS, HUES, color_of_hue, dominant_hue, recolor_caption, turned
 
-_SAYS_ITS_COLOUR = 0.1  # share of captions that name the picture's own dominant colour
-_PART = 64  # pictures that are encoded at once
+_SAYS_ITS_COLOUR = 0.1  # probability of adding the image's own dominant color to a caption
+_PART = 64  # images per encoder batch
 
 
 class AugmentationConfig(Protocol):
-    """What a recipe says about the pictures that are seen."""
+    """The fields of a config that control augmentation."""
 
     @property
     def focus(self) -> Focus: ...
@@ -43,7 +43,7 @@ class AugmentationConfig(Protocol):
 
 
 def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
-    """uint8 pictures `[B, Y, X, 3]` moved by (dy, dx) pixels, white coming in."""
+    """Shift uint8 images `[B, Y, X, 3]` by (dy, dx) pixels and fill with white."""
     moved = np.full_like(pictures, 255)
     Y, X = pictures.shape[1:3]
     moved[:, max(dy, 0) : Y + min(dy, 0), max(dx, 0) : X + min(dx, 0)] = pictures[
@@ -53,18 +53,19 @@ def shifted(pictures: np.ndarray, dy: int, dx: int) -> np.ndarray:
 
 
 class VariantStore:
-    """What an encoder makes of pictures in variants, made when first asked for and kept on disk: `[N, variants, *shape]`.
+    """Encoder outputs of image variants, computed on first use and stored on disk: `[N, variants, *shape]`.
 
-    Variant 0 is the picture itself; then come copies shifted by a fixed list of offsets, then one in each of `COLOURS`, then,
-    where the recipe mirrors, the mirror images of the picture and of its shifted copies. The file is mapped and full of holes:
-    what was never asked for takes no space. Its name says what made it. Values are written in order and never all zero at the
-    end, so an entry whose last part is zero is not there yet, however the run was killed.
+    Variant 0 is the image itself; then come copies shifted by a fixed list of offsets, then one in each of `COLOURS`, then, if
+    the config mirrors images, the mirror images of the image and of its shifted copies. The file is memory-mapped and sparse:
+    entries that were never requested take no space. Its name identifies the inputs. Values are written in order and the last
+    part of a written entry is never all zero, so an entry whose last part is zero is not computed yet, however the run was
+    killed.
 
     Args:
-        made_of: names the encoder, in the file's name. shape, dtype: of what `encode` returns for one picture.
+        made_of: identifies the encoder in the file's name. shape, dtype: of the output of `encode` for one image.
 
     Attributes:
-        fast: whether encoding may be in bfloat16.
+        fast: whether encoding may run in bfloat16.
     """
 
     fast: ClassVar[bool] = True
@@ -77,7 +78,7 @@ class VariantStore:
         limit = recipe.shift_pixels
         drawn = np.random.default_rng(recipe.seed).integers(-limit, limit + 1, (recipe.shift_variants, 2))
         self.offsets = [(0, 0), *map(tuple, drawn.tolist())]
-        self.mirrored = len(self.offsets) + len(COLOURS)  # the first of the mirror images
+        self.mirrored = len(self.offsets) + len(COLOURS)  # index of the first mirror image
         variants = self.mirrored + (len(self.offsets) if recipe.mirrored else 0)
         whole = (len(images), variants, *shape)
         name = f"{kind}-{made_of}-{recipe.seed}-{limit}-{recipe.shift_variants}{'-mirrored' if recipe.mirrored else ''}.npy"
@@ -94,16 +95,16 @@ class VariantStore:
         self.hues: dict[int, float | None] = {}
 
     def hue(self, i: int) -> float | None:
-        """The dominant hue of picture i in degrees, if it has one."""
+        """Return the dominant hue of image i in degrees, if it has one."""
         if i not in self.hues:
             self.hues[i] = dominant_hue(np.asarray(self.images[i]))
         return self.hues[i]
 
     def picture(self, i: int, variant: int) -> np.ndarray:
-        """uint8 `[Y, X, 3]`.
+        """Return the variant of image i, uint8 `[Y, X, 3]`.
 
         Raises:
-            ValueError: for a colour of a picture without a dominant one.
+            ValueError: for a color variant of an image without a dominant hue.
         """
         picture = np.asarray(self.images[i])
         if variant >= self.mirrored:
@@ -116,12 +117,12 @@ class VariantStore:
         return turned(picture, HUES[COLOURS[variant - len(self.offsets)]] - hue)
 
     def encode(self, pixels_BCYX: Tensor) -> np.ndarray:
-        """What is kept of pictures in [-1, 1], under autocast where bfloat16 is fast; defined by the kind of store."""
+        """Encode images in [-1, 1] for storage, under autocast where bfloat16 is fast; defined by subclasses."""
         raise NotImplementedError
 
     @torch.no_grad()
     def rows(self, indices: Sequence[int], variants: Sequence[int]) -> np.ndarray:
-        """`[B, *shape]` of pictures at variants."""
+        """Return the outputs `[B, *shape]` of images at variants."""
         pairs = list(zip(indices, variants, strict=True))
         wanted = [pair for pair in dict.fromkeys(pairs) if not self.kept[pair][-1].any()]
         enabled = self.fast and preferred_dtype(self.device) == torch.bfloat16
@@ -136,7 +137,7 @@ class VariantStore:
 
 
 class Looks:
-    """What training sees, by (seed, step) alone."""
+    """Samples the images, variants and captions of each step, as a function of (seed, step)."""
 
     def __init__(self, data: CaptionedImages, store: VariantStore, recipe: AugmentationConfig):
         self.data, self.store, self.recipe = data, store, recipe
@@ -144,14 +145,14 @@ class Looks:
         self.cumulative = np.cumsum(recipe.focus.weights([data.records[i] for i in self.indices]))
 
     def __call__(self, step: int, count: int, stream: int = 0) -> tuple[list[int], list[int], list[str], Tensor]:
-        """Pictures, their variants, their captions, and which captions are dropped, bool `[count]`.
+        """Return indices of images, their variants, their captions, and which captions are dropped, bool `[count]`.
 
         Args:
-            stream: numbers the batches of a step.
+            stream: distinguishes several batches of one step.
         """
         draw = np.random.default_rng((self.recipe.seed, step, stream))
         words = random.Random(f"{self.recipe.seed} {step} {stream}")
-        # Stratified: one draw from each of `count` equal parts of the data, so that a batch is never all flags.
+        # Stratified: one sample from each of `count` equal parts of the data, so that a batch is never all flags.
         points = (np.arange(count) + draw.random(count)) / count
         chosen = self.indices[np.searchsorted(self.cumulative, points, side="right").clip(max=len(self.indices) - 1)].tolist()
         texts, variants = zip(*[self._variant(i, words) for i in chosen], strict=True)
@@ -159,7 +160,7 @@ class Looks:
         return chosen, list(variants), list(texts), dropped
 
     def _variant(self, i: int, words: random.Random) -> tuple[str, int]:
-        """A caption of picture i and the variant that fits it."""
+        """Sample a caption of image i and a variant that matches it."""
         text = self.data.sample_caption(i, words)
         variant, chance = words.randrange(len(self.store.offsets)), words.random()
         if self.recipe.mirrored and self.data.can_flip(i) and words.random() < self.recipe.mirrored:
