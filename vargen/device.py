@@ -19,7 +19,7 @@ from vargen.values import short_repr
 if TYPE_CHECKING:
     import torch
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # environment variables by which users set the thread count; torch reads them
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch; users set the thread count by them
 
 
 def set_passive_openmp_wait() -> None:

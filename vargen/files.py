@@ -136,7 +136,7 @@ def _clear(folder: Path) -> None:
     except OSError:
         return  # whatever is wrong with the folder, the write itself will report it
     for space in left:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another process is clearing it, or it belongs to another user
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another process is clearing it, or another user owns it
             touched = max(path.lstat().st_mtime for path in (space, *space.rglob("*")))
             lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
             try:

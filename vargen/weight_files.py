@@ -94,7 +94,7 @@ def check_layer_counts(
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), prefixes[0])
         held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
         absurd = isinstance(said, int) and said > MAX_LAYERS
-        if said != held and (held or absurd):  # a file without any such layers belongs to another network, which the shapes describe better
+        if said != held and (held or absurd):  # without any such layers it is another network: see its shapes
             what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {short_repr(value)}"
             raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
 
