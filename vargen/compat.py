@@ -159,9 +159,7 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
 
 
 def drop_empty_notices() -> None:
-    """Filter out the message that diffusers 0.39 logs, with an empty list, when it casts a network whose modules may all be
-    cast.
-    """
+    """Filter out a message of diffusers 0.39 with an empty list, logged when all modules of a network may be cast."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
     if _names_modules not in logger.filters:
         logger.addFilter(_names_modules)

@@ -78,8 +78,7 @@ def set_threads(count: int | None) -> None:
     """Fix the number of CPU threads that torch uses; None returns to autotuning.
 
     Raises:
-        ValueError: `count` is below 1 or above the machine's cores. More threads are never faster, and very many crash the
-            process.
+        ValueError: `count` is below 1 or above the machine's cores. More are never faster, and very many crash the process.
     """
     most = os.cpu_count() or 1
     if count is None:
@@ -168,8 +167,8 @@ def check_compile(compile: bool, device: str | torch.device) -> None:
 
 
 def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """Return bfloat16 where the hardware multiplies it, else float32: on a CPU without such instructions bfloat16 is 7 times
-    slower.
+    """Return bfloat16 if the hardware multiplies it, else float32: without such instructions a CPU is 7 times slower in
+    bfloat16.
     """
     import torch
 

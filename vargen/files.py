@@ -47,13 +47,11 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
         ) from None
 
 
-# -- what the three ways to write share ----------------------------------------------------------------------------
+# -- shared by the three kinds of writes ---------------------------------------------------------------------------
 
 
 def _machine() -> str:
-    """Return the scope within which a file lock proves that a process lives: the kernel's boot id, or the host name if
-    unknown.
-    """
+    """Return the scope in which a file lock proves that a process lives: the kernel's boot id, else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -236,7 +234,7 @@ def _move_back(space: Path) -> None:
     (space / _PLAN).unlink()
 
 
-# -- the three ways to write -----------------------------------------------------------------------------------------
+# -- three kinds of atomic writes ------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:

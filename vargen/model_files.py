@@ -28,8 +28,7 @@ def weight_file_kind(file: Path) -> tuple[str, ...] | None:
 
 
 def stale_weight_files(written: Path, folder: Path) -> list[Path]:
-    """Return weight files, shards and indices under `folder` that belong to weights just written to `written` but are not among
-    them.
+    """Return weight files, shards and indices under `folder` that weights just written to `written` make stale.
 
     A single file and shards of the same name hold different weights, and libraries differ in which of the two they open.
     """
@@ -72,9 +71,7 @@ def _is_model_file(file: Path) -> bool:
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does, without importing that class, which is not allowed
-    here.
-    """
+    """Write `model_index.json` as the pipeline's `save_pretrained` does; that class must not be imported here."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = type(part)

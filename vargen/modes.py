@@ -10,9 +10,7 @@ import torch
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Make normal tensors within `inference_mode_for`, for those that outlive it: they can be written to and used in
-    training.
-    """
+    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -21,7 +19,6 @@ def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
     """Run passes without gradients: in torch's inference mode on a CPU, where it lowers the cost of each operation.
 
     Elsewhere in `no_grad`: the host is not the bottleneck there, and offloaded weights, which are moved during a pass, could
-    not
-    be trained afterwards if they were inference tensors.
+    not be trained afterwards.
     """
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()

@@ -135,9 +135,8 @@ def convert_causal_video(
     Raises:
         FileExistsError, OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one of a
-        wrong
-            shape.
+        ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one
+            of a wrong shape.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")

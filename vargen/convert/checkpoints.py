@@ -29,9 +29,8 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
     A `.pt` file of the current format is memory-mapped: tensors are loaded when they are used.
 
     Raises:
-        ValueError: the file is not a checkpoint, is damaged, would execute code if it were fully unpickled, or holds tensors
-        that
-            are empty, sparse or otherwise not plain.
+        ValueError: the file is not a checkpoint, is damaged, would execute code if it were fully unpickled, or holds
+            tensors that are empty, sparse or otherwise not plain.
     """
     if file.suffix == ".safetensors":
         read_header(file)  # its message is clearer than the loader's

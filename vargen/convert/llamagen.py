@@ -113,7 +113,7 @@ def convert_llamagen(
     return output
 
 
-# -- what the shapes tell ------------------------------------------------------------------------------------
+# -- sizes from shapes ---------------------------------------------------------------------------------------
 
 
 def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
@@ -245,7 +245,7 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     }
 
 
-# -- what goes with the weights ------------------------------------------------------------------------------
+# -- text encoder and labels ---------------------------------------------------------------------------------
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

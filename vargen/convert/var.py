@@ -26,8 +26,7 @@ from vargen.model_files import write_model_index
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
 
-# Sampling settings of the official demo. Its "cfg" of 4 is the weight of the added difference, hence a guidance scale of 5
-# here.
+# Sampling settings of the official demo. Its "cfg" of 4 weights the added difference, so the guidance scale is 5 here.
 DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}
 _TRANSFORMER, _TOKENIZER = "VAR transformer", "VAR image tokenizer"
 
@@ -58,9 +57,8 @@ def convert_var(
         FileExistsError: `output` may not be replaced; raised before anything is read.
         OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor or
-        has
-            one of the wrong shape; or the files do not match each other.
+        ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
+            or has one of the wrong shape; or the files do not match each other.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
@@ -140,9 +138,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
 
 
 def _scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
-    """Return the scales, from the level of each position in official files, else from the official table with that many
-    positions.
-    """
+    """Return the scales by the level of each position in official files, else from the official table for `positions`."""
     if "lvl_1L" in state:
         sides = [math.isqrt(count) for count in torch.bincount(state["lvl_1L"].flatten().long()).tolist()]
         if sum(side * side for side in sides) != positions or state["lvl_1L"].numel() != positions:

@@ -24,8 +24,7 @@ from vargen.pipelines.validation import check_batch, check_prompts, check_seed
 
 @dataclass
 class MethodResult:
-    """Results of one method over all batches. Times cover prefill and the decoding loop, but not pixel decoding, which costs
-    all methods the same.
+    """Results of one method over all batches. Times include prefill, but not pixel decoding, which costs all methods the same.
 
     Attributes:
         kind: `"exact"` or `"relaxed"`.

@@ -133,8 +133,7 @@ _EXACT = "donot_use_mm_for_euclid_dist"
 
 
 def precision_recall(generated: Tensor, real: Tensor, k: int = 3) -> tuple[float, float]:
-    """Precision and recall (Kynkaanniemi et al. 2019): fractions of generated images in the real manifold, and of real in
-    generated.
+    """Fractions of generated images in the real manifold, and of real ones in the generated (Kynkaanniemi et al. 2019).
 
     The manifold of a set is the union of balls around its features `[N, D]`, each reaching to its k-th nearest neighbor.
 
@@ -161,15 +160,13 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor) -> float:
 
 
 def _distances(x: Tensor, y: Tensor) -> Tensor:
-    """Euclidean distances by matrix products, in double precision: in float32 rounding would dominate between close
-    features.
-    """
+    """Euclidean distances by matrix products, in double precision: float32 would lose small distances to rounding."""
     return torch.cdist(x.double(), y.double())
 
 
 def inception_score(logits: Tensor, splits: int = 10, seed: int = 2020) -> tuple[float, float]:
-    """Inception Score (Salimans et al. 2016): exp of the mean KL divergence of class probabilities from their mean; mean,
-    deviation.
+    """exp of the mean KL divergence of class probabilities from their mean (Salimans et al. 2016); mean and deviation over
+    splits.
 
     Args:
         logits: class scores `[N, classes]` as in the reference implementation: without bias, from FID's Inception.

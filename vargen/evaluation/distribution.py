@@ -28,8 +28,10 @@ from vargen.weight_files import load_npz, weights_digest
 
 @dataclass(frozen=True)
 class TestResult:
-    """The `statistic` of the two sets, its mean over permutations, and the fraction of permutations that reach it, where the
-    observed assignment counts as one of them.
+    """Result of a permutation test.
+
+    `statistic` is that of the two sets. Also its mean over permutations, and the fraction of permutations that reach it, where
+    the observed assignment counts as one.
     """
 
     __test__ = False  # keeps pytest from collecting it
@@ -183,8 +185,7 @@ def draw_many(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return tokens int64 `[pictures, N]` for the prompts in turn, with seeds from `seed`, sampled by `settings`, and mean
-    statistics.
+    """Generate tokens int64 `[pictures, N]` for the prompts in turn, with seeds from `seed`; returns them and mean statistics.
 
     Every batch is saved in `folder`, so an interrupted run resumes where it stopped. `weights` identifies the model.
 
@@ -252,8 +253,7 @@ def distribution_report(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
-    """Test each method's images against baseline images with other seeds; for next-scale models, the tokens of the finest
-    scale.
+    """Test each method's images against baseline images with other seeds; of several scales, only the finest is tested.
 
     The baseline itself, with a third set of seeds, shows the test results when there is no difference.
     """

@@ -34,9 +34,7 @@ Show = Callable[[int, int], None]
 
 @dataclass
 class Evaluation:
-    """Results of an evaluation: a row per method, the baseline's name if it is included, and the entries of the report's
-    head.
-    """
+    """Results of an evaluation: a row per method, the baseline's name if it is included, and the report's head."""
 
     rows: list[Quality]
     baseline: str | None
@@ -60,8 +58,7 @@ def open_reference(path: Path, instruments: Instruments, kept: Path | None = Non
 
     Args:
         path: `.npz` of statistics or of samples, in ADM's layout, or a folder of images. If a file holds both, as published
-            references do, the Frechet distance uses the statistics and all others use the samples, as in ADM's evaluation
-            suite.
+            references do, the Frechet distance uses the statistics and all others the samples, as in ADM's suite.
         kept: folder where features are cached.
 
     Raises:
@@ -87,9 +84,7 @@ def open_reference(path: Path, instruments: Instruments, kept: Path | None = Non
 
 
 def _of_samples(path: Path, extractor: Extractor, resize: int | None, kept: Path | None) -> Statistics:
-    """Return the statistics of a batch of samples, computed once if there is a cache folder `kept`, because samples are
-    many.
-    """
+    """Return the statistics of a batch of samples, computed only once if there is a cache folder `kept`."""
     file = None
     if kept is not None:
         key = hashlib.sha256(f"{file_digest(path)} {extractor.identity} {resize}".encode()).hexdigest()[:16]
@@ -247,9 +242,7 @@ def _about(instruments: Instruments, reference: Statistics | None) -> dict[str, 
 
 
 def write_all(folder: RunFolder, found: Evaluation) -> list[str]:
-    """Write report, tables, plot and contact sheets to the run directory; returns the file names. Without matplotlib, no
-    plot.
-    """
+    """Write report, tables, contact sheets and, with matplotlib, a plot to the run directory; returns the file names."""
     figures = []
     try:
         if plot_quality(found.rows, found.baseline, folder.path / "plot.png"):

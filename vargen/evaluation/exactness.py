@@ -161,8 +161,7 @@ def measure(
     index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
     drawn = torch.bincount(index, minlength=V**N).double() / chains
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
-    # The frequency of n samples has error e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi) and variance e^2 (1 - 2 /
-    # pi).
+    # A frequency of n samples has error e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi), variance e^2 (1 - 2 / pi).
     error = (truth * (1 - truth) / chains).sqrt()
     floor, spread = error.sum() * math.sqrt(2 / math.pi) / 2, (error.square().sum() * (1 - 2 / math.pi)).sqrt() / 2
     distance = (drawn - truth).abs().sum() / 2
@@ -170,8 +169,7 @@ def measure(
 
 
 def check(accelerator: Method, chains: int = CHAINS) -> Report:
-    """Check whether a method samples the model's distribution in every case, and whether the check detects its negative
-    controls.
+    """Check whether a method samples the model's distribution in every case, and whether negative controls are detected.
 
     Args:
         accelerator: windows and chains are cut to the models' five or six tokens, the stages of a schedule to three scales.

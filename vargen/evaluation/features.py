@@ -71,9 +71,7 @@ class Extractor:
 
 
 def module_extractor(module: nn.Module, name: str, device: torch.device | str = "cpu", normalized: bool = False) -> Extractor:
-    """Wrap any network that maps float images `[N, 3, Y, X]` in [0, 1] to features `[N, D]`; its identity is that of its
-    weights.
-    """
+    """Wrap a network of float images `[N, 3, Y, X]` in [0, 1] to features `[N, D]`; its weights define its identity."""
     network = module.to(device).eval().requires_grad_(False)
     digest = weights_digest(network)
     if not any(True for _ in network.parameters()):  # without weights, two such modules could not be distinguished
@@ -119,8 +117,10 @@ EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "cli
 
 
 def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
-    """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`, a
-    function that returns an `nn.Module` of images in [0, 1].
+    """Open an extractor: `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or your
+    own.
+
+    Your own is `module:function`, a function that returns an `nn.Module` of images in [0, 1].
 
     Raises:
         ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.

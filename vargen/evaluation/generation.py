@@ -2,8 +2,7 @@
 
 The unit of work is a batch of indices, fixed by their numbers, for one method. Batches are independent of each other, so
 shards and backends may divide them freely. If some images of a batch are missing, the whole batch is generated again and only
-the missing images are written: each image is thus always generated in the same batch, and is bitwise equal in spite of
-interruptions.
+the missing images are written. Each image is thus always generated in the same batch, and interruptions do not change a bit.
 """
 
 from __future__ import annotations
@@ -141,8 +140,7 @@ class Drawer:
         """Write the missing images of a unit; returns a manifest record for each.
 
         Raises:
-            OSError: an image cannot be written; says which one and what to do. Earlier ones are complete, and are generated
-                again.
+            OSError: an image cannot be written; says which one and what to do. Earlier ones are complete, but generated again.
         """
         subjects = [self.items.subject(item) for item in unit.items]
         seeds = [self.drawing.seed + item for item in unit.items]

@@ -49,8 +49,7 @@ def read_picture(file: Path) -> Image.Image:
 
 
 def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
-    """Return the images in a folder and its subfolders, sorted by name; prompts are given in that order, or read from our PNG
-    files.
+    """Return the images under a folder, sorted by name; prompts are given in that order, or read from our PNG files.
 
     Raises:
         ValueError: the folder has no images, or another number of prompts. FileNotFoundError: it is missing.

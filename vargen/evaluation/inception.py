@@ -157,9 +157,7 @@ class FIDInception(nn.Module):
         self.fc = nn.Linear(DIMENSIONS, CLASSES)
 
     def forward(self, pixels_NCYX: Tensor) -> tuple[Tensor, Tensor]:
-        """Return features `[N, 2048]` and class scores `[N, 1008]` without bias, for uint8 images `[N, 3, Y, X]` of any
-        size.
-        """
+        """Return features `[N, 2048]` and class scores `[N, 1008]` without bias for uint8 images `[N, 3, Y, X]`."""
         x = (resized_as_tensorflow(pixels_NCYX.to(self.fc.weight.dtype), SIDE) - 128) / 128
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))

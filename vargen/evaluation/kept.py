@@ -56,9 +56,7 @@ class Kept:
         return hashlib.sha256(json.dumps([self.identities[name], self.resize, pictures]).encode()).hexdigest()
 
     def held(self, chunk: Chunk, name: str) -> Rows | None:
-        """Return the cached measurements of exactly these images; None if there are none, or the entry was changed since it was
-        written.
-        """
+        """Return the cached measurements of exactly these images; None if there are none, or the entry was modified."""
         file = self._file(chunk, name)
         if file is None:
             return None

@@ -45,9 +45,7 @@ VOCABULARIES = (4096, 8192, 16384)
 
 
 def attention_bytes(shape: NetworkShape, R: int, T: int, slots: int, size: int) -> int:
-    """Bytes moved by one layer: keys and values once, queries and output, in elements of `size` bytes, and the tree mask
-    words.
-    """
+    """Bytes moved by one layer: keys and values once, queries and output, in elements of `size` bytes, and tree masks."""
     queries = 2 * R * T * shape.heads * shape.width * size
     return 2 * R * shape.key_heads * slots * shape.width * size + queries + 8 * T * -(-T // 64)
 
@@ -63,16 +61,16 @@ def sampler_bytes(rows: int, V: int, size: int) -> int:
 
 
 def commit_bytes(shape: NetworkShape, R: int, path: int, size: int) -> int:
-    """Bytes moved by a commit: keys and values of all layers are read and written, except for the root, which is already in
-    place.
-    """
+    """Bytes moved by a commit: keys and values of all layers, read and written, except for the root, which stays in place."""
     return shape.layers * R * shape.key_heads * (path - 1) * shape.width * size * 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Time of an implementation in `microseconds`, or the `reason` why there is none; `bytes`, the fewest that the operation
-    moves, and `share`, the fraction of the time that moving them takes at the rate of a copy.
+    """Time of an implementation in `microseconds`, or the `reason` why there is none.
+
+    `bytes` is the fewest that the operation moves, `share` the fraction of the time that moving them takes at the rate of a
+    copy.
     """
 
     operation: str
@@ -210,8 +208,9 @@ def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[
 
 
 def acceptance_operation(kind: str, V: int, T: int, device: torch.device, verify: Run) -> Operation:
-    """Verification of a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology, which
-    dispatches to the kernel itself. The bytes are those for a rejected first draft: a row of p and one of q.
+    """Verification of a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology.
+
+    The rule dispatches to the kernel itself. The bytes are those for a rejected first draft: a row of p and one of q.
     """
     implementations: dict[str, Run | str] = {
         "kernel": kernel_or_skip_reason(verify, device),
@@ -223,9 +222,7 @@ def acceptance_operation(kind: str, V: int, T: int, device: torch.device, verify
 def commit_operation(
     model: str, path: int, dtype: torch.dtype, device: torch.device, caches: Callable[[NetworkShape], Any]
 ) -> Operation:
-    """Committing a path of a pass to the cache. `caches` creates the library's cache of such a network, for two rows and
-    `dtype`.
-    """
+    """Commit of a path to the cache. `caches` creates the library's cache of such a network, for two rows and `dtype`."""
     shape = NETWORK_SHAPES[model]
     slots = torch.arange(path, device=device)[None].expand(2, -1)
     paths = torch.where(slots > 0, slots + 1, 0)

@@ -1,5 +1,4 @@
-"""Negative controls with draft trees: mistakes of released implementations and likely ones, which an exactness check must
-detect.
+"""Negative controls with draft trees: mistakes, of released implementations or likely ones, that a check must detect.
 
 Shape suffixes: B images, S drafts, V vocabulary.
 """

@@ -13,9 +13,7 @@ from vargen.device import cpu_has_bfloat16, cpu_model
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process's threads may use in total; OMP_PROC_BIND pins each thread to its own
-    core.
-    """
+    """Return the number of cores that all threads of this process may use; OMP_PROC_BIND pins each thread to one core."""
     if not hasattr(os, "sched_getaffinity"):
         return os.cpu_count() or 1
     torch.empty(torch.get_num_threads() << 16).fill_(0)  # starts torch's threads, which are listed below

@@ -121,9 +121,7 @@ def distances_of(
 
 
 def drift_of(own: Mapping[str, Tensor], features: Tensor | None, baseline: Tensor | None) -> Numbers:
-    """Compare with the baseline's images: fraction of equal ones, mean PSNR and SSIM of the others, Frechet distance of the
-    sets.
-    """
+    """Compare with the baseline's images: fraction of equal ones, mean PSNR and SSIM of the others, Frechet distance."""
     known = own["same"].isfinite()
     if not known.any():
         return {}

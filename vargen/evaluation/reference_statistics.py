@@ -180,8 +180,8 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
 
 
 def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Return the shape `(N, Y, X, 3)` and an iterator over the uint8 images `[Y, X, 3]` of a batch of samples (`.npz` or bare
-    `.npy`).
+    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a batch of samples, `.npz` or bare
+    `.npy`.
 
     Raises:
         FileNotFoundError: the file is missing. ValueError: it is damaged or holds no `arr_0` of uint8 images.
@@ -232,9 +232,7 @@ def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
 
 
 def holds_samples(path: Path, alone: bool = False) -> bool:
-    """Return whether an `.npz` holds a batch of samples; with `alone`, and no statistics, which published references
-    include.
-    """
+    """Return whether an `.npz` holds a batch of samples; with `alone`, also require that it holds no statistics."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

@@ -45,7 +45,9 @@ OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 
 
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
-    """Return the size of the draft model's own error, distributed by `errors`; it is similar for two consecutive blocks."""
+    """Return the size of the draft model's own error, distributed by `errors`; pairs of consecutive blocks share an error
+    range.
+    """
     places = torch.tensor([[block // 2, block + 1000]])
     kind, size = uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
     low, high = next((low, high) for share, low, high in errors if kind <= share)
@@ -123,9 +125,7 @@ def quality(seed: int, block: int, latents_FCYX: Tensor) -> float:
 
 
 def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[View], Tensor]:
-    """Return a scorer `[F]` of one video: the quality of each frame plus noise of that deviation, at a cost in matrix
-    products.
-    """
+    """Return a scorer `[F]` of one video: quality of each frame plus noise of deviation `noise`; costs matrix `products`."""
     matrix = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) / _SIZE**0.5
 
     def score(view: View) -> Tensor:

@@ -123,8 +123,10 @@ class TableModel:
 
 
 class TableEagle:
-    """`AutoregressiveHead` that looks up a table by a slot's token and the token in its feature: with the target's own table
-    its distribution equals the target's, provided that every token comes with the feature it was sampled from.
+    """`AutoregressiveHead` that looks up a table by a slot's token and the token in its feature.
+
+    With the target's own table its distribution equals the target's, provided that every token comes with the feature it was
+    sampled from.
     """
 
     def __init__(self, table: TableModel):
@@ -156,8 +158,10 @@ class TableMedusa:
 
 
 class TableLowRes:
-    """`LowResModel` whose image is a single token. It selects, with the token two places earlier, the probabilities in another
-    table, so that they depend on committed and drafted tokens. The image token changes as tokens are committed.
+    """`LowResModel` whose image is a single token.
+
+    That token and the token two places earlier select the probabilities in another table, so that they depend on committed and
+    drafted tokens. The image token changes as tokens are committed.
     """
 
     def __init__(self, table: TableModel):
@@ -188,8 +192,8 @@ class ScaleState:
 
 
 class ScaleTable:
-    """`ScaleModel` of V tokens; the condition is int64 `[B]`, and each value has its own table. A canvas holds the tokens so
-    far, and V where there is none.
+    """`ScaleModel` of V tokens; the condition is int64 `[B]`, with a table for each value. A canvas is the tokens, V where
+    missing.
 
     Raises an error in a pass whose earlier scales were fed other inputs than the current ones: a real cache would be stale.
     """

@@ -101,9 +101,7 @@ def drift(scores_F: Tensor) -> float:
 
 
 def block_jumps(frames_FCYX: Tensor, sizes: Sequence[int]) -> float:
-    """Return how much changes between blocks (of `sizes` frames) exceed the mean change within blocks: mean, each clipped
-    at 0.
-    """
+    """Return the mean excess of changes between blocks (of `sizes` frames) over the mean change within blocks, clipped at 0."""
     steps = frames_FCYX.diff(dim=0).abs().mean((1, 2, 3))
     borders = torch.tensor(sizes[:-1]).cumsum(0) - 1
     within = torch.ones(len(steps), dtype=torch.bool)

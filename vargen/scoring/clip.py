@@ -32,9 +32,7 @@ class CLIPScorer(BatchedScorer):
 
     Args:
         model: a model name of open_clip, such as `ViT-B-32`, or `hf-hub:owner/name`.
-        weights: a local checkpoint, or a pretrained tag of open_clip such as `openai`, which is downloaded once; not allowed
-        with
-            `hf-hub:`.
+        weights: a local checkpoint, or a pretrained tag of open_clip such as `openai`, downloaded once; not with `hf-hub:`.
         prefix: prepended to each prompt; "A photo depicts" is common with COCO captions.
 
     Raises:
@@ -69,9 +67,7 @@ class CLIPScorer(BatchedScorer):
 
 
 def open_clip_model(model: str, weights: str | Path | None, device: torch.device | str) -> tuple[Any, Any, Any, str]:
-    """Return network, preprocessing, tokenizer, and the name of the weights for tables; arguments and errors as for
-    `CLIPScorer`.
-    """
+    """Return network, preprocessing, tokenizer, and the weights' name for tables; arguments and errors as for `CLIPScorer`."""
     if installed_version("open-clip-torch") is None:
         raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
     ensure_torchvision()

@@ -29,9 +29,7 @@ class Frames(Protocol):
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
-    """Return by how much the change into a block exceeds the largest change within it, as mean absolute differences in [0,
-    1].
-    """
+    """Return by how much the change into a block exceeds the largest one within it; mean absolute differences in [0, 1]."""
     if previous_CYX is None:
         return 0.0
     into = float((frames_TCYX[0] - previous_CYX).abs().mean())
@@ -64,8 +62,9 @@ class FrameScorer:
         self.name = self.scorer.name
 
     def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
-        """Return a function that scores blocks of one prompt: float32 `[T]`, or `[frames]`, higher is better; raises as
-        `score_images`.
+        """Return a function that scores blocks of one prompt, float32 `[T]` or `[frames]`; raises as `score_images`.
+
+        Higher is better.
         """
 
         def scores(view: Frames) -> Tensor:

@@ -188,9 +188,7 @@ class ImageRewardScorer(BatchedScorer):
 
 
 def preprocessed(image: Image.Image) -> Tensor:
-    """Return float32 `[3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and standard
-    deviation.
-    """
+    """Return float32 `[3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and deviation."""
     from torchvision.transforms import functional as transforms
 
     resized = transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC)

@@ -42,9 +42,8 @@ _ENCODER = "emoji"  # source of the text encoder if a folder names none
 class ImageTextScorer(BatchedScorer):
     """Scores how well an image matches its prompt: the log odds of the pair, minus those of fixed captions.
 
-    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do. So,
-    if
-    the folder has fixed captions, their mean logit is subtracted, which makes different images of one prompt comparable.
+    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do. If
+    the folder has fixed captions, their mean logit is therefore subtracted, so that images of one prompt can be ranked.
 
     Args:
         source: name of a packaged scorer (`emoji-scorer`), or a folder.
@@ -81,9 +80,7 @@ class ImageTextScorer(BatchedScorer):
             self.fixed = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
-        """Return unit vectors `[len(texts), E]`; the cosine similarity with an image's vector measures how well the two
-        match.
-        """
+        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
         return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
 
     def embed_images(self, images: Images) -> Tensor:

@@ -37,9 +37,7 @@ SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _ima
 
 
 def default_scorer(model: str) -> str | None:
-    """Return the packaged scorer for images of a packaged model: `emoji-scorer` for `emoji` and `emoji-var`; None if there is
-    none.
-    """
+    """Return the packaged scorer of a packaged model: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
     from vargen.scoring.packaged import packaged_scorers
 
     name = f"{model.split('-')[0]}-scorer"
