@@ -245,7 +245,7 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     }
 
 
-# -- text encoder and labels ---------------------------------------------------------------------------------
+# -- text encoder --------------------------------------------------------------------------------------------
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:

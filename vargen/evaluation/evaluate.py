@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def default_reference(extractor: str | None) -> Path | None:
-    """Return the path of the reference statistics packaged with an extractor."""
+    """Return the path of the reference statistics packaged with an extractor; None if there are none."""
     if extractor not in packaged_scorers():
         return None
     file = scorer_folder(str(extractor)) / REFERENCE

@@ -149,7 +149,7 @@ class RunFolder:
         return f"images/{file_slug(method)}/{item // _PER_FOLDER:03d}/{item:08d}.png"
 
     def journal(self, shard: int, shards: int) -> Path:
-        """Return the manifest path of a shard. Raises ValueError if its folder is not a folder."""
+        """Return the manifest path of a shard. Raises ValueError if a file is in the place of the manifest folder."""
         return self._manifests() / f"shard-{shard}-of-{shards}.jsonl"
 
     def settings(self) -> dict[str, Any]:
