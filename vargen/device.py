@@ -167,8 +167,8 @@ def check_compile(compile: bool, device: str | torch.device) -> None:
 
 
 def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """Return bfloat16 if the hardware multiplies it, else float32: without such instructions a CPU is 7 times slower in
-    bfloat16.
+    """Return bfloat16 if the hardware multiplies it, else float32: without such instructions, bfloat16 is 7 times slower on a
+    CPU.
     """
     import torch
 

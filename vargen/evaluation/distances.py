@@ -165,8 +165,7 @@ def _distances(x: Tensor, y: Tensor) -> Tensor:
 
 
 def inception_score(logits: Tensor, splits: int = 10, seed: int = 2020) -> tuple[float, float]:
-    """exp of the mean KL divergence of class probabilities from their mean (Salimans et al. 2016); mean and deviation over
-    splits.
+    """exp of the mean KL divergence of class probabilities from their mean (Salimans et al. 2016); mean, deviation.
 
     Args:
         logits: class scores `[N, classes]` as in the reference implementation: without bias, from FID's Inception.

@@ -28,10 +28,9 @@ from vargen.weight_files import load_npz, weights_digest
 
 @dataclass(frozen=True)
 class TestResult:
-    """Result of a permutation test.
+    """`statistic` of the two sets, its mean over permutations, and the fraction of permutations that reach it.
 
-    `statistic` is that of the two sets. Also its mean over permutations, and the fraction of permutations that reach it, where
-    the observed assignment counts as one.
+    The observed assignment counts as one of the permutations.
     """
 
     __test__ = False  # keeps pytest from collecting it

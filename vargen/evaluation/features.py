@@ -117,10 +117,9 @@ EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "cli
 
 
 def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
-    """Open an extractor: `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or your
-    own.
+    """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`.
 
-    Your own is `module:function`, a function that returns an `nn.Module` of images in [0, 1].
+    The function returns an `nn.Module` of images in [0, 1].
 
     Raises:
         ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.

@@ -1,4 +1,5 @@
 """Kernel benchmarks against the alternatives: torch's attention with a mask, FlexAttention, and the library's plain torch code.
+
 What a machine cannot run is listed with the reason. Network shapes and lower bounds on the bytes that each operation moves
 are defined here as well; `benchmarks/kernels_static` uses them without a GPU.
 
@@ -69,8 +70,7 @@ def commit_bytes(shape: NetworkShape, R: int, path: int, size: int) -> int:
 class Timing:
     """Time of an implementation in `microseconds`, or the `reason` why there is none.
 
-    `bytes` is the fewest that the operation moves, `share` the fraction of the time that moving them takes at the rate of a
-    copy.
+    `bytes` is the fewest that the operation moves, `share` the fraction of the time that this takes at the rate of a copy.
     """
 
     operation: str

@@ -162,9 +162,7 @@ Point = tuple[Quality, float, float, float | None]
 
 
 def _panels(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, list[Point], bool]]:
-    """Return title, points with interval half-widths, and whether lower is better, for metrics that two or more methods
-    have.
-    """
+    """Return title, points with interval half-widths, and whether lower is better, for metrics of two or more methods."""
     drawn = [row for row in rows if row.speed.get("tokens_per_pass") is not None]
     found: list[tuple[str, list[Point], bool]] = []
     distances: list[Point] = [

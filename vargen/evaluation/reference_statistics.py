@@ -180,8 +180,7 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
 
 
 def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a batch of samples, `.npz` or bare
-    `.npy`.
+    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
 
     Raises:
         FileNotFoundError: the file is missing. ValueError: it is damaged or holds no `arr_0` of uint8 images.

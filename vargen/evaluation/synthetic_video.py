@@ -45,9 +45,7 @@ OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 
 
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
-    """Return the size of the draft model's own error, distributed by `errors`; pairs of consecutive blocks share an error
-    range.
-    """
+    """Return the size of the draft model's own error, by `errors`; each pair of consecutive blocks has one error range."""
     places = torch.tensor([[block // 2, block + 1000]])
     kind, size = uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
     low, high = next((low, high) for share, low, high in errors if kind <= share)
