@@ -159,7 +159,7 @@ def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
 
 
 def drop_empty_notices() -> None:
-    """Filter out a message of diffusers 0.39 with an empty list, logged when all modules of a network may be cast."""
+    """Filter out the message, naming no modules, that diffusers 0.39 logs if no module has to stay in float32 in a cast."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
     if _names_modules not in logger.filters:
         logger.addFilter(_names_modules)

@@ -198,7 +198,7 @@ def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Meth
     return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
 
 
-# -- known-wrong variants -----------------------------------------------------------------------------------------------
+# -- negative controls --------------------------------------------------------------------------------------------------
 
 
 @acceptance_rule(exact=True)

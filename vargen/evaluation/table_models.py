@@ -194,9 +194,8 @@ class ScaleState:
 class ScaleTable:
     """`ScaleModel` of V tokens; the condition is int64 `[B]`, with a table for each value.
 
-    A canvas holds the tokens so far, and V where there is none. A pass whose earlier scales were fed other inputs than the
-    current
-    ones raises an error: a real cache would be stale.
+    A canvas holds the tokens so far, and V where there is none. A pass raises an error if its earlier scales were fed other
+    inputs than the current ones, because a real cache would be stale.
     """
 
     def __init__(
