@@ -1,6 +1,6 @@
 """Fast visual autoregressive generation.
 
-Public names load on first use, so ``import vargen`` is cheap and pulls in no torch.
+Public names are loaded on first use, so `import vargen` is cheap and does not import torch.
 """
 
 from importlib import import_module
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 from vargen.device import set_passive_openmp_wait
 
-set_passive_openmp_wait()  # before torch is imported, which reads once how its threads wait
+set_passive_openmp_wait()  # must run before torch is imported: OpenMP reads its wait policy once
 
 __version__ = "0.1.0"
 
@@ -37,7 +37,7 @@ __all__ = [
     "open_pipeline",
 ]
 
-# Public name -> the module that defines it.
+# Maps each public name to the module that defines it.
 _HOMES = {
     "Accelerator": "vargen.decoding",
     "CausalVideoPipeline": "vargen.pipelines.causal_video",
@@ -53,7 +53,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Load a public name from its home (PEP 562).
+    """Load a public name from the module that defines it (PEP 562).
 
     Raises:
         AttributeError: `name` is not public.
@@ -61,7 +61,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'vargen' has no attribute {name!r}")
     value = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = value  # the next access skips this function
+    globals()[name] = value  # later accesses bypass this function
     return value
 
 

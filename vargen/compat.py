@@ -1,4 +1,4 @@
-"""What other packages make necessary: the torchvision guard, shadowed names, version probes."""
+"""Compatibility with other packages: the torchvision guard, shadowed package names, version probes."""
 
 import contextlib
 import functools
@@ -17,16 +17,16 @@ logger = logging.getLogger("vargen")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _guard_lock = Lock()
-tokenizer_lock = Lock()  # of all tokenizers, for their every use; see `tokenized`
-# A torch.library.Library takes its operators with it when it is collected: keep it as long as the process.
+tokenizer_lock = Lock()  # shared by all tokenizers and held for every use of one; see `tokenized`
+# Operators are unregistered when their torch.library.Library is collected, so keep it for the life of the process.
 _declared: list[Any] = []
 
 _OPERATOR_SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Version of an installed distribution, None if it is not installed. Imports nothing of it."""
-    from importlib.metadata import PackageNotFoundError, version  # costs more than the rest of this module
+    """Return the version of an installed distribution, or None if it is not installed, without importing the package."""
+    from importlib.metadata import PackageNotFoundError, version  # importing it takes longer than the rest of this module
 
     try:
         return version(distribution)
@@ -35,10 +35,10 @@ def installed_version(distribution: str) -> str | None:
 
 
 def check_matplotlib(purpose: str) -> None:
-    """Say before hours of work, not after them, that a plot cannot be drawn. Imports nothing of matplotlib.
+    """Check that plots can be made, so that a long run fails at its start and not at its end. Does not import matplotlib.
 
     Args:
-        purpose: begins the message, such as "--plot needs".
+        purpose: begins the error message, for example "--plot needs".
 
     Raises:
         ImportError: matplotlib is not installed.
@@ -48,20 +48,20 @@ def check_matplotlib(purpose: str) -> None:
 
 
 def ensure_torchvision() -> bool:
-    """Make torchvision importable, and with it transformers' and diffusers' classes, which import it.
+    """Make torchvision importable, and with it the classes of transformers and diffusers that import it.
 
-    The torchvision wheel in the public index is built for CUDA. Over a CPU-only torch its binary does not
-    load, and the import dies on `operator torchvision::nms does not exist`. Only then are the two operators
-    that it misses declared (without a kernel: calling them still fails) and the import is repeated. Declaring
-    them earlier would clash with a binary that does load. Call this before importing vision classes of
-    transformers, or anything of diffusers. It may be called any number of times.
+    The torchvision wheel on PyPI is built for CUDA. With a CPU-only torch its binary does not load, and the import
+    fails with `operator torchvision::nms does not exist`. Only in that case are the two missing operators declared
+    (without a kernel, so calling them still fails) and the import is repeated. Declaring them earlier would clash
+    with a binary that does load. Call this before importing vision classes of transformers, or anything of
+    diffusers. Repeated calls are allowed.
 
     Returns:
         Whether torchvision can be used; False if it is not installed.
 
     Raises:
-        RuntimeError: torchvision is installed and fails for another reason, or still fails after the repair.
-        ImportError: torchvision is installed and misses something else that it needs.
+        RuntimeError: torchvision is installed but fails for another reason, or still fails after the repair.
+        ImportError: torchvision is installed but one of its dependencies is missing.
     """
     with _guard_lock:
         try:
@@ -75,7 +75,7 @@ def ensure_torchvision() -> bool:
             if "torchvision::" not in str(error):
                 raise
             reason = str(error)
-        # Out of the except clause, so that a second failure does not read as a failure of the handler.
+        # Outside the except clause, so that a second failure is not reported as raised while handling the first.
         _drop_modules("torchvision")
         _declare_operators()
         importlib.import_module("torchvision")
@@ -88,7 +88,7 @@ def ensure_torchvision() -> bool:
 
 
 def lend_moved_functions() -> None:
-    """Put functions of transformers where image-reward 1.5 imports them from. Releases from 4.56 have them elsewhere."""
+    """Restore functions of transformers to where image-reward 1.5 imports them from; transformers 4.56 moved them."""
     from transformers import modeling_utils, pytorch_utils
 
     for name in ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer"):
@@ -107,32 +107,32 @@ def _declare_operators() -> None:
 
 
 def _drop_modules(package: str) -> None:
-    """Forget a half-loaded package: a failed import leaves its finished submodules behind."""
+    """Remove a partly imported package from sys.modules: a failed import leaves the submodules that did load."""
     for name in [n for n in sys.modules if n == package or n.startswith(package + ".")]:
         del sys.modules[name]
 
 
 def defer_to_installed_package(name: str, folder: str) -> None:
-    """Give a top-level name that a folder of this repository shadows back to the distribution it belongs to.
+    """Return a top-level name that a folder of this repository shadows to the installed distribution of that name.
 
-    With the repository root first on sys.path (`python app.py`, `python -m pytest`), `import kernels` by
-    another library would find our folder. The folder's `__init__` calls this when it is imported under such
-    a bare name: the package of that name further down the path takes its place in sys.modules.
+    With the repository root first on sys.path (`python app.py`, `python -m pytest`), `import kernels` in another
+    library would find our folder. The folder's `__init__` calls this function when it is imported under such a
+    bare name, and the package of that name further down the path replaces it in sys.modules.
 
-    Where there is none, the import passes and gives an empty package without submodules or version. It must
-    not fail: transformers 5 imports what it finds under a name to learn its version, and takes "none" for
-    "not available", but lets an error through.
+    If there is no such package, the import succeeds and yields an empty package without submodules or version. It
+    must not fail: transformers 5 imports whatever it finds under a name to read its version. It treats a missing
+    version as "not available", but does not catch an error.
 
     Args:
         name: the bare name being imported, for example "kernels".
-        folder: the folder that was found under it.
+        folder: the folder that was found under that name.
     """
     spec = _find_beside(name, folder)
     if spec is None or spec.loader is None:
-        sys.modules[name].__path__ = []  # our modules are never importable twice, under two names
+        sys.modules[name].__path__ = []  # prevents importing our modules a second time under other names
         return
     module = importlib.util.module_from_spec(spec)
-    # The import system returns what stands in sys.modules when the folder's own __init__ has run.
+    # The import system returns the entry in sys.modules after the folder's own __init__ has run.
     sys.modules[name] = module
     spec.loader.exec_module(module)
 
@@ -141,7 +141,7 @@ def _find_beside(name: str, folder: str) -> ModuleSpec | None:
     root = os.path.realpath(os.path.dirname(folder))
     path = [entry for entry in sys.path if os.path.realpath(entry or os.getcwd()) != root]
     for finder in sys.meta_path:
-        # The others (built-in, frozen, those of editable installs) do not look at sys.path.
+        # The other finders (built-in, frozen, editable installs) ignore sys.path.
         spec = finder.find_spec(name, path if finder is PathFinder else None, None)
         if spec is not None and spec.loader is not None:
             return spec
@@ -149,17 +149,17 @@ def _find_beside(name: str, folder: str) -> ModuleSpec | None:
 
 
 def tokenized(tokenizer: Any, texts: Any, **options: Any) -> Any:
-    """What a tokenizer of transformers makes of texts; from several threads, one after the other.
+    """Call a transformers tokenizer on `texts`, one thread at a time.
 
-    A fast tokenizer keeps truncation and padding in itself, sets them at each call, and raises "Already borrowed" if another
-    thread reads them.
+    A fast tokenizer stores truncation and padding as its own state, sets them on each call, and raises "Already borrowed" if
+    another thread reads them meanwhile.
     """
     with tokenizer_lock:
         return tokenizer(texts, **options)
 
 
 def drop_empty_notices() -> None:
-    """Drop what diffusers 0.39 logs when a network is cast of which no module has to stay in float32: a list of none."""
+    """Filter out the message, naming no modules, that diffusers 0.39 logs if no module has to stay in float32 in a cast."""
     logger = logging.getLogger("diffusers.models.modeling_utils")
     if _names_modules not in logger.filters:
         logger.addFilter(_names_modules)
@@ -170,9 +170,9 @@ def _names_modules(record: logging.LogRecord) -> bool:
 
 
 def without_autocast(function: _F) -> _F:
-    """A decorator: run in the dtypes of the weights, whatever `torch.autocast` surrounds the call.
+    """Decorator: run in the dtypes of the weights, regardless of any surrounding `torch.autocast`.
 
-    Networks here choose their own dtypes; with autocast on top, what a cache holds and what is written to it would differ.
+    The networks choose their own dtypes; autocast on top of that would make new keys and values differ in dtype from the cache.
     """
 
     @functools.wraps(function)

@@ -1,6 +1,6 @@
-"""Where networks run, in which dtype, and on how many CPU threads. Importing this module imports no torch.
+"""Device, dtype and number of CPU threads of the networks. Importing this module does not import torch.
 
-By which path they run there is decided in `vargen.kernels.dispatch`.
+The choice between kernels and plain torch code is made in `vargen.kernels.dispatch`.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ from vargen.values import short_repr
 if TYPE_CHECKING:
     import torch
 
-THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # variables by which people choose; torch reads them
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")  # read by torch; users set the thread count by them
 
 
 def set_passive_openmp_wait() -> None:
-    """Let OpenMP threads sleep while they wait for work. `import vargen` calls this; once torch is imported it has no effect.
+    """Make OpenMP threads sleep while they wait for work. `import vargen` calls this; it has no effect once torch is imported.
 
-    By default they spin, and beside other programs that is ruinous: two threads on two busy cores took 33 to 97 ms for a pass
-    of one token that takes 12 ms with one, and 14 to 26 ms with two that sleep. A user's own setting stays.
+    By default they spin, which is very slow on a busy machine: with two cores busy, a one-token pass took 33 to 97 ms on two
+    spinning threads, 14 to 26 ms on two sleeping threads and 12 ms on one thread. A value set by the user is kept.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")):
         os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 def cpu_model() -> str:
-    """Name of the processor, as its system gives it."""
+    """Return the name of the processor as the operating system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             key, _, value = line.partition(":")
             if key.strip() in ("model name", "Model") and value.strip():
                 return value.strip()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         pass
     return platform.processor() or platform.machine()
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Return the number of cores available to this process."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def physical_cores() -> int:
-    """Of the cores, how many are not two threads of one; all of them where the system does not tell."""
+    """Return the number of physical cores, counting hyperthreads once; all available cores if the system does not report it."""
     siblings = set()
     for core in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
         try:
@@ -61,24 +61,24 @@ def physical_cores() -> int:
 
 
 class _Threads:
-    """What is in force. `before` is torch's number while some work has another one, nested or beside other work."""
+    """The current thread setting. `before` is torch's own number, kept while nested or concurrent work uses another one."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.fixed: int | None = None  # by `set_threads`
+        self.fixed: int | None = None  # set by `set_threads`
         self.before = 0
-        self.depth = 0  # blocks of `threads` that run
-        self.own = threading.local()  # `count`: what a block around this thread's work has set
+        self.depth = 0  # number of active `threads` blocks
+        self.own = threading.local()  # `count`: the number set by a block around this thread's work
 
 
 _state = _Threads()
 
 
 def set_threads(count: int | None) -> None:
-    """Let torch use `count` CPU threads from now on, whatever is measured; None leaves the choice to measurement.
+    """Fix the number of CPU threads that torch uses; None returns to autotuning.
 
     Raises:
-        ValueError: for a count below 1 or above the machine's cores. More never pay, and very many end the process.
+        ValueError: `count` is below 1 or above the machine's cores. More are never faster, and very many crash the process.
     """
     most = os.cpu_count() or 1
     if count is None:
@@ -93,7 +93,7 @@ def set_threads(count: int | None) -> None:
 
 
 def user_thread_count() -> tuple[int, str] | None:
-    """The number of threads that a person or a block around this one chose, and where; None where measurement may choose."""
+    """Return the thread count chosen by the user or an enclosing block, and where it was set; None if it may be autotuned."""
     import torch
 
     if (count := getattr(_state.own, "count", None)) is not None:
@@ -105,13 +105,13 @@ def user_thread_count() -> tuple[int, str] | None:
             if os.environ.get(name, "").strip():
                 return torch.get_num_threads(), name
         current = _state.before if _state.depth else torch.get_num_threads()
-    # Torch begins with a thread for each core, or for each physical one; any other number was set by a call.
+    # Torch starts with one thread per logical or per physical core; any other number was set by a call.
     return None if current in (available_cores(), max(physical_cores(), 2)) else (current, "torch.set_num_threads")
 
 
 @contextmanager
 def threads(count: int) -> Iterator[None]:
-    """`count` threads for the block, then torch's number from before. Threads of Python may do this beside each other."""
+    """Use `count` threads within the block, then restore torch's previous number. Python threads may do this concurrently."""
     import torch
 
     with _state.lock:
@@ -131,10 +131,10 @@ def threads(count: int) -> Iterator[None]:
 
 
 def select_device(name: str | torch.device) -> torch.device:
-    """The device to run on; `"auto"` takes a GPU where there is one.
+    """Return the device to run on; `"auto"` selects a GPU if there is one.
 
     Raises:
-        ValueError: for what is no device, or a GPU that torch does not see.
+        ValueError: `name` is not a device, or is a GPU that torch does not see.
     """
     import torch
 
@@ -145,17 +145,17 @@ def select_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise ValueError(f"device must be auto, cpu, cuda or another device of torch, got {short_repr(name)}") from None
-    if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large ones to below 0
+    if device.type == "cuda" and not 0 <= (device.index or 0) < gpus:  # torch wraps large indices to negative ones
         seen = f"sees {gpus} GPUs" if gpus else "sees no GPU"
         raise ValueError(f"device must be cpu, auto or a GPU that is there: torch {seen}, got {str(device)!r}")
     return device
 
 
 def check_compile(compile: bool, device: str | torch.device) -> None:
-    """Raise ValueError if passes are to be compiled that run on a CPU.
+    """Raise ValueError if compiled passes are requested on a CPU.
 
-    The compiler's code copies the cache for what a pass writes to it, which is over half of its time, and, because shapes are
-    the same in every pass, attends to all slots: a pass of one token of the packaged model took 17 ms, and 5.5 ms eagerly.
+    The compiled code copies the cache to write to it, which is over half of its time, and, because all passes have the same
+    shapes, attends to every slot: a one-token pass of the packaged model took 17 ms compiled and 5.5 ms in eager mode.
     """
     import torch
 
@@ -167,7 +167,7 @@ def check_compile(compile: bool, device: str | torch.device) -> None:
 
 
 def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
-    """bfloat16 where hardware multiplies it; float32 on a CPU without such instructions, where bfloat16 is 7 times slower."""
+    """Return bfloat16 if the hardware multiplies it, else float32: a CPU without it is 7 times slower in bfloat16."""
     import torch
 
     if torch.device(device).type != "cpu":
@@ -176,7 +176,7 @@ def preferred_dtype(device: str | torch.device = "cpu") -> torch.dtype:
 
 
 def cpu_has_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions: AVX-512 BF16, AMX, or Arm's. False where torch cannot tell."""
+    """Return whether this CPU has bfloat16 matrix instructions (AVX-512 BF16, AMX or Arm's); False if torch cannot tell."""
     import torch
 
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

@@ -1,4 +1,4 @@
-"""A full disk, said in one way whichever library was writing."""
+"""One error message for a full disk, whichever library was writing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 @contextmanager
 def disk_errors(output: Path) -> Iterator[None]:
-    """Let a full disk in the block, which keeps nothing that is half written, be an error that names `output`.
+    """Convert a full-disk error in the block to one that names `output`. The block must not leave partly written files.
 
     Raises:
-        OSError: with the system's number, and without the name of a file that is gone.
+        OSError: with the system's error number, and without the name of a temporary file that no longer exists.
     """
     try:
         yield
@@ -33,5 +33,5 @@ def disk_errors(output: Path) -> Iterator[None]:
 def _number(error: Exception) -> int | None:
     if isinstance(error, OSError):
         return error.errno
-    told = re.search(r"\(os error (\d+)\)", str(error))  # of safetensors, whose errors are no OSError
+    told = re.search(r"\(os error (\d+)\)", str(error))  # safetensors raises errors that are not OSError
     return int(told[1]) if told else None

@@ -1,7 +1,7 @@
-"""Files and folders that appear whole or not at all, whatever stops the process that writes them.
+"""Atomic writes of files and folders: each appears whole or not at all, even if the writing process is killed.
 
-What is being written lies in a hidden folder `.vargen-*.writing` beside its place. A process that is killed leaves it there;
-the next write in the same folder takes it away, or finishes it where the killed one was already moving files to their places.
+Data being written is kept in a hidden folder `.vargen-*.writing` next to its destination. A killed process leaves it there.
+The next write in the same folder removes it or, if the killed process was already moving files into place, finishes the moves.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ if sys.platform != "win32":
 
 _PREFIX, _SUFFIX = ".vargen-", ".writing"
 _LOCK, _PLAN = "lock", "plan.json"
-_ABANDONED_SECONDS = 86400.0  # untouched for so long, what another machine was writing is taken for abandoned
+_ABANDONED_SECONDS = 86400.0  # after this time without changes, a scratch folder of another machine counts as abandoned
 
 
 def expand_user(path: str | Path, name: str = "path") -> Path:
-    """`path` with the home folder for a leading `~` or `~user`.
+    """Return `path` with a leading `~` or `~user` replaced by the home folder.
 
     Raises:
-        ValueError: naming the argument, where there is no such user, or for a NUL byte.
+        ValueError: naming the argument, if there is no such user or the path contains a NUL byte.
     """
     if "\0" in str(path):
         raise ValueError(f"{name} must be a path, and no path holds a NUL byte, as {str(path)!r} does")
@@ -47,11 +47,11 @@ def expand_user(path: str | Path, name: str = "path") -> Path:
         ) from None
 
 
-# -- what the three ways to write share ----------------------------------------------------------------------------
+# -- shared by the three kinds of writes ---------------------------------------------------------------------------
 
 
 def _machine() -> str:
-    """Within it, a file lock tells surely whether a process lives: a boot of a kernel; its name where no boot is known."""
+    """Return the scope in which a file lock proves that a process lives: the kernel's boot id, else the host name."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -63,7 +63,7 @@ def _machine_digest() -> str:
 
 
 def _lock(file: int, wait: bool) -> bool | None:
-    """Whether this process has the lock now; None where the system or the file system has no locks."""
+    """Return whether this process now holds the lock; None if the system or the file system has no locks."""
     if sys.platform == "win32":
         return None
     try:
@@ -77,42 +77,42 @@ def _lock(file: int, wait: bool) -> bool | None:
 
 @contextmanager
 def _scratch(folder: Path) -> Iterator[Path]:
-    """Yield a new hidden folder in `folder`, which goes at the end; before it, those that killed processes left there.
+    """Yield a new hidden folder in `folder` and remove it at the end; first clean up those that killed processes left there.
 
-    The system frees the lock of a killed process, and of no other. A process id in the name would be less: ids are used again,
-    and mean nothing in another container. A lock may mean nothing on another machine of a shared file system, so the machine
-    is in the folder's name: there from the first moment to the last, wherever a process is killed.
+    The system releases the lock of a process exactly when that process ends. A process id in the name would be weaker: ids are
+    reused, and mean nothing in another container. On a shared file system a lock may not hold across machines, so the folder's
+    name includes the machine: it is there from the start, whenever a process is killed.
     """
     _clear(folder)
     space, lock = _new_scratch(folder)
     try:
         yield space
     finally:
-        if not (space / _PLAN).exists():  # else it holds the only copies of files that could not be put back
+        if not (space / _PLAN).exists():  # otherwise it holds the only copies of files that could not be moved back
             _remove(space, lock)
         else:
             os.close(lock)
 
 
 def _new_scratch(folder: Path) -> tuple[Path, int]:
-    """A new hidden folder in `folder` with its lock, which this process has where there are locks."""
+    """Create a hidden folder in `folder` with its lock, held by this process where locks are supported."""
     while True:
         space = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{_machine_digest()}-", suffix=_SUFFIX, dir=folder))
         try:
             lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
         except FileNotFoundError:
-            continue  # another process took it for a killed one's, as it may until it is locked
+            continue  # another process took it for abandoned, which it may until the folder is locked
         except BaseException:
             shutil.rmtree(space, ignore_errors=True)
             raise
-        _lock(lock, wait=True)  # for one who looks whether it is abandoned
+        _lock(lock, wait=True)  # lets other processes see that the folder is in use
         if _is_file(space / _LOCK, lock):
             return space, lock
         os.close(lock)
 
 
 def _is_file(path: Path, file: int) -> bool:
-    """Whether `path` is the file that was opened, not another that has taken its place, nor gone."""
+    """Return whether `path` is still the opened file: neither replaced by another nor deleted."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(file))
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def _is_file(path: Path, file: int) -> bool:
 
 
 def _remove(space: Path, lock: int) -> None:
-    if sys.platform == "win32":  # which keeps files that are open
+    if sys.platform == "win32":  # Windows does not delete open files
         os.close(lock)
     shutil.rmtree(space, ignore_errors=True)
     if sys.platform != "win32":
@@ -128,13 +128,13 @@ def _remove(space: Path, lock: int) -> None:
 
 
 def _clear(folder: Path) -> None:
-    """Take away what killed processes left in `folder`; what they were already moving to its place gets there first."""
+    """Remove what killed processes left in `folder`, after finishing the moves that they had begun."""
     try:
         left = [Path(entry.path) for entry in os.scandir(folder) if _is_scratch(entry)]
     except OSError:
-        return  # whatever is wrong with it, the write will say
+        return  # whatever is wrong with the folder, the write itself will report it
     for space in left:
-        with contextlib.suppress(OSError, ValueError, KeyError):  # another process clears it, or it is another user's
+        with contextlib.suppress(OSError, ValueError, KeyError):  # another process is clearing it, or another user owns it
             touched = max(path.lstat().st_mtime for path in (space, *space.rglob("*")))
             lock = os.open(space / _LOCK, os.O_CREAT | os.O_RDWR, 0o600)
             try:
@@ -155,29 +155,29 @@ def _is_scratch(entry: os.DirEntry[str]) -> bool:
 
 
 def _is_dead(space: Path, lock: int, touched: float) -> bool:
-    """Whether the process that made a scratch folder is gone; then this process has its lock, where there are locks.
+    """Return whether the process that made a scratch folder has ended; if so, this process now holds its lock, where supported.
 
     Args:
-        touched: seconds since the epoch; when something in it was last changed.
+        touched: time of the last change in the folder, in seconds since the epoch.
     """
     free = _lock(lock, wait=False)
     here = space.name.startswith(f"{_PREFIX}{_machine_digest()}-")
     if free and not _is_file(space / _LOCK, lock):
-        return False  # a lock that is gone tells nothing of the one that has taken its place
+        return False  # a deleted lock says nothing about the one that replaced it
     return free is not False and ((free and here) or time.time() - touched > _ABANDONED_SECONDS)
 
 
 def _commit(space: Path, goes: Iterable[str], first: str = "model_index.json") -> None:
-    """Let the files in `space / "new"` take their places in the folder that holds `space`, and `goes`, names in it, go.
+    """Move the files in `space / "new"` into the folder that contains `space`, and delete the names in `goes` from that folder.
 
-    Either all of it happens or nothing, unless the process is killed amid the moves: then the next write in the folder goes on
-    with them. `first` goes first and comes last, so that meanwhile nothing opens a mix of two models.
+    Either everything happens or nothing. If the process is killed during the moves, the next write in the folder finishes
+    them. `first` is removed first and added last, so that a mix of two models cannot be opened meanwhile.
     """
     new, target = space / "new", space.parent
     comes = sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_symlink() or not path.is_dir())
     leave = {*goes, *(name for name in comes if os.path.lexists(target / name))}
     plan = {
-        "goes": sorted(leave, key=lambda name: (name != first, name)),  # a link before what is seen through it
+        "goes": sorted(leave, key=lambda name: (name != first, name)),  # a link comes before the files reached through it
         "folders": sorted(str(path.relative_to(new)) for path in new.rglob("*") if path.is_dir()),
         "comes": sorted(comes, key=lambda name: name == first),
     }
@@ -199,7 +199,7 @@ def _plan_of(space: Path) -> tuple[list[str], list[str], list[str]]:
 
 
 def _move(space: Path) -> None:
-    """Carry out the plan; what was done of it already is not done again."""
+    """Carry out the plan, skipping steps that are already done."""
     goes, folders, comes = _plan_of(space)
     target, new, old = space.parent, space / "new", space / "old"
     for name in goes:
@@ -213,12 +213,12 @@ def _move(space: Path) -> None:
             os.replace(new / name, target / name)
     for folder in {(target / name).parent for name in goes} - {target}:
         with contextlib.suppress(OSError):
-            folder.rmdir()  # a part that the new model lacks, if nothing of the user's is in it
+            folder.rmdir()  # a component that the new model lacks, unless it holds files of the user
     (space / _PLAN).unlink()
 
 
 def _move_back(space: Path) -> None:
-    """Undo what was done of the plan."""
+    """Undo the steps of the plan that were done."""
     goes, folders, comes = _plan_of(space)
     target, new, old = space.parent, space / "new", space / "old"
     for name in comes:
@@ -234,39 +234,39 @@ def _move_back(space: Path) -> None:
     (space / _PLAN).unlink()
 
 
-# -- the three ways to write -----------------------------------------------------------------------------------------
+# -- three kinds of atomic writes ------------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
-    """Where downloads, data sets and measurements are kept: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
+    """Return the folder of downloads, data sets and measurements: `$VARGEN_CACHE`, or `~/.cache/vargen`."""
     return Path(os.environ.get("VARGEN_CACHE") or Path.home() / ".cache" / "vargen")
 
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[Path]:
-    """Yield a path of the same name to write, which takes the place of `path` only if the block succeeds.
+    """Yield a temporary path of the same file name; the file written to it replaces `path` only if the block succeeds.
 
     Raises:
-        OSError: if the folder cannot be made or written.
+        OSError: the folder cannot be created or written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _scratch(path.parent) as space:
         (space / "new").mkdir()
         temporary = space / "new" / path.name
         yield temporary
-        with open(temporary, "r+b") as written:  # Windows flushes only what is open for writing
+        with open(temporary, "r+b") as written:  # Windows flushes only files that are open for writing
             os.fsync(written.fileno())
         os.replace(temporary, path)
 
 
 @contextmanager
 def atomic_merge(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder whose files take their places under `folder` when the block ends well; if not, none does.
+    """Yield an empty folder whose files are moved into `folder` if the block succeeds; otherwise none of them is.
 
-    Others that `folder` holds stay, but for shards of weights that were written anew.
+    Other files in `folder` are kept, except for shards of weights that were rewritten.
 
     Raises:
-        OSError: if the folder cannot be made or written; before the block runs.
+        OSError: the folder cannot be created or written; raised before the block runs.
     """
     folder.mkdir(parents=True, exist_ok=True)
     try:
@@ -282,19 +282,19 @@ def atomic_merge(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator[Path]:
-    """An empty folder whose model takes the place of the one in `output` when the block ends well, else vanishes.
+    """Yield an empty folder; the model written to it replaces the one in `output` if the block succeeds, else it is discarded.
 
     Args:
-        output: made with its parents; or the model in it is replaced, and whatever else it holds stays.
-        inputs: what the block reads; none may lie in `output` if that is replaced.
-        overwrite: whether a folder that holds a `model_index.json` may be written to. Any other never is, unless it is empty.
+        output: created with its parents if missing; otherwise only the model files in it are replaced.
+        inputs: paths that the block reads; none may be inside `output` if that is replaced.
+        overwrite: whether a folder that holds a `model_index.json` may be written to. Any other non-empty folder never is.
 
     Raises:
-        FileExistsError: `output` is there and may not be replaced.
-        OSError: nothing can be written there. Both before the block runs; or the disk is full.
+        FileExistsError: `output` exists and may not be replaced; raised before the block runs.
+        OSError: nothing can be written there, raised before the block runs; or the disk is full.
     """
     target = expand_user(output, "output").resolve()
-    beside = next((parent for parent in target.parents if parent.exists()), target)  # the root has none
+    beside = next((parent for parent in target.parents if parent.exists()), target)  # the root has no parents
     for folder in (target, beside):
         _clear(folder)
     old = target.exists() and (not target.is_dir() or any(target.iterdir()))
@@ -304,14 +304,14 @@ def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator
         raise FileExistsError(f"{output} is not a model folder, so it is not overwritten; choose another")
     if old and any(path.resolve().is_relative_to(target) for path in inputs):
         raise FileExistsError(f"{output} holds what is to be converted; choose another folder")
-    # In the target, or beside it, so that taking places is a rename. Missing parents are made at the end.
+    # Inside the target or next to it, so that the final move is a rename. Missing parents are created at the end.
     there = target.is_dir()
     with contextlib.ExitStack() as stack:
         stack.enter_context(disk_errors(output))
         try:
             space = stack.enter_context(_scratch(target if there else beside))
             folder = space / "new"
-            folder.mkdir()  # unlike mkdtemp's, open to whom the umask lets in
+            folder.mkdir()  # unlike mkdtemp, mkdir follows the umask
         except OSError as error:
             raise OSError(f"cannot write {output}: {error}") from error
         yield folder

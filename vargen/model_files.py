@@ -1,4 +1,4 @@
-"""Which files of a folder are its model's, which belong to weights that others replace, and a pipeline's index."""
+"""The model files of a folder, weight files that newer ones make stale, and the pipeline's index."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from vargen.compat import installed_version
 
 _WEIGHT_FILE = re.compile(r"(?P<stem>[^.]+?)(\.(?P<variant>[^.]+?))?(-\d+-of-\d+)?\.safetensors")
 _INDEX_FILE = re.compile(r"(?P<stem>[^.]+?)\.safetensors\.index(\.(?P<variant>[^.]+))?\.json")
-_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # as diffusers and transformers name theirs
-# What they write beside weights: of networks, and of tokenizers.
+_WEIGHT_STEMS = ("diffusion_pytorch_model", "model")  # file names used by diffusers and transformers
+# Other files they write: configurations of networks, and files of tokenizers.
 _PART_FILE = re.compile(
     r"(generation_)?config\.json|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab)\.json"
     r"|(vocab|merges)\.txt|(spiece|sentencepiece\.bpe|tokenizer)\.model|chat_template\.(jinja|json)"
@@ -22,15 +22,15 @@ _PART_FILE = re.compile(
 
 
 def weight_file_kind(file: Path) -> tuple[str, ...] | None:
-    """Stem and variant that a weight file, shard or index belongs to; None for other files."""
+    """Return the stem and variant that a weight file, shard or index belongs to; None for other files."""
     match = _WEIGHT_FILE.fullmatch(file.name) or _INDEX_FILE.fullmatch(file.name)
     return match and (match["stem"], match["variant"] or "")
 
 
 def stale_weight_files(written: Path, folder: Path) -> list[Path]:
-    """Weight files, shards and indices under `folder` that belong to weights newly in `written`, and are not among its files.
+    """Return weight files, shards and indices under `folder` that weights just written to `written` make stale.
 
-    One file beside shards of the same name holds other weights, and which of the two is opened differs by library.
+    A single file and shards of the same name hold different weights, and libraries differ in which of the two they open.
     """
     stale: list[Path] = []
     for part in {file.parent.relative_to(written) for file in written.rglob("*.safetensors")}:
@@ -42,10 +42,10 @@ def stale_weight_files(written: Path, folder: Path) -> list[Path]:
 
 
 def model_files(folder: Path, new: Path) -> list[str]:
-    """Names of the files in `folder` that its model consists of, as this library writes models.
+    """Return the names of the files in `folder` that make up its model, as this library writes models.
 
-    These are `model_index.json` and, in the folders of the parts that it names, configurations, weights of any variant and
-    tokenizers' files; so in folders that parts in `new` are to have. Everything else is the user's.
+    These are `model_index.json` and, in the folders of the components that it names, configurations, weights of any variant
+    and tokenizer files; likewise in the folders of the components in `new`. All other files belong to the user.
     """
     try:
         index = json.loads((folder / "model_index.json").read_text(encoding="utf-8"))
@@ -57,7 +57,7 @@ def model_files(folder: Path, new: Path) -> list[str]:
     found = ["model_index.json"] if os.path.lexists(folder / "model_index.json") else []
     for part in parts:
         if (folder / part).is_symlink():
-            found.append(part)  # the link goes, and nothing is written where it led
+            found.append(part)  # the link itself is removed; nothing is written to its target
         elif (folder / part).is_dir():
             found += [f"{part}/{file.name}" for file in (folder / part).iterdir() if _is_model_file(file)]
     return found
@@ -71,7 +71,7 @@ def _is_model_file(file: Path) -> bool:
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """`model_index.json` as the pipeline's `save_pretrained`, which must not be imported here, writes it."""
+    """Write `model_index.json` as the pipeline's `save_pretrained` does; that class must not be imported here."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = type(part)

@@ -1,4 +1,4 @@
-"""In which of torch's modes passes run: without gradients, and on a CPU in inference mode."""
+"""The torch mode of forward passes: no gradients, and inference mode on a CPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ import torch
 
 @contextmanager
 def normal_tensors() -> Iterator[None]:
-    """Inside `inference_mode_for`, for what outlives them: tensors made here may be written to, and used in training,
-    anywhere."""
+    """Make normal tensors inside `inference_mode_for`, for use after it: they may be written to and used in training."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
 
 def inference_mode_for(device: torch.device) -> AbstractContextManager[None]:
-    """Passes without gradients: on a CPU torch's inference mode, in which an operation costs it less.
+    """Run passes without gradients: in torch's inference mode on a CPU, where it lowers the cost of each operation.
 
-    Elsewhere `no_grad`: there the host is not what is waited for, and offloaded weights, which are moved amid a pass, would be
-    of no use for training afterwards.
+    Elsewhere in `no_grad`: the host is not the bottleneck there, and offloaded weights, which are moved during a pass, could
+    not be trained afterwards.
     """
     return torch.inference_mode() if device.type == "cpu" else torch.no_grad()

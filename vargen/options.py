@@ -1,6 +1,6 @@
-"""The settings of sampling, each said once: checks, the command, the page and the documentation read them here.
+"""The sampling options, defined once: validation, command line, demo page and documentation read them from here.
 
-Imports no torch, so that `vargen --help` is quick.
+Does not import torch, so that `vargen --help` is fast.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from vargen.values import parse_float, parse_int, short_repr
 
 @dataclass(frozen=True)
 class Option:
-    """A setting of sampling: what it may be and what it does. Checks, command, page and documentation read it here.
+    """A sampling option: its allowed values and its description.
 
     Attributes:
         name: of the argument.
-        allowed: what error messages call the values it may have.
-        help: what it does, a few words for people.
-        neutral: the value that changes nothing.
-        least, most: bounds. above: whether `least` itself is out.
-        whole: whether only whole numbers are allowed. optional: whether None is.
-        usual: values that people give, where a bound lies far beyond them.
-        slider: least, most and step of a control on a page; a control that cannot say None says 0.
+        allowed: description of the allowed values in error messages.
+        help: short description for users.
+        neutral: the value that has no effect.
+        least, most: bounds. above: whether `least` itself is excluded.
+        whole: whether only whole numbers are allowed. optional: whether None is allowed.
+        usual: common range, where a bound is far outside it.
+        slider: minimum, maximum and step of a page control; a control that cannot express None uses 0 for it.
     """
 
     name: str
@@ -41,14 +41,14 @@ class Option:
 
     @property
     def label(self) -> str:
-        """For people: "Top-k" for `top_k`."""
+        """The display name: "Top-k" for `top_k`."""
         return self.name.removesuffix("_scale").replace("_", "-").capitalize()
 
     def check(self, value: Any) -> Any:
-        """The value as a plain float or int, or None where that is allowed.
+        """Return the value as a plain float or int, or None where that is allowed.
 
         Raises:
-            ValueError: for anything else, naming the setting, the value and what is allowed.
+            ValueError: the value is not allowed; the message names the option, the value and what is allowed.
         """
         if value is None and self.optional:
             return None
@@ -60,7 +60,7 @@ class Option:
         return number
 
 
-# Every setting of a call by name.
+# All sampling options of a call, by name.
 OPTIONS: dict[str, Option] = {
     option.name: option
     for option in (
@@ -70,7 +70,7 @@ OPTIONS: dict[str, Option] = {
             help="how closely to follow the prompt; 1 is off",
             neutral=1.0,
             least=0.0,
-            most=1000.0,  # far beyond any use; float32 logits hold it, and not 1e38
+            most=1000.0,  # far beyond any use; float32 logits still hold it, unlike 1e38
             usual="1 to 10",
             slider=(0, 20, 0.1),
         ),
@@ -107,6 +107,6 @@ OPTIONS: dict[str, Option] = {
 
 
 def options_table() -> str:
-    """The options as a table in Markdown, for the documentation."""
+    """Return the options as a Markdown table for the documentation."""
     rows = [f"| `{each.name}` | {each.allowed} | {each.help} | {each.neutral} |" for each in OPTIONS.values()]
     return "\n".join(["| option | may be | what it does | changes nothing |", "|---|---|---|---|", *rows])

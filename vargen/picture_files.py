@@ -1,7 +1,7 @@
-"""Picture files of users and of others, opened as pictures and as nothing else.
+"""Safe opening of image files from users and third parties.
 
-Pillow takes a file for what its first bytes say, and hands one of PostScript to Ghostscript, which runs it. So every place that
-opens a picture opens it here, where only formats of pixels are known.
+Pillow selects the format by a file's first bytes, and passes PostScript to Ghostscript, which executes it. So every image is
+opened here, where only raster formats are allowed.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import BinaryIO
 from PIL import Image, UnidentifiedImageError
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-MOST_PIXELS = 80_000_000  # of a picture; Pillow warns of a little more
+MOST_PIXELS = 80_000_000  # of an image; Pillow warns slightly above this
 _EIGHT_BITS = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBX", "RGBa", "CMYK", "YCbCr", "LAB", "HSV")
 
 
 class PictureFileError(ValueError):
-    """A file that is no picture, is damaged, or is too large.
+    """Raised for a file that is not an image, is damaged, or is too large.
 
     Attributes:
-        reason: without the file's name.
+        reason: the message without the file name.
     """
 
     def __init__(self, name: str, reason: str):
@@ -34,15 +34,15 @@ class PictureFileError(ValueError):
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, or a link to one, to be read. A pipe or a device, which may never end, is not waited for.
+    """Open a regular file, or a link to one, for reading. Never waits for a pipe or device, which may have no end.
 
     Raises:
-        OSError: if it cannot be opened, or is no regular file.
+        OSError: it cannot be opened, or is not a regular file.
     """
     _check_regular(os.stat(path), path)
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
     try:
-        _check_regular(os.fstat(descriptor), path)  # it may have been exchanged meanwhile
+        _check_regular(os.fstat(descriptor), path)  # the file may have been replaced since the first check
         return os.fdopen(descriptor, "rb")
     except BaseException:
         os.close(descriptor)
@@ -58,21 +58,21 @@ def _check_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def opened_picture(source: str | os.PathLike[str] | BinaryIO, name: str = "picture") -> Iterator[Image.Image]:
-    """A picture of which no pixel is read yet.
+    """Yield an opened image whose pixels are not decoded yet.
 
     Args:
-        source: a file's path, or an open file, which stays open. name: of the argument, for the error.
+        source: a file's path, or an open file, which is not closed. name: of the argument, for the error message.
 
     Raises:
-        PictureFileError: naming the file, if it cannot be read, is of none of `FORMATS` or has more than `MOST_PIXELS`;
-            likewise for whatever the block, which should only decode, fails with.
+        PictureFileError: naming the file, if it cannot be read, is not in one of `FORMATS` or has more than `MOST_PIXELS`
+            pixels. Any error in the block, which should only decode, is converted to it, too.
     """
     path = source if isinstance(source, str | os.PathLike) else None
     said = name if path is None else f"{name} {os.fspath(path)!r}"
     try:
         with open_regular(path) if path is not None else nullcontext(source) as file:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # it is an error here
+                warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # raised as an error here
                 image = Image.open(file, formats=FORMATS)
             with image:
                 if image.width * image.height > MOST_PIXELS:
@@ -86,13 +86,13 @@ def opened_picture(source: str | os.PathLike[str] | BinaryIO, name: str = "pictu
         raise PictureFileError(said, f"it must have at most {MOST_PIXELS:,} pixels, and has more") from error
     except UnidentifiedImageError as error:
         raise PictureFileError(said, f"no picture, or none of {', '.join(FORMATS)}") from error
-    except Exception as error:  # Pillow has many; a truncated PNG alone can give OSError, SyntaxError or ValueError
+    except Exception as error:  # Pillow raises many types; a truncated PNG alone can give OSError, SyntaxError or ValueError
         reason = error.strerror if isinstance(error, OSError) and error.strerror else "damaged or cut off"
         raise PictureFileError(said, reason) from error
 
 
 def on_white(image: Image.Image) -> Image.Image:
-    """The picture in RGB, on white where it is transparent."""
+    """Convert the image to RGB, with transparent areas on white."""
     if image.mode not in ("LA", "La", "PA", "RGBA", "RGBa") and "transparency" not in image.info:
         return image.convert("RGB")
     picture = image.convert("RGBA")

@@ -1,4 +1,4 @@
-"""Files that others may have changed, opened without waiting: only regular ones, and of a text no more than it may hold."""
+"""Untrusted files, opened without blocking: only regular files, and texts only up to a maximum size."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pathlib import Path
 
 from vargen.files import expand_user
 
-STDIN = "-"  # in place of a file's name: standard input
+STDIN = "-"  # stands for standard input in place of a file name
 
 
 def open_regular(path: str | Path) -> BufferedReader:
-    """Open a regular file for reading; a pipe would be waited for, and a device has no end.
+    """Open a regular file for reading; a pipe would block, and a device has no end.
 
     Raises:
-        OSError: if it cannot be opened, or is something else, also where a link leads to it.
+        OSError: it cannot be opened, or is not a regular file, also if reached through a link.
     """
-    if stat.S_ISREG(os.stat(path).st_mode):  # to open a device may already do something
+    if stat.S_ISREG(os.stat(path).st_mode):  # checked first: merely opening a device can have effects
         file = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
         if stat.S_ISREG(os.fstat(file).st_mode):
             return os.fdopen(file, "rb")
@@ -31,14 +31,14 @@ def open_regular(path: str | Path) -> BufferedReader:
 
 
 def read_text(path: str | Path, name: str, most: int) -> str:
-    """UTF-8 text of a regular file, or of standard input where `path` is `-`.
+    """Read UTF-8 text from a regular file, or from standard input if `path` is `-`.
 
     Args:
-        name: of the argument, for errors. most: bytes.
+        name: of the argument, for error messages. most: maximum size in bytes.
 
     Raises:
-        ValueError: for what is no regular file, more bytes than `most`, or no UTF-8; names the argument.
-        FileNotFoundError, IsADirectoryError, PermissionError: likewise.
+        ValueError: naming the argument, if it is not a regular file, is larger than `most` bytes, or is not UTF-8.
+        FileNotFoundError, IsADirectoryError, PermissionError: likewise naming the argument.
     """
     if str(path) == STDIN:
         if sys.stdin is None:

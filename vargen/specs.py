@@ -1,4 +1,4 @@
-"""What a string names: one of several in a list, `name:key=value,...`, or a part of someone's module, `module:name`."""
+"""Parsing of specifications: comma-separated lists, `name:key=value,...`, and `module:name` for user code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vargen.values import short_repr
 
 
 def split_specs(text: str | Sequence[str]) -> list[str]:
-    """The parts of a comma-separated list whose parts may have options: `a,b:x=1,y=2,c` is `a`, `b:x=1,y=2` and `c`."""
+    """Split a comma-separated list whose parts may have options: `a,b:x=1,y=2,c` gives `a`, `b:x=1,y=2` and `c`."""
     found: list[str] = []
     for part in (text if isinstance(text, str) else ",".join(text)).split(","):
         name = part.split("=", 1)[0]
@@ -24,10 +24,10 @@ def split_specs(text: str | Sequence[str]) -> list[str]:
 
 
 def read_spec(spec: str) -> tuple[str, dict[str, str]]:
-    """Name and options of `name:key=value,...`.
+    """Return the name and options of `name:key=value,...`.
 
     Raises:
-        ValueError: for an option without a value, or one given twice.
+        ValueError: an option has no value or is given twice.
     """
     name, _, rest = spec.partition(":")
     options: dict[str, str] = {}
@@ -40,13 +40,13 @@ def read_spec(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def imported(spec: str, what: str) -> Any:
-    """What `module:name` names; modules of the current folder are found, too.
+    """Import the object that `module:name` refers to; modules in the current folder are found, too.
 
     Args:
-        what: it is to be, for messages, such as `scorer`.
+        what: the kind of object for error messages, for example `scorer`.
 
     Raises:
-        ValueError: for what is written otherwise, a module that cannot be imported, for whatever reason, or has no such name.
+        ValueError: the specification has another form, the module cannot be imported for any reason, or lacks the name.
     """
     module, _, name = spec.partition(":")
     if not all(part.isidentifier() for part in module.split(".")) or not name.isidentifier():
@@ -57,15 +57,15 @@ def imported(spec: str, what: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except MemoryError:
         raise
-    except (Exception, SystemExit) as error:  # someone's module may raise anything
+    except (Exception, SystemExit) as error:  # user modules may raise anything
         raise ValueError(f"{what} {short_repr(spec)} could not be imported: {type(error).__name__}: {error}") from error
 
 
 def of_ones_own(spec: str, what: str) -> Any:
-    """As `imported`, of a part that is to be called: nothing of Python itself, such as `os:system`, is imported or called.
+    """Import an object that will be called; as `imported`, but rejects Python's own modules (such as `os:system`) unimported.
 
     Raises:
-        ValueError: for a module of Python itself; and see `imported`.
+        ValueError: for a module of Python itself; see also `imported`.
     """
     if spec.split(":")[0].split(".")[0] in sys.stdlib_module_names:
         raise ValueError(f"{what} {short_repr(spec)} must be of a module of yours, and this one is a part of Python")

@@ -1,4 +1,4 @@
-"""Single values that a caller gave: read as a number, or quoted in a message. One reading for every setting and count."""
+"""Parsing of single values given by a caller, and quoting them in messages; shared by all settings and counts."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numbers
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-_LONGEST = 100  # characters of a quoted value
+_LONGEST = 100  # maximum length of a quoted value, in characters
 
 
 def parse_float(value: Any) -> float | None:
-    """A finite real number of Python or NumPy as a float; None for anything else, also True, NaN and 10**400."""
+    """Return a finite real number of Python or NumPy as a float; None for anything else, including True, NaN and 10**400."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         return None
     try:
@@ -23,7 +23,7 @@ def parse_float(value: Any) -> float | None:
 
 
 def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
-    """A whole number of Python or NumPy from `least` to `most` as an int; None for anything else, also True and 2.0."""
+    """Return a whole number of Python or NumPy from `least` to `most` as an int; None for anything else, even True and 2.0."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         return None
     number = int(value)
@@ -31,28 +31,28 @@ def parse_int(value: Any, least: int, most: int | None = None) -> int | None:
 
 
 def short_repr(value: Any) -> str:
-    """`repr(value)` for a message: cut where it is long, and never an error of its own."""
+    """Return `repr(value)` for a message, truncated if it is long; never raises."""
     try:
         text = repr(value)
-    except Exception:  # Python refuses to print an integer of more than 4300 digits, for one
+    except Exception:  # for example, Python refuses to print an integer of more than 4300 digits
         text = f"a {type(value).__name__} that cannot be printed"
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 
 def suggest_names(name: str, names: Iterable[str]) -> str:
-    """What to tell someone whose `name` is none of `names`."""
+    """Return a hint for an unknown `name`: similar names, or those that exist."""
     names = list(names)
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.4)
     return f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names)}"
 
 
 def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
-    """What `named` holds under `value`, or `value` itself if it is callable.
+    """Return the entry of `named` under `value`, or `value` itself if it is callable.
 
     Raises:
-        ValueError: for an unknown name. TypeError: for what is neither a name nor callable.
+        ValueError: for an unknown name. TypeError: for a value that is neither a name nor callable.
     """
-    if callable(value) and not isinstance(value, type):  # a class would be made, not asked
+    if callable(value) and not isinstance(value, type):  # calling a class would create an instance
         return value
     if not isinstance(value, str):
         raise TypeError(f"{argument} must be one of {', '.join(map(repr, named))} or a function, got {short_repr(value)}")

@@ -1,6 +1,6 @@
-"""Weight files checked by their headers: no tensor is read before names and shapes are known to fit. A digest of weights.
+"""Validation of weight files by their headers: no tensor is read before names and shapes are known to fit. A weight digest.
 
-And files of pickled tensors or of arrays, read as data only: nothing in them runs.
+Also loads pickled tensors and arrays as data only: no code in them is executed.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from safetensors import SafetensorError, safe_open
 from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
-MAX_LAYERS = 1000  # networks of more are not even described: that takes minutes
-FLOATS = ("F64", "F32", "F16", "BF16")  # what a network computes in, by safetensors' names
+MAX_LAYERS = 1000  # networks with more are rejected early: even constructing them without memory takes minutes
+FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that a network can compute in, by their safetensors names
 
 
 @dataclass(frozen=True)
 class Stored:
-    """What a header tells of a tensor: its shape, and its dtype by safetensors' name."""
+    """The header entry of a tensor: its shape, and its dtype by safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -37,17 +37,17 @@ Header = dict[str, Stored]
 
 
 def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> Header:
-    """The tensors of `folder/stem.safetensors`, or of its shards, by their names.
+    """Return the tensors of `folder/stem.safetensors`, or of its shards, by name.
 
     Args:
-        variant: part of the files' names, such as "fp16", where diffusers puts it.
+        variant: part of the file names, for example "fp16", placed where diffusers places it.
 
     Raises:
-        ValueError: if a file is missing, damaged or not safetensors.
+        ValueError: a file is missing, damaged or not safetensors.
     """
     named = f".{variant}" if variant else ""
     single, index = folder / f"{stem}{named}.safetensors", folder / f"{stem}.safetensors.index{named}.json"
-    if index.is_file():  # which diffusers prefers, too
+    if index.is_file():  # diffusers prefers it as well
         files = _shards(index)
     elif single.is_file():
         files = [single]
@@ -59,7 +59,7 @@ def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> H
 
 
 def check_weights(found: Header, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
-    """Raise ValueError unless the tensors are exactly the `expected` ones, of dtypes that can be used; see `check_dtypes`."""
+    """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `check_dtypes`."""
     check_shapes({name: stored.shape for name, stored in found.items()}, expected, where)
     check_dtypes(found, where, dtypes)
 
@@ -68,7 +68,7 @@ def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = N
     """Raise ValueError naming the first tensor of a wrong dtype.
 
     Args:
-        dtypes: the one that each tensor must be of; by default any may be of any of `FLOATS`.
+        dtypes: the required dtype of each tensor; by default any of `FLOATS` is accepted.
     """
     for name, stored in found.items():
         allowed = FLOATS if dtypes is None else (dtypes[name],)
@@ -80,11 +80,11 @@ def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = N
 def check_layer_counts(
     found: Header, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
 ) -> None:
-    """Raise ValueError unless the file has as many layers as its config says: known before a network of that size is built.
+    """Raise ValueError unless the file has the number of layers in its config; checked before a network of that size is built.
 
     Args:
-        counted: what stands before a layer's number in tensor names, by the config's name for how many there are; the first
-            of which there are tensors counts.
+        counted: by config key of a layer count, the prefixes before the layer number in tensor names; the first prefix with
+            any tensors is counted.
     """
     for key, prefixes in counted.items():
         if key not in config:
@@ -94,13 +94,13 @@ def check_layer_counts(
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), prefixes[0])
         held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
         absurd = isinstance(said, int) and said > MAX_LAYERS
-        if said != held and (held or absurd):  # a file with none is another network's, of which the shapes tell more
+        if said != held and (held or absurd):  # without any such layers it is another network: see its shapes
             what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {short_repr(value)}"
             raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
 
 
 def _shards(index: Path) -> list[Path]:
-    """Files that an index names, all of them in its own folder."""
+    """Return the files that an index names, all of which must be in its own folder."""
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
         outside = [name for name in names if Path(name).name != name]
@@ -112,10 +112,10 @@ def _shards(index: Path) -> list[Path]:
 
 
 def read_header(file: Path) -> Header:
-    """The tensors of a safetensors file by their names, from its header.
+    """Return the tensors of a safetensors file by name, from its header.
 
     Raises:
-        ValueError: if the file is missing, truncated or not safetensors.
+        ValueError: the file is missing, truncated or not safetensors.
     """
     try:
         with safe_open(str(file), "pt") as opened:
@@ -126,7 +126,7 @@ def read_header(file: Path) -> Header:
 
 
 def check_shapes(found: Shapes, expected: Shapes, where: str, ignore: Iterable[str] = ()) -> None:
-    """Raise ValueError naming what is missing, unexpected or of another shape."""
+    """Raise ValueError naming missing and unexpected tensors and those of another shape."""
     problems = [f"missing: {_names(expected.keys() - found.keys())}"] if expected.keys() - found.keys() else []
     extra = found.keys() - expected.keys() - set(ignore)
     if extra:
@@ -155,23 +155,23 @@ def load_pickle_safely(
     if_damaged: str = "fetch it again",
     if_foreign: str = "ask its author for a .safetensors file or a plain state dict",
 ) -> Any:
-    """What `torch.save` wrote to `file`: tensors, plain values, and containers of them.
+    """Load what `torch.save` wrote to `file`: tensors, plain values, and containers of them.
 
     Args:
-        classes: more that it may hold. mmap: map a file of the current format instead of reading it.
-        if_damaged, if_foreign: what to do then, for the error.
+        classes: further classes that it may contain. mmap: memory-map a file of the current format instead of reading it.
+        if_damaged, if_foreign: advice for the error message in each case.
 
     Raises:
-        ValueError: if it is damaged, or would run code if it were unpickled in full.
+        ValueError: the file is damaged, or would execute code if it were fully unpickled.
     """
     try:
         with torch.serialization.safe_globals(list(classes)):
             return torch.load(file, map_location=map_location, weights_only=True, mmap=mmap and zipfile.is_zipfile(file))
     except MemoryError:
         raise
-    except Exception as error:  # a damaged pickle can fail in any way
+    except Exception as error:  # a damaged pickle can raise anything
         text = str(error)
-    # torch's own message is left out: it recommends switching the protection off.
+    # torch's own message is omitted because it recommends disabling the protection.
     blocked = re.search(r"GLOBAL (\S+)", text)
     if blocked or "TorchScript" in text:
         what = blocked[1] if blocked else "a TorchScript program"
@@ -185,24 +185,24 @@ def load_pickle_safely(
 
 
 def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:
-    """The named arrays of a `.npz` file.
+    """Return the named arrays of a `.npz` file.
 
     Raises:
-        ValueError: if it is damaged, lacks one of them, or holds pickled objects, which are not read.
+        ValueError: the file is damaged, lacks one of the arrays, or holds pickled objects, which are not loaded.
     """
     try:
         with np.load(file, allow_pickle=False) as held:
             return {name: held[name] for name in names}
     except MemoryError:
         raise
-    except Exception as error:  # numpy, zipfile and zlib each have their own
-        # numpy's message, too, recommends unpickling
+    except Exception as error:  # numpy, zipfile and zlib each raise their own types
+        # numpy's message also recommends unpickling
         reason = "pickled data, which is not opened" if "pickle" in str(error) else f"{type(error).__name__}: {error}"
     raise ValueError(f"{file} is damaged or not of vargen's ({reason}); remove it, and it is made anew")
 
 
 def weights_digest(*networks: torch.nn.Module | None) -> str:
-    """Sixteen hexadecimal digits that change with any weight of the networks."""
+    """Return sixteen hexadecimal digits that change if any weight of the networks changes."""
     digest = hashlib.sha256()
     for network in networks:
         for name, value in sorted(network.state_dict().items()) if network is not None else ():

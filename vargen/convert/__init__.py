@@ -1,1 +1,1 @@
-"""Official checkpoints to diffusers-style folders."""
+"""Conversion of official checkpoints to diffusers-style folders."""

@@ -1,6 +1,6 @@
-"""Causal video transformers of Wan2.1's layout, under original or diffusers names, to a folder that vargen opens.
+"""Conversion of causal video transformers with Wan2.1's layout, under original or diffusers names, to a folder for vargen.
 
-Self-Forcing, CausVid, Causal-Forcing and Krea's model are of this layout; where a file holds averaged weights, those are taken.
+Self-Forcing, CausVid, Causal-Forcing and Krea's model have this layout. EMA weights are used if a file has them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
 
 _KIND = "causal video transformer"
-_HEAD_DIM = 128  # of all official models
+_HEAD_DIM = 128  # in all official models
 _AVERAGED = "generator_ema"
 
-# Original names, and diffusers'. The two have numbered the norms differently: what is `norm3` here is `norm2` there.
+# Original names to diffusers names. The two number the norms differently: `norm3` in the former is `norm2` in the latter.
 _OUTER = {
     "patch_embedding": "patch_embedding",
     "text_embedding.0": "condition_embedder.text_embedder.linear_1",
@@ -41,7 +41,7 @@ _INNER = {
     "ffn.0": "ffn.net.0.proj",
     "ffn.2": "ffn.net.2",
 }
-_BARE = ("modulation", "scale_shift_table")  # parameters without a module of their own
+_BARE = ("modulation", "scale_shift_table")  # parameters that are not in a submodule
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
@@ -57,20 +57,20 @@ def _renamed(name: str, outer: dict[str, str], inner: dict[str, str]) -> str:
 
 
 def to_diffusers(name: str) -> str:
-    """A parameter's name in `WanTransformer3DModel`; ValueError for a name that official models do not have."""
+    """Return a parameter's name in `WanTransformer3DModel`; ValueError for a name that official models do not have."""
     return _renamed(name, _OUTER, _INNER)
 
 
 def to_original(name: str) -> str:
-    """The inverse of `to_diffusers`."""
+    """Inverse of `to_diffusers`."""
     return _renamed(name, {b: a for a, b in _OUTER.items()}, {b: a for a, b in _INNER.items()})
 
 
 def plain_names(state: State, file: str) -> State:
-    """Weights under the original names, whichever names they have.
+    """Return the weights under their original names, whichever of the two naming schemes the file uses.
 
     Raises:
-        ValueError: naming the file, for a name of neither kind.
+        ValueError: naming the file, for a name of neither scheme.
     """
     prefixes = ("model.", "_fsdp_wrapped_module.")
     while state and any(all(name.startswith(prefix) for name in state) for prefix in prefixes):
@@ -86,10 +86,10 @@ def plain_names(state: State, file: str) -> State:
 
 
 def detect(state: State, file: Path, heads: int | None = None) -> dict[str, Any]:
-    """Arguments of `CausalVideoTransformer` for a state dict under original names.
+    """Infer the arguments of `CausalVideoTransformer` from a state dict with original names.
 
     Raises:
-        ValueError: if it is of another kind, or the number of heads cannot be told.
+        ValueError: the state dict is of another kind of model, or the number of heads cannot be inferred.
     """
 
     def shape(name: str, dims: int = 2) -> torch.Size:
@@ -123,19 +123,20 @@ def convert_causal_video(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a folder with `transformer/` from official files.
+    """Convert official files to a folder with `transformer/`.
 
     Args:
-        transformer: `.pt`, `.pth`, `.bin` or `.safetensors`; several are parts of one model.
-        heads: for a width that is no multiple of 128.
+        transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
+        heads: number of attention heads, for a width that is not a multiple of 128.
         size: rows and columns of the videos, in pixels.
-        dtype: in which weights are stored; None keeps the file's own.
+        dtype: storage dtype of the weights; None keeps that of the file.
         overwrite: replace `output` if it is a model folder.
 
     Raises:
-        FileExistsError, OSError: `output` cannot be written; before anything is read.
+        FileExistsError, OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is of another kind, lacks a tensor, or has one of a wrong shape.
+        ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one
+            of a wrong shape.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")

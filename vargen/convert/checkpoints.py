@@ -1,4 +1,4 @@
-"""Official checkpoint files to checked weights. Pickles are read weights-only: nothing in them runs."""
+"""Loading and validation of official checkpoint files. Pickles are read weights-only: no code in them is executed."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from vargen.weight_files import check_shapes, load_pickle_safely, read_header
 
 State = dict[str, Tensor]
 
-_FOLDERS = ("text_encoder", "tokenizer")  # arguments that name one
+_FOLDERS = ("text_encoder", "tokenizer")  # arguments that take a folder
 _PICKLES = (".pt", ".pth", ".bin")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def read_checkpoint(file: Path, prefer: str | None = None) -> State:
-    """Tensors by their plain names, from under `prefer`, `model`, `module` or `state_dict`, or from the top.
+    """Return the tensors under their plain names, from under `prefer`, `model`, `module` or `state_dict`, or from the top.
 
-    All of these may lie under `trainer`, where VAR's training keeps its networks.
+    Each of these keys may itself be under `trainer`, where VAR's training script keeps its networks.
 
-    A `.pt` file of the current format is mapped, not read: tensors come into memory when they are used.
+    A `.pt` file of the current format is memory-mapped: tensors are loaded when they are used.
 
     Raises:
-        ValueError: if it is no checkpoint file, damaged, would run code if it were unpickled in full, or holds tensors that are
-            empty, sparse or otherwise not plain.
+        ValueError: the file is not a checkpoint, is damaged, would execute code if it were fully unpickled, or holds
+            tensors that are empty, sparse or otherwise not plain.
     """
     if file.suffix == ".safetensors":
         read_header(file)  # its message is clearer than the loader's
         content: Any = load_file(file)
     elif file.suffix in _PICKLES and file.is_file():
-        # Training checkpoints keep their command line in a Namespace, which only holds attributes.
+        # Training checkpoints keep their command-line arguments in a Namespace, which only holds attributes.
         content = load_pickle_safely(file, [argparse.Namespace], mmap=True)
     else:
         raise ValueError(f"{file} is not a checkpoint file, which is {', '.join(_PICKLES)} or .safetensors")
@@ -60,7 +60,7 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
 
 
 def _check_plain(name: str, value: Tensor) -> None:
-    """Raise ValueError unless a tensor has entries, and a number in memory for each."""
+    """Raise ValueError unless a tensor is non-empty and has all its entries in memory."""
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
     if any(kinds.values()) or value.layout != torch.strided:
         kind = next((kind for kind, found in kinds.items() if found), "sparse")
@@ -72,7 +72,7 @@ def _check_plain(name: str, value: Tensor) -> None:
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what distributed training and torch.compile put before it."""
+    """Strip the prefixes that distributed training and torch.compile add to a parameter's name."""
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     while len(parts) > 1 and parts[0] == "module":
         parts.pop(0)
@@ -86,7 +86,7 @@ def build(
     file: Path,
     dtype: torch.dtype | None = None,
 ) -> Any:
-    """The network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given.
+    """Build the network `kind(**config)` with the tensors of `state` as its weights, cast to `dtype` if given.
 
     Raises:
         ValueError: naming the file, if a tensor is missing, unexpected, of another shape, not floating-point
@@ -110,7 +110,7 @@ def build(
             raise ValueError(f"{name} in {file} {reason}")
         storage = weight.untyped_storage()
         if storage.data_ptr() in storages or storage.nbytes() != weight.nbytes:
-            weight = weight.clone()  # views into one buffer cannot be saved side by side
+            weight = weight.clone()  # safetensors cannot save views of one buffer as separate tensors
         storages.add(weight.untyped_storage().data_ptr())
         placed[name] = weight
     network.load_state_dict(placed, strict=True, assign=True)
@@ -118,10 +118,10 @@ def build(
 
 
 def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
-    """The shape of a tensor that every network of a `kind` has.
+    """Return the shape of a tensor that every network of a `kind` has.
 
     Raises:
-        ValueError: if it is missing or has another number of dimensions.
+        ValueError: it is missing or has another number of dimensions.
     """
     if name not in state:
         raise ValueError(f"{file} is not a {kind}: it has no {name}")
@@ -131,16 +131,16 @@ def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> t
 
 
 def count_entries(state: State, prefix: str) -> int:
-    """How many entries follow `prefix`."""
+    """Return the number of entries after `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
 
 
 def check_inputs(**inputs: Path | None) -> None:
-    """Check the paths that a converter is given, by their arguments' names, before any is read; None is one that is not.
+    """Check a converter's input paths, passed by argument name, before any is read; None means not given.
 
     Raises:
-        FileNotFoundError: naming the argument, for what is not there.
-        ValueError: for a folder in place of a file, or the reverse.
+        FileNotFoundError: naming the argument, if the path does not exist.
+        ValueError: the path is a folder where a file is expected, or the reverse.
     """
     for name, path in inputs.items():
         if path is None:
@@ -154,10 +154,10 @@ def check_inputs(**inputs: Path | None) -> None:
 
 
 def read_labels(file: Path, num_classes: int) -> dict[int, str]:
-    """Class names from a JSON file, `{"0": "name, synonym"}` or a list of names.
+    """Read class names from a JSON file: `{"0": "name, synonym"}` or a list of names.
 
     Raises:
-        ValueError: if it is none, or names a class that there is not.
+        ValueError: the file has another form, or names a class that does not exist.
     """
     try:
         content = json.loads(file.read_text("utf-8"))
@@ -172,5 +172,5 @@ def read_labels(file: Path, num_classes: int) -> dict[int, str]:
 
 
 def fitting_defaults(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
-    """Sampling defaults without a top-k that is more than the tokens there are."""
+    """Return sampling defaults, without a top-k that exceeds the vocabulary size."""
     return {name: value for name, value in defaults.items() if name != "top_k" or value <= vocab_size}

@@ -1,6 +1,6 @@
-"""Official LlamaGen files, a transformer and its image tokenizer, to a folder that `LlamaGenPipeline` opens.
+"""Conversion of official LlamaGen files, a transformer and its image tokenizer, to a folder for `LlamaGenPipeline`.
 
-Neither file says what network it belongs to: sizes are read off the shapes, and what no shape tells (heads,
+The files do not describe their networks: sizes are inferred from the shapes, and what shapes do not determine (heads,
 grid) comes from the official table, the file name or the caller.
 """
 
@@ -28,10 +28,10 @@ from vargen.model_files import write_model_index
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import CODEBOOK_USED_SLOTS, VQModel
 
-# (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, which exist as code only.
+# (width, layers) -> heads: the released sizes, then 1B, XXXL and 7B, whose weights were not released.
 HEADS = {(size["dim"], size["n_layer"]): size["n_head"] for size in SIZES.values()}
 HEADS |= {(2048, 22): 32, (2560, 48): 40, (4096, 32): 32}
-# What the official demos sample with.
+# Sampling settings of the official demos.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "class": {"guidance_scale": 4.0, "temperature": 1.0, "top_k": 2000, "top_p": 1.0},
     "text": {"guidance_scale": 7.5, "temperature": 1.0, "top_k": 1000, "top_p": 1.0},
@@ -51,31 +51,31 @@ def convert_llamagen(
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
-    """Write a pipeline folder from two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`.
+    """Convert two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
 
     Args:
         transformer: class- or text-conditional GPT.
-        vq: its image tokenizer (VQ-16, VQ-8, or another of that design); EMA weights where the file has them.
-            They keep their type.
-        output: the folder to make. It appears whole or not at all.
-        text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one the pipeline
+        vq: its image tokenizer (VQ-16, VQ-8, or another of that architecture); EMA weights if the file has them.
+            Its dtype is kept.
+        output: the folder to create. It appears whole or not at all.
+        text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one, the pipeline
             takes `prompt_embeds` instead of a prompt.
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
-        dtype: type in which the transformer and the text encoder are stored; None keeps the files' own.
-        overwrite: if `output` is a model folder, replace the model's files in it; others stay.
-        n_head: attention heads, for a width and depth outside the official table.
-        grid_size: side of the token grid, where neither the file nor its name (256, 384 or 512 pixels) tells.
+        dtype: storage dtype of the transformer and the text encoder; None keeps those of the files.
+        overwrite: if `output` is a model folder, replace its model files; other files are kept.
+        n_head: number of attention heads, for a width and depth outside the official table.
+        grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
 
     Returns:
         `output`.
 
     Raises:
-        FileExistsError: `output` may not be replaced; before anything is read.
-        OSError: `output` cannot be written; before anything is read.
+        FileExistsError: `output` may not be replaced; raised before anything is read.
+        OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is not what it is given as, lacks a tensor or has
-            one of the wrong shape; the files do not fit each other; heads or grid cannot be told.
+        ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
+            tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
@@ -113,11 +113,11 @@ def convert_llamagen(
     return output
 
 
-# -- what the shapes tell ------------------------------------------------------------------------------------
+# -- sizes from shapes ---------------------------------------------------------------------------------------
 
 
 def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
-    """Raise ValueError if a file is given as the other one."""
+    """Raise ValueError if transformer and image tokenizer are swapped."""
     gpt_is_vq, vq_is_gpt = "quantize.embedding.weight" in gpt, "tok_embeddings.weight" in codes
     if gpt_is_vq and vq_is_gpt:
         raise ValueError(f"swapped: {gpt_file} is the image tokenizer and {vq_file} is the transformer")
@@ -130,10 +130,10 @@ def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> Non
 def detect_transformer(
     state: State, file: Path, downsampling: int, n_head: int | None = None, grid_size: int | None = None
 ) -> dict[str, Any]:
-    """Arguments of `LlamaGenTransformer` for a state dict; takes a left-over `freqs_cis` out of it.
+    """Infer the arguments of `LlamaGenTransformer` from a state dict; removes a leftover `freqs_cis` from it.
 
     Raises:
-        ValueError: if heads, feed-forward width or grid cannot be told, or contradict each other.
+        ValueError: heads, feed-forward width or grid cannot be inferred, or contradict each other.
     """
 
     def shape(name: str, dims: int = 2) -> torch.Size:
@@ -152,7 +152,7 @@ def detect_transformer(
         config["condition"] = "text"
         config["cls_token_num"], config["caption_dim"] = shape("cls_embedding.uncond_embedding")
 
-    # The official rotary table, [conditioning rows + grid cells, head width / 2, 2]: a witness, no weight.
+    # The official rotary table, [conditioning rows + grid cells, head width / 2, 2]: evidence of the sizes, not a weight.
     rows = pairs = None
     if "freqs_cis" in state:
         rows, pairs, _ = shape("freqs_cis", 3)
@@ -188,7 +188,7 @@ def _heads(file: Path, dim: int, layers: int, pairs: int | None, given: int | No
 
 
 def _grid(file: Path, cells: int | None, downsampling: int, given: int | None) -> int:
-    """Side of the grid: from the rotary table's rows, else as given, else from pixels in the file name."""
+    """Return the side of the grid: from the rotary table's rows, else as given, else from the pixels in the file name."""
     if cells is not None:
         side = math.isqrt(max(cells, 0))
         if side * side != cells or side == 0:
@@ -210,10 +210,10 @@ def _grid(file: Path, cells: int | None, downsampling: int, given: int | None) -
 
 
 def detect_vq(state: State, file: Path) -> dict[str, Any]:
-    """Arguments of `VQModel` for a state dict; adds the usage counter, of training only, if it is missing.
+    """Infer the arguments of `VQModel` from a state dict; adds the usage counter, needed only in training, if it is missing.
 
     Raises:
-        ValueError: if it is not a LlamaGen image tokenizer.
+        ValueError: the state dict is not that of a LlamaGen image tokenizer.
     """
 
     def shape(name: str, dims: int = 4) -> torch.Size:
@@ -245,11 +245,11 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     }
 
 
-# -- what goes with the weights ------------------------------------------------------------------------------
+# -- text encoder --------------------------------------------------------------------------------------------
 
 
 def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dtype: torch.dtype | None) -> dict[str, Any]:
-    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel  # seconds to import, and rarely needed
+    from transformers import AutoConfig, AutoTokenizer, T5EncoderModel  # takes seconds to import, and is rarely needed
 
     if config["condition"] != "text":
         raise ValueError("text_encoder goes with a text model, but this transformer draws classes")
@@ -258,9 +258,9 @@ def _read_text_encoder(folder: Path, tokenizer: Path, config: dict[str, Any], dt
         described = AutoConfig.from_pretrained(str(folder), **options)
         if described.model_type != "t5" or described.d_model != config["caption_dim"]:
             raise ValueError(f"expected a T5 encoder of width {config['caption_dim']}")
-        # "auto" would be float32 where an old config names no type; the weights' own then stays unused.
+        # "auto" would mean float32 if an old config names no dtype, even if the weights have another one.
         encoder = T5EncoderModel.from_pretrained(str(folder), torch_dtype=dtype or "auto", **options)
         words = AutoTokenizer.from_pretrained(str(tokenizer), **options)
-    except Exception as error:  # transformers raises many kinds
+    except Exception as error:  # transformers raises many types
         raise ValueError(f"cannot use the text encoder {folder}, tokenizer {tokenizer}: {error}") from error
     return {"text_encoder": encoder, "tokenizer": words}

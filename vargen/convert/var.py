@@ -1,6 +1,6 @@
-"""Official VAR files, a transformer and its image tokenizer, to a folder that `VARPipeline` opens. CoDe's are of the same kind.
+"""Conversion of official VAR files, a transformer and its image tokenizer, to a folder for `VARPipeline`; also CoDe's files.
 
-Neither file says what network it belongs to: depth, width, heads, shared modulation and resolution are read off the shapes.
+The files do not describe their networks: depth, width, heads, shared modulation and resolution are inferred from the shapes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vargen.model_files import write_model_index
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import SCALES, VARTransformer, is_derived_buffer
 
-# What the official demo samples with. Its "cfg" of 4 is how much is added: guidance of 1 adds nothing here.
+# Sampling settings of the official demo. Its "cfg" of 4 weights the added difference, so the guidance scale is 5 here.
 DEFAULTS: dict[str, Any] = {"guidance_scale": 5.0, "temperature": 1.0, "top_k": 900, "top_p": 0.95}
 _TRANSFORMER, _TOKENIZER = "VAR transformer", "VAR image tokenizer"
 
@@ -40,25 +40,25 @@ def convert_var(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Write a pipeline folder from two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`.
+    """Convert two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
 
     Args:
-        transformer: of VAR, or a drafter or refiner of CoDe.
+        transformer: a VAR transformer, or a drafter or refiner of CoDe.
         vae: the image tokenizer, which all of them share.
-        output: the folder to make. It appears whole or not at all.
+        output: the folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
-        dtype: type in which the transformer is stored; None keeps the file's own.
+        dtype: storage dtype of the transformer; None keeps that of the file.
         overwrite: replace `output` if it is a model folder.
 
     Returns:
         `output`.
 
     Raises:
-        FileExistsError: `output` may not be replaced; before anything is read.
-        OSError: `output` cannot be written; before anything is read.
+        FileExistsError: `output` may not be replaced; raised before anything is read.
+        OSError: `output` cannot be written; raised before anything is read.
         FileNotFoundError: an input is missing.
-        ValueError: a file is damaged, holds more than tensors, is not what it is given as, lacks a tensor or has one of the
-            wrong shape; or the files do not fit each other.
+        ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
+            or has one of the wrong shape; or the files do not match each other.
     """
     if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
         raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
@@ -89,7 +89,7 @@ def convert_var(
 
 
 def _check_kinds(network: State, network_file: Path, codes: State, codes_file: Path) -> None:
-    """Raise ValueError if a file is given as the other one, or is LlamaGen's."""
+    """Raise ValueError if transformer and image tokenizer are swapped, or a file is LlamaGen's."""
     network_is_vae, codes_are_network = "quantize.embedding.weight" in network, "pos_1LC" in codes
     if network_is_vae and codes_are_network:
         raise ValueError(f"swapped: {network_file} is the image tokenizer and {codes_file} is the transformer")
@@ -103,10 +103,10 @@ def _check_kinds(network: State, network_file: Path, codes: State, codes_file: P
 
 
 def detect_transformer(state: State, file: Path) -> dict[str, Any]:
-    """Arguments of `VARTransformer` for a state dict; takes the buffers out of it, which are made anew.
+    """Infer the arguments of `VARTransformer` from a state dict; removes the buffers from it, which are recomputed.
 
     Raises:
-        ValueError: if it is no VAR transformer, or its scales cannot be told.
+        ValueError: it is not a VAR transformer, or its scales cannot be inferred.
     """
 
     def shape(name: str, dims: int) -> torch.Size:
@@ -115,7 +115,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     positions, dim = shape("pos_1LC", 3)[1:]
     blocks = count_entries(state, "blocks.")
     normed = "blocks.0.attn.scale_mul_1H11" in state
-    heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1] if normed else blocks  # the official rule: as many as blocks
+    heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1] if normed else blocks  # official rule: heads = blocks
     scales = _scales(state, positions, file)
     config = {
         "condition": "class",
@@ -138,7 +138,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
 
 
 def _scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
-    """From the level of every position, a buffer of official files; else the official table of as many positions."""
+    """Return the scales by the level of each position in official files, else from the official table for `positions`."""
     if "lvl_1L" in state:
         sides = [math.isqrt(count) for count in torch.bincount(state["lvl_1L"].flatten().long()).tolist()]
         if sum(side * side for side in sides) != positions or state["lvl_1L"].numel() != positions:
@@ -155,10 +155,10 @@ def _scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
 
 
 def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, Any]:
-    """Arguments of `MultiScaleVQModel` for a state dict; replaces a usage counter, of training only, that is of other scales.
+    """Infer the arguments of `MultiScaleVQModel` from a state dict; replaces a usage counter (training only) of other scales.
 
     Raises:
-        ValueError: if it is no VAR image tokenizer.
+        ValueError: the state dict is not that of a VAR image tokenizer.
     """
 
     def shape(name: str, dims: int = 4) -> torch.Size:

@@ -1,1 +1,1 @@
-"""Measurements: what a pass costs, methods side by side, distributions of pictures, and the proof that a method is exact."""
+"""Measurements: the cost of a pass, methods side by side, distributions of images, and whether a method is exact."""

@@ -1,7 +1,7 @@
-"""Methods side by side: seconds, passes, relaxation and pictures of the same prompts and seeds, in one run.
+"""Side-by-side comparison of methods: seconds, passes, relaxation and images for the same prompts and seeds, in one run.
 
-Every speed is a ratio to the pipeline's baseline, sequential decoding, within the run. Methods take turns batch by batch, in an
-order that rotates, so that a drift of the machine meets all alike.
+Every speedup is relative to the pipeline's baseline, sequential decoding, within the run. Methods alternate batch by batch in a
+rotating order, so that a gradual change in the machine's speed affects all of them equally.
 """
 
 from __future__ import annotations
@@ -24,22 +24,21 @@ from vargen.pipelines.validation import check_batch, check_prompts, check_seed
 
 @dataclass
 class MethodResult:
-    """One method over all batches. Times cover the decoding loop with its prefill; pixels, which cost all methods the same, are
-    left out.
+    """Results of one method over all batches. Times include prefill, but not pixel decoding, which costs all methods the same.
 
     Attributes:
         kind: `"exact"` or `"relaxed"`.
-        seconds_per_image: median over the batches, and the quartiles.
-        ratio: median over the batches of the baseline's seconds over this method's, and the quartiles.
-        tokens_per_pass: tokens that a pass committed per unfinished image.
+        seconds_per_image: median and quartiles over the batches.
+        ratio: speedup over the baseline; median and quartiles over the batches.
+        tokens_per_pass: tokens committed per pass and unfinished image.
         step_cost: mean cost of a step's passes, drafting included, relative to the narrowest pass of the cost curve.
-        allowed: what the ratio would be if a step took the time of its passes alone, by the cost curve.
+        allowed: predicted speedup if a step took only the time of its passes, by the cost curve.
         efficiency: ratio / allowed.
-        share_by_part: of the loop's seconds.
+        share_by_part: share of the loop's seconds by part.
         accepted_histogram: `[k]` passes times images that committed k tokens.
-        fed: passes by the tokens that they fed to an image.
-        relaxation_per_image: mean acceptance granted beyond the exact rule.
-        same_as_baseline: images with exactly the tokens of the baseline.
+        fed: number of passes by tokens fed per image.
+        relaxation_per_image: mean excess acceptance beyond the exact rule.
+        same_as_baseline: number of images with exactly the baseline's tokens.
     """
 
     name: str
@@ -63,7 +62,7 @@ class MethodResult:
 
 @dataclass
 class Comparison:
-    """All methods. `cost_curve` is `{tokens fed: seconds of a pass}`; `tokens` int64 `[images, N]` by method."""
+    """Results of all methods. `cost_curve` is `{tokens fed: seconds of a pass}`; `tokens` int64 `[images, N]` by method."""
 
     model: str
     baseline: str
@@ -77,7 +76,7 @@ class Comparison:
     tokens: dict[str, Tensor] = field(default_factory=dict, repr=False)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON; the tokens left out."""
+        """Return plain values for JSON, without the tokens."""
         return {key: value for key, value in asdict(self).items() if key != "tokens"}
 
 
@@ -90,17 +89,17 @@ def compare(
     settings: dict[str, Any] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Draw every prompt with every method; picture i has seed `seed + i` in all of them.
+    """Generate an image of every prompt with every method; image i has seed `seed + i` in all of them.
 
     Args:
-        prompts: one picture each; the last batch is filled up from the front.
-        methods: by name; must hold the pipeline's `baseline`, what ratios are against.
+        prompts: one image each; the last batch is filled up with the first prompts.
+        methods: by name; must include the pipeline's `baseline`, which speedups are relative to.
         settings: guidance_scale, temperature, top_k, top_p where they differ from the checkpoint's.
-        progress: called with batches done and to do.
+        progress: called with the numbers of finished batches and of all batches.
 
     Raises:
-        ValueError: without the baseline, without prompts, for a batch below 1 or beyond 1024, a seed that does not fit 63 bits
-            with the last picture's, or a method that this model cannot run.
+        ValueError: the baseline or prompts are missing, `batch` is below 1 or above 1024, a seed does not fit in 63 bits for
+            the last image, or the model cannot run a method.
     """
     if pipe.baseline not in methods:
         raise ValueError(f"methods must include {pipe.baseline!r}, the baseline of every ratio, got {', '.join(methods)}")
@@ -112,7 +111,7 @@ def compare(
     condition, _ = pipe.condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with decoder.threads(condition.rows(groups[0]), batch) as threads:  # one number for all, and the cost curve
+    with decoder.threads(condition.rows(groups[0]), batch) as threads:  # one thread count for all methods and the cost curve
         results, drawn, curve = _take_turns(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,
@@ -137,9 +136,9 @@ def _take_turns(
     baseline: str,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[list[MethodResult], dict[str, Tensor], dict[int, float]]:
-    """Results, tokens by method, and the cost curve."""
+    """Run the methods in rotation; returns the results, the tokens by method, and the cost curve."""
     names, batch = list(methods), groups[0].stop
-    for name in names:  # warm-up, and a method that cannot run says so before minutes are spent
+    for name in names:  # warm-up; also fails early if a method cannot run
         decoder.decode(condition.rows(groups[0]), seeds[groups[0]], methods[name], callback=_few_passes)
     runs: dict[str, list[DecodeStats]] = {name: [] for name in names}
     tokens: dict[str, list[Tensor]] = {name: [] for name in names}
@@ -153,7 +152,7 @@ def _take_turns(
                 progress(sum(map(len, runs.values())), total)
     drawn = {name: torch.cat(parts) for name, parts in tokens.items()}
     shares = runs
-    if decoder.device.type == "cuda":  # the time of a part is known if the host waits for the device, which timed runs do not
+    if decoder.device.type == "cuda":  # times of parts need the host to wait for the device, which timed runs avoid
         first = condition.rows(groups[0]), seeds[groups[0]]
         shares = {name: [decoder.decode(*first, methods[name], profile=True).stats] for name in names}
     widths = sorted({width for stats in runs.values() for run in stats for width in run.fed})
@@ -173,7 +172,7 @@ def _few_passes(progress: Progress) -> bool:
 
 
 def _spread(values: list[float]) -> tuple[float, tuple[float, float]]:
-    """Median and quartiles."""
+    """Return the median and quartiles."""
     if len(values) == 1:
         return values[0], (values[0], values[0])
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")

@@ -1,4 +1,4 @@
-"""Pictures side by side with their captions."""
+"""Contact sheets: images in a grid with captions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from vargen.files import atomic_file
 
 
 def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], columns: int = 8, cell: int = 128) -> Image.Image:
-    """One RGB picture: every image scaled to `cell` pixels, its caption under it, cut to the cell's width.
+    """Return one RGB image: all images scaled to `cell` pixels, with captions below, truncated to the cell width.
 
     Raises:
-        ValueError: if there are no images, or not one caption for each.
+        ValueError: there are no images, or not one caption for each.
     """
     if not images or len(images) != len(captions):
         raise ValueError(f"give one caption per image and at least one, got {len(images)} images, {len(captions)} captions")
@@ -39,12 +39,12 @@ def contact_sheet(images: Sequence[Image.Image], captions: Sequence[str], column
 def blind_sheet(
     prompts: Sequence[str], draw: Callable[[Sequence[str], int], Tensor], target: Path, seed: int = 0, batch: int = 32
 ) -> Path:
-    """A PNG of numbered pictures in another order than the prompts', for viewers; returns its key's file.
+    """Write a PNG of numbered images in shuffled order, for blind raters; returns the path of its key.
 
     Args:
-        draw: prompts and a seed to pictures `[N, 3, Y, X]` in [0, 1].
+        draw: maps prompts and a seed to images `[N, 3, Y, X]` in [0, 1].
 
-    The key, `{number: prompt}`, lies beside the PNG.
+    The key, `{number: prompt}`, is written next to the PNG.
     """
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
     pictures = []

@@ -1,6 +1,6 @@
-"""How far apart two sets of pictures are, over their features.
+"""Distances between two sets of images, computed on their features.
 
-Shape suffixes: N, M pictures of the two sets, D feature dimensions.
+Shape suffixes: N, M images of the two sets, D feature dimensions.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from vargen.evaluation.reference_statistics import Statistics
 
 logger = logging.getLogger("vargen")
 
-USUAL = 2048  # pictures; below, FID's bias is larger than the differences that it is asked about
-_CHUNK = 512  # rows of a distance matrix at once
+USUAL = 2048  # images; with fewer, the bias of FID exceeds the differences of interest
+_CHUNK = 512  # rows of a distance matrix computed at once
 
 
 def frechet_distance(one: Statistics, other: Statistics) -> float:
-    """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)): FID where features are Inception's (Heusel et al. 2017, equation 6).
+    """|mu1 - mu2|^2 + tr(S1 + S2 - 2 (S1 S2)^(1/2)): FID if the features are Inception's (Heusel et al. 2017, equation 6).
 
     Raises:
-        ValueError: for other dimensions, or a set of no more pictures than dimensions: its covariance lacks directions, and the
-            distance would say how many pictures there are.
+        ValueError: the dimensions differ, or a set has no more images than dimensions: its covariance would be singular, and
+            the distance would mostly reflect the number of images.
     """
     if one.dimensions != other.dimensions:
         raise ValueError(f"features must be of the same extractor, got {one.dimensions} and {other.dimensions} dimensions")
@@ -41,7 +41,7 @@ def frechet_distance(one: Statistics, other: Statistics) -> float:
 
 
 def _frechet(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Tensor) -> float:
-    # tr (S1 S2)^(1/2) is the sum of the roots of the eigenvalues of S1^(1/2) S2 S1^(1/2), which is symmetric.
+    # tr (S1 S2)^(1/2) is the sum of the square roots of the eigenvalues of S1^(1/2) S2 S1^(1/2), which is symmetric.
     values, vectors = torch.linalg.eigh(covariance1.double())
     root = (vectors * values.clamp_min(0).sqrt()) @ vectors.T
     between = torch.linalg.eigvalsh(root @ covariance2.double() @ root).clamp_min(0).sqrt().sum()
@@ -50,10 +50,10 @@ def _frechet(mean1: Tensor, covariance1: Tensor, mean2: Tensor, covariance2: Ten
 
 
 def frechet_error(features: Tensor, reference: Statistics, repeats: int = 12, seed: int = 0) -> float | None:
-    """Standard error of the Frechet distance of features `[N, D]` to `reference`, whose own error is left out.
+    """Standard error of the Frechet distance of features `[N, D]` to `reference`, whose own sampling error is ignored.
 
-    A delete-half jackknife (Shao and Wu 1989): the deviation of the distances of random halves is that of the whole set. The
-    halves' common bias cancels. None where half of the pictures are no more than dimensions.
+    A delete-half jackknife (Shao and Wu 1989): the standard deviation of the distances of random halves estimates that of the
+    whole set; the bias common to the halves cancels. None if half of the images are no more than the dimensions.
     """
     half = len(features) // 2
     if half <= features.shape[1] + 1:
@@ -68,7 +68,7 @@ def frechet_error(features: Tensor, reference: Statistics, repeats: int = 12, se
 
 @dataclass
 class KernelDistance:
-    """KID. `mean` over subsets of `subset` pictures, their deviation, and the interval that holds 95 % of them."""
+    """KID: `mean` over subsets of `subset` images, their standard deviation, and the 95 % interval."""
 
     mean: float
     std: float
@@ -78,14 +78,14 @@ class KernelDistance:
 
 
 def kernel_distance(one: Tensor, other: Tensor, subsets: int = 100, subset: int = 1000, seed: int = 0) -> KernelDistance:
-    """KID (Binkowski et al. 2018): squared MMD with the kernel (x.y / D + 1)^3, unbiased, mean over random subsets.
+    """KID (Binkowski et al. 2018): unbiased squared MMD with the kernel (x.y / D + 1)^3, averaged over random subsets.
 
     Args:
         one, other: features `[N, D]` and `[M, D]`.
-        subset: pictures in a subset; at most half of the smaller set, so that subsets differ, or all where it is asked for one.
+        subset: images per subset; at most half of the smaller set, so that subsets differ, or all of it for a single subset.
 
     Raises:
-        ValueError: for features of other dimensions, or fewer than two (four, of several subsets) in a set.
+        ValueError: the dimensions differ, or a set has fewer than two features (four for several subsets).
     """
     _check_pair(one, other)
     smaller = min(len(one), len(other))
@@ -117,7 +117,7 @@ def _unbiased_mmd2(xx: Tensor, yy: Tensor, xy: Tensor) -> float:
 def clip_mmd(one: Tensor, other: Tensor, sigma: float = 10.0, scale: float = 1000.0) -> float:
     """CMMD (Jayasumana et al. 2024): 1000 times the squared MMD of unit CLIP embeddings, Gaussian kernel of bandwidth 10.
 
-    As published, with the kernel of each picture to itself in the means: biased by about 1 / N, and never negative.
+    As published, the means include the kernel of each image with itself: biased by about 1 / N, and never negative.
     """
     _check_pair(one, other)
     gamma = 1 / (2 * sigma**2)
@@ -133,12 +133,12 @@ _EXACT = "donot_use_mm_for_euclid_dist"
 
 
 def precision_recall(generated: Tensor, real: Tensor, k: int = 3) -> tuple[float, float]:
-    """Shares of generated pictures within the real manifold, and of real ones within the generated (Kynkaanniemi et al. 2019).
+    """Fractions of generated images in the real manifold, and of real ones in the generated (Kynkaanniemi et al. 2019).
 
-    A set's manifold is the union of balls around its features `[N, D]`, each to its k-th nearest other one.
+    The manifold of a set is the union of balls around its features `[N, D]`, each reaching to its k-th nearest neighbor.
 
     Raises:
-        ValueError: for features of other dimensions, or a set of k or fewer.
+        ValueError: the dimensions differ, or a set has k features or fewer.
     """
     _check_pair(generated, real)
     if min(len(generated), len(real)) <= k:
@@ -147,7 +147,7 @@ def precision_recall(generated: Tensor, real: Tensor, k: int = 3) -> tuple[float
 
 
 def _radii(features: Tensor, k: int) -> Tensor:
-    """Of each feature, the distance to its k-th nearest other one; itself is the nearest of all."""
+    """Return each feature's distance to its k-th nearest neighbor, not counting the feature itself."""
     parts = [
         _distances(features[i : i + _CHUNK], features).kthvalue(k + 1, dim=1).values for i in range(0, len(features), _CHUNK)
     ]
@@ -160,19 +160,19 @@ def _inside(points: Tensor, centres: Tensor, radii: Tensor) -> float:
 
 
 def _distances(x: Tensor, y: Tensor) -> Tensor:
-    """Euclidean, in double precision: by products of matrices, whose rounding float32 would show between near features."""
+    """Euclidean distances by matrix products, in double precision: float32 would lose small distances to rounding."""
     return torch.cdist(x.double(), y.double())
 
 
 def inception_score(logits: Tensor, splits: int = 10, seed: int = 2020) -> tuple[float, float]:
-    """exp of the mean divergence of a picture's class probabilities from those of all (Salimans et al. 2016); mean, deviation.
+    """exp of the mean KL divergence of class probabilities from their mean (Salimans et al. 2016); mean, deviation.
 
     Args:
-        logits: class scores `[N, classes]`, as the reference takes them: without bias, of FID's Inception.
-        splits: parts, in random order, that are scored alone; ADM scores parts of 5,000, which is 10 of 50,000.
+        logits: class scores `[N, classes]` as in the reference implementation: without bias, from FID's Inception.
+        splits: random parts that are scored separately; ADM scores parts of 5,000, which is 10 of 50,000.
 
     Raises:
-        ValueError: for fewer pictures than splits.
+        ValueError: there are fewer images than splits.
     """
     if logits.dim() != 2 or len(logits) < splits:
         raise ValueError(f"the Inception Score needs class scores of at least {splits} pictures, got {list(logits.shape)}")

@@ -1,10 +1,10 @@
-"""Do two sets of pictures follow the same distribution? Permutation tests on their tokens.
+"""Permutation tests of whether two sets of images follow the same distribution, computed on their tokens.
 
-Three statistics: token marginals per position, pairs of neighbouring tokens, and the tokenizer's features (codebook vectors
-averaged over quarters of the picture, and their spread). A permutation swaps whole pictures between the sets, each with its
-partner of the same prompt. So tokens of a picture may depend on each other, and prompts may differ.
+Three statistics: token marginals per position, pairs of neighboring tokens, and features of the tokenizer (codebook vectors
+averaged over quarters of the image, and their spread). A permutation swaps whole images between the sets, each with the image
+of the same prompt. So the tests allow dependent tokens within an image, and different prompts.
 
-Shape suffixes: I pictures, N tokens of the grid, V vocabulary, C codebook width.
+Shape suffixes: I images, N tokens of the grid, V vocabulary, C codebook width.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ from vargen.weight_files import load_npz, weights_digest
 
 @dataclass(frozen=True)
 class TestResult:
-    """The `statistic` of the two sets, its mean over permutations, and the share of permutations that reach it, the sets as
-    they are counted among them."""
+    """`statistic` of the two sets, its mean over permutations, and the fraction of permutations that reach it.
 
-    __test__ = False  # no test case, whatever its name
+    The observed assignment counts as one of the permutations.
+    """
+
+    __test__ = False  # keeps pytest from collecting it
 
     statistic: float
     expected: float
@@ -39,7 +41,7 @@ class TestResult:
 
 
 def chi_square(first: Tensor, second: Tensor) -> Tensor:
-    """Sum of (a - b)^2 / (a + b) over the cells of two tables of counts of equally many pictures."""
+    """Sum of (a - b)^2 / (a + b) over the cells of two count tables, each from the same number of images."""
     total = first + second
     return ((first - second).square() / total.clamp(min=1)).sum()
 
@@ -50,10 +52,10 @@ def marginal_cells(tokens_IN: Tensor, vocab: int) -> Tensor:
 
 
 def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
-    """int64 `[I, pairs]`: the cell (kind, class, class) of every horizontal and vertical pair of neighbours.
+    """int64 `[I, pairs]`: the cell (direction, class, class) of every horizontally or vertically adjacent pair of tokens.
 
     Args:
-        classes_V: int64 `[V]`, a coarse class of each token: nearly all pairs of single tokens occur once or never.
+        classes_V: int64 `[V]`, a coarse class of each token; with single tokens nearly all pairs would occur once or never.
     """
     grid = classes_V[tokens_IN].view(len(tokens_IN), -1, columns)
     kinds = int(classes_V.max()) + 1
@@ -63,7 +65,7 @@ def pair_cells(tokens_IN: Tensor, columns: int, classes_V: Tensor) -> Tensor:
 
 
 def code_classes(codes_VC: Tensor, bits: int = 5) -> Tensor:
-    """int64 `[V]`: a class for each token, by the signs of its code along the codebook's first principal directions."""
+    """int64 `[V]`: a class for each token, by the signs of its code along the first principal components of the codebook."""
     centred = codes_VC - codes_VC.mean(0)
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
     signs = (centred @ directions[:bits].t() > 0).long()
@@ -71,7 +73,7 @@ def code_classes(codes_VC: Tensor, bits: int = 5) -> Tensor:
 
 
 def features(tokens_IN: Tensor, columns: int, codes_VC: Tensor) -> Tensor:
-    """float32 `[I, 5 C]`: mean code of each quarter, and the standard deviation of codes over the picture."""
+    """float32 `[I, 5 C]`: mean code of each quarter, and the standard deviation of the codes over the image."""
     field = codes_VC[tokens_IN].view(len(tokens_IN), -1, columns, codes_VC.shape[1])
     rows = field.shape[1]
     top, left = rows // 2, columns // 2
@@ -82,14 +84,14 @@ def features(tokens_IN: Tensor, columns: int, codes_VC: Tensor) -> Tensor:
 def permutation_test(
     statistic: Callable[[Tensor], Tensor], pictures: int, permutations: int = 200, seed: int = 0
 ) -> TestResult:
-    """Swap partners at random.
+    """Permutation test that swaps the two images of a pair at random.
 
     Args:
-        statistic: of a bool mask `[I]`, True where the two partners change sides.
-        pictures: I, of each set.
+        statistic: of a bool mask `[I]`, True where the two images of a pair are swapped.
+        pictures: I, the number of images of each set.
 
     Raises:
-        ValueError: without permutations.
+        ValueError: `permutations` is below 1.
     """
     if permutations < 1:
         raise ValueError(f"permutations must be at least 1, got {permutations}")
@@ -101,7 +103,7 @@ def permutation_test(
 
 
 def cell_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed: int = 0) -> TestResult:
-    """Chi-square of the counts of cells, `[I, K]` of each set."""
+    """Test the chi-square statistic of cell counts; cells are `[I, K]` for each set."""
 
     def statistic(swap: Tensor) -> Tensor:
         a, b = torch.where(swap[:, None], second, first), torch.where(swap[:, None], first, second)
@@ -111,7 +113,7 @@ def cell_test(first: Tensor, second: Tensor, cells: int, permutations: int, seed
 
 
 def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -> TestResult:
-    """Squared distance of the means of features `[I, F]`, each feature in units of its spread."""
+    """Test the squared distance of the means of features `[I, F]`, each feature scaled by its standard deviation."""
     scale = torch.cat([first, second]).std(0).clamp(min=1e-6)
     difference = (first - second) / scale
 
@@ -124,10 +126,10 @@ def mean_test(first: Tensor, second: Tensor, permutations: int, seed: int = 0) -
 def two_sample_tests(
     first_IN: Tensor, second_IN: Tensor, codes_VC: Tensor, columns: int, permutations: int = 200
 ) -> dict[str, TestResult]:
-    """All three tests. Picture i of both sets must be of the same prompt, and drawn with different seeds.
+    """Run all three tests. Image i of both sets must have the same prompt, and different seeds.
 
     Raises:
-        ValueError: if the sets differ in shape.
+        ValueError: the sets differ in shape.
     """
     if first_IN.shape != second_IN.shape:
         raise ValueError(f"both sets must hold the same pictures, got {tuple(first_IN.shape)} and {tuple(second_IN.shape)}")
@@ -146,10 +148,10 @@ def two_sample_tests(
 
 
 def claim(folder: Path, made_of: dict[str, Any]) -> None:
-    """Mark `folder` as holding tokens made of `made_of`.
+    """Label `folder` as holding tokens generated with the settings `made_of`.
 
     Raises:
-        ValueError: if it holds tokens made otherwise, naming what differs.
+        ValueError: it holds tokens of other settings; names what differs.
     """
     made_of = json.loads(json.dumps(made_of))
     folder.mkdir(parents=True, exist_ok=True)
@@ -182,16 +184,16 @@ def draw_many(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Tokens int64 `[pictures, N]` of the prompts in turn, seeds from `seed`, sampled by `settings`, and mean statistics.
+    """Generate tokens int64 `[pictures, N]` for the prompts in turn, with seeds from `seed`; returns them and mean statistics.
 
-    Every batch is kept in `folder`, so a run that was stopped goes on where it was. `weights` names what drew it.
+    Every batch is saved in `folder`, so an interrupted run resumes where it stopped. `weights` identifies the model.
 
     Args:
-        not_kept: called where a file cannot be written, on a full disk say, so that the run goes on without it.
+        not_kept: called if a file cannot be written, for example on a full disk; the run then continues without saving.
 
     Raises:
-        ValueError: if `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
-        OSError: if a file cannot be written and there is no `not_kept`.
+        ValueError: `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
+        OSError: a file cannot be written and `not_kept` is None.
     """
     decoder = pipe.decoder(settings)
     made_of = {
@@ -208,7 +210,7 @@ def draw_many(
         if not_kept is None:
             raise
         not_kept(folder, error)
-        keep = False  # without the label nobody could tell how the tokens were made
+        keep = False  # without the label, the origin of the tokens would be unknown
     parts, passes, relaxation = [], [], []
     for start in range(0, pictures, batch):
         file = folder / f"{seed}-{start}-{min(batch, pictures - start)}.npz"
@@ -250,9 +252,9 @@ def distribution_report(
     progress: Callable[[int], None] | None = None,
     not_kept: Callable[[Path, OSError], None] | None = None,
 ) -> dict[str, Any]:
-    """Test pictures of each method against pictures of the pipeline's baseline with other seeds; of scales, the finest one.
+    """Test each method's images against baseline images with other seeds; of several scales, only the finest is tested.
 
-    The baseline itself, with a third set of seeds, shows what the tests say where there is no difference.
+    The baseline itself, with a third set of seeds, shows the test results when there is no difference.
     """
     sequential = resolve_method(pipe.baseline, pipe.paradigm)
     used = {**pipe.default_sampling, **(settings or {})}

@@ -1,4 +1,4 @@
-"""The second half of an evaluation: from pictures on the disk to a report."""
+"""The second stage of an evaluation: from image files to a report."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from vargen.scoring.packaged import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
 
-REFERENCE = "reference.npz"  # beside a packaged scorer: statistics of the pictures that it was trained on
+REFERENCE = "reference.npz"  # next to a packaged scorer: statistics of the images it was trained on
 Show = Callable[[int, int], None]
 
 
 @dataclass
 class Evaluation:
-    """What was measured: a row per method, the baseline's name if it is among them, and what the head of a report says."""
+    """Results of an evaluation: a row per method, the baseline's name if it is included, and the report's head."""
 
     rows: list[Quality]
     baseline: str | None
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def default_reference(extractor: str | None) -> Path | None:
-    """Statistics that are packaged with an extractor."""
+    """Return the path of the reference statistics packaged with an extractor; None if there are none."""
     if extractor not in packaged_scorers():
         return None
     file = scorer_folder(str(extractor)) / REFERENCE
@@ -54,15 +54,15 @@ def default_reference(extractor: str | None) -> Path | None:
 
 
 def open_reference(path: Path, instruments: Instruments, kept: Path | None = None, engine: Engine = locally) -> Statistics:
-    """Statistics to measure distances to.
+    """Open the statistics that distances are measured to.
 
     Args:
-        path: `.npz` of statistics or of samples, in ADM's layout, or a folder of pictures. Of a file that holds both, as
-            published ones do, the statistics give the Frechet distance, and the samples all others, as ADM's suite has it.
-        kept: folder where features are kept and found again.
+        path: `.npz` of statistics or of samples, in ADM's layout, or a folder of images. If a file holds both, as published
+            references do, the Frechet distance uses the statistics and all others the samples, as in ADM's suite.
+        kept: folder where features are cached.
 
     Raises:
-        ValueError: for statistics of another extractor, or a file that is neither. FileNotFoundError: if it is missing.
+        ValueError: the statistics are of another extractor, or the file is of neither kind. FileNotFoundError: it is missing.
     """
     extractor = instruments.opened().get("extractor")
     if not isinstance(extractor, Extractor):
@@ -84,13 +84,13 @@ def open_reference(path: Path, instruments: Instruments, kept: Path | None = Non
 
 
 def _of_samples(path: Path, extractor: Extractor, resize: int | None, kept: Path | None) -> Statistics:
-    """Of a batch of samples; made once for a folder of `kept` features, for they are many."""
+    """Return the statistics of a batch of samples, computed only once if there is a cache folder `kept`."""
     file = None
     if kept is not None:
         key = hashlib.sha256(f"{file_digest(path)} {extractor.identity} {resize}".encode()).hexdigest()[:16]
         file = kept / "reference" / f"{path.stem}-{key}.npz"
         if file.is_file():
-            with contextlib.suppress(ValueError):  # damaged: made anew
+            with contextlib.suppress(ValueError):  # damaged: computed again
                 return Statistics.read(file)
     made = statistics_of(_measured_samples(path, extractor, resize), extractor)
     if file is not None:
@@ -117,10 +117,10 @@ def _measured_samples(path: Path, extractor: Extractor, resize: int | None) -> M
 
 
 def statistics_of(measured: Measured, extractor: Extractor, keep: bool = True) -> Statistics:
-    """Of a measured group, features included unless not `keep`.
+    """Return the statistics of a measured group, including its features if `keep`.
 
     Raises:
-        ValueError: where no extractor measured it, or fewer than two pictures.
+        ValueError: no extractor measured the group, or it has fewer than two images.
     """
     if "extractor" not in measured.arrays:
         raise ValueError("statistics need pictures and an extractor: give --extractor")
@@ -137,10 +137,10 @@ def evaluate_run(
     engine: Engine = locally,
     progress: Show | None = None,
 ) -> Evaluation:
-    """Measure what a run has drawn, of methods of which something is drawn. Pictures that have changed are left out.
+    """Measure the images of a run, for all methods that have any. Images that have changed are skipped.
 
     Raises:
-        ValueError: for a folder without a run, or a run without pictures; and see `measure`.
+        ValueError: the folder holds no run, or the run has no images; see also `measure`.
     """
     settings, drawn = folder.settings(), folder.drawn()
     by_method: dict[str, dict[int, Record]] = {method: {} for method in settings["methods"]}
@@ -194,17 +194,17 @@ def evaluate_folder(
     engine: Engine = locally,
     progress: Show | None = None,
 ) -> Evaluation:
-    """Measure pictures, whoever made them."""
+    """Measure images from any source."""
     measured = measure({name: pictures}, replace(instruments, drift=False), kept, engine, progress)
     rows = _rows(measured, instruments, reference, None)
     return Evaluation(rows, None, {"folder": name, **_about(instruments, reference)}, measured)
 
 
 def evaluate_samples(path: Path, instruments: Instruments, reference: Statistics | None = None) -> Evaluation:
-    """Measure a batch of samples by an extractor; scorers read prompts, which it has not.
+    """Measure a batch of samples with an extractor; scorers are not possible, since samples have no prompts.
 
     Raises:
-        ValueError: for scorers, without an extractor, or for a file that is no batch of samples.
+        ValueError: scorers are given, there is no extractor, or the file is not a batch of samples.
     """
     extractor = instruments.opened().get("extractor")
     if instruments.scorers or not isinstance(extractor, Extractor):
@@ -242,7 +242,7 @@ def _about(instruments: Instruments, reference: Statistics | None) -> dict[str, 
 
 
 def write_all(folder: RunFolder, found: Evaluation) -> list[str]:
-    """Report, tables, plot and contact sheets into the run's folder; returns the files' names. No plot without matplotlib."""
+    """Write report, tables, contact sheets and, with matplotlib, a plot to the run directory; returns the file names."""
     figures = []
     try:
         if plot_quality(found.rows, found.baseline, folder.path / "plot.png"):
@@ -274,7 +274,7 @@ def export_samples(path: Path, pictures: Sequence[Picture], resize: int | None) 
     """Write a batch of samples in ADM's layout, for published evaluators.
 
     Raises:
-        ValueError: for pictures of several sizes. UnreadablePictureError: for a file that is none.
+        ValueError: the images differ in size. UnreadablePictureError: a file is not an image.
     """
     arrays: Iterable[np.ndarray] = (picture_array(read_picture(Path(picture.file)), resize) for picture in pictures)
     first = picture_array(read_picture(Path(pictures[0].file)), resize)

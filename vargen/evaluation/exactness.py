@@ -1,9 +1,9 @@
-"""Is a method exact? Its samples of small models against the enumerated probabilities of all their sequences.
+"""Exactness check: samples of a method on small models, compared with the enumerated probabilities of all sequences.
 
-The models are tables whose every sequence can be enumerated (`TableModel`). Many chains are drawn by the method, and the total
-variation between what was drawn and what is true is compared with what as many independent draws would show, the noise floor.
-Variants that are known to be wrong, mistakes of released implementations, are measured in the same way: if the check did not
-find them, it would prove nothing.
+The models are tables (`TableModel`) small enough to enumerate every sequence. A method samples many sequences, and the total
+variation distance between their frequencies and the true probabilities is compared with the noise floor: the distance expected
+for the same number of independent samples. Negative controls, variants with known mistakes of released implementations, are
+measured in the same way: a check that did not detect them would prove nothing.
 
 Shape suffixes: V vocabulary, N tokens.
 """
@@ -41,28 +41,28 @@ from vargen.decoding.sampling import to_probs
 from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
 
-MOST_SPREADS = 4.0  # above the noise floor: an exact method is further away once in some 30,000 cases
+MOST_SPREADS = 4.0  # standard deviations above the noise floor; an exact method exceeds them in about 1 of 30,000 cases
 CHAINS = 150_000
 VOCAB = 3  # of the table models
 
 
 @dataclass(frozen=True)
 class Case:
-    """A table model and the sampling of its tokens."""
+    """A table model and the sampling settings of its tokens."""
 
     name: str
     tokens: int = 5
     rows: int = 1
     sampling: Sampling = dataclasses.field(default_factory=Sampling)
-    forced: tuple[tuple[int, int], ...] = ()  # (position, token) that is certain there
+    forced: tuple[tuple[int, int], ...] = ()  # (position, token) pairs that have probability 1
 
     def model(self) -> TableModel:
-        """The model, with another table as its draft model, and what its trained drafters know."""
+        """Build the model, with another table as its draft model, and what its trained drafters need."""
         arguments: dict[str, Any] = {"vocab": VOCAB, "tokens": self.tokens, "rows": self.rows, "forced": dict(self.forced)}
         model = TableModel(seed=4, **arguments)
         generator = torch.Generator().manual_seed(5)
-        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that ask what looks alike
-        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for drafters that look up
+        model.codebook = torch.randn(3, 4, generator=generator)  # for rules that use similarity of tokens
+        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
         model.draft_model = TableModel(seed=77, **arguments)
         model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
         model.low_res = TableLowRes(model.draft_model)
@@ -80,7 +80,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class ScaleCase:
-    """The same of a next-scale model, whose `tokens` are its scales."""
+    """A case of a next-scale model, whose `tokens` are its scales."""
 
     name: str
     tokens: int = 3
@@ -103,13 +103,13 @@ SCALE_CASES = (
 
 @dataclass(frozen=True)
 class Finding:
-    """One case.
+    """Result of one case.
 
     Attributes:
-        distance: total variation between drawn and true probabilities of all sequences.
-        floor: the expected distance of as many independent draws from the true probabilities.
-        spread: the standard deviation of that distance.
-        impossible: share of drawn sequences that have no probability.
+        distance: total variation distance between sampled and true probabilities of all sequences.
+        floor: expected distance for the same number of independent samples of the true probabilities.
+        spread: standard deviation of that distance.
+        impossible: fraction of sampled sequences that have probability 0.
     """
 
     case: str
@@ -129,7 +129,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All cases of a method, and the known-wrong variants that were measured in the same run."""
+    """Results of all cases of a method, and of the negative controls measured in the same run."""
 
     name: str
     claims: str  # "exact" or "relaxed"
@@ -143,25 +143,25 @@ class Report:
 
     @property
     def can_tell(self) -> bool:
-        """Whether the check found every wrong variant; if it did not, the findings prove nothing."""
+        """Whether the check detected every negative control; if not, its findings prove nothing."""
         return not any(control.exact for control in self.controls)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {**dataclasses.asdict(self), "exact": self.exact, "can_tell": self.can_tell}
 
 
 def measure(
     method: Method, model: TableModel | ScaleTable, sampling: Sampling, chains: int = CHAINS, case: str = ""
 ) -> Finding:
-    """Draw `chains` sequences of a table model by a method, and compare their shares with the true probabilities."""
+    """Sample `chains` sequences of a table model with a method, and compare their frequencies with the true probabilities."""
     loop: Any = decode_scales if isinstance(model, ScaleTable) else decode
     tokens = loop(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains) + 10**6, method, sampling).tokens
     V, N = model.vocab, tokens.shape[1]
     index = (tokens * V ** torch.arange(N - 1, -1, -1)).sum(1)
     drawn = torch.bincount(index, minlength=V**N).double() / chains
     truth = model.joint(0, lambda logits: to_probs(logits, sampling)).flatten()
-    # A share of n draws is off by e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi) and variance e^2 (1 - 2 / pi).
+    # A frequency of n samples has error e = sqrt(p (1 - p) / n); |N(0, e)| has mean e sqrt(2 / pi), variance e^2 (1 - 2 / pi).
     error = (truth * (1 - truth) / chains).sqrt()
     floor, spread = error.sum() * math.sqrt(2 / math.pi) / 2, (error.square().sum() * (1 - 2 / math.pi)).sqrt() / 2
     distance = (drawn - truth).abs().sum() / 2
@@ -169,14 +169,14 @@ def measure(
 
 
 def check(accelerator: Method, chains: int = CHAINS) -> Report:
-    """Whether a method draws what its model says, in every case, and whether the check can tell.
+    """Check whether a method samples the model's distribution in every case, and whether negative controls are detected.
 
     Args:
         accelerator: windows and chains are cut to the models' five or six tokens, the stages of a schedule to three scales.
-        chains: sequences drawn of each case; fewer raise the noise floor, under which small errors hide.
+        chains: number of sequences sampled per case; fewer raise the noise floor, which hides small errors.
 
     Raises:
-        ValueError: for fewer than 1,000 chains, or a method that table models cannot run.
+        ValueError: `chains` is below 1,000, or table models cannot run the method.
     """
     if chains < 1000:
         raise ValueError(f"chains must be at least 1000, got {chains}")
@@ -194,16 +194,16 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
 
 
 def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
-    """The method, cut to the case's model."""
+    """Return the method, cut to the size of the case's model."""
     return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
 
 
-# -- known-wrong variants -----------------------------------------------------------------------------------------------
+# -- negative controls --------------------------------------------------------------------------------------------------
 
 
 @acceptance_rule(exact=True)
 def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Lumina-mGPT 2.0: a refusal is resampled from p instead of the residual."""
+    """Lumina-mGPT 2.0: a rejected token is resampled from p instead of the residual."""
     verdict = exact(probs, draft, noise, relaxation)
     row = probs[torch.arange(len(probs)), verdict.count - 1]
     return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
@@ -211,7 +211,7 @@ def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
 
 @acceptance_rule(exact=True)
 def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """SJD-PAC as released: when the whole draft is accepted, a uniform token is committed."""
+    """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
     verdict = exact(probs, draft, noise, relaxation)
     drawn = race(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
     return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], drawn, verdict.next_token))
@@ -225,14 +225,14 @@ WRONG = {
 
 @scale_rule(exact=True)
 def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """A refused token is redrawn from p instead of the residual."""
+    """A rejected token is resampled from p instead of the residual."""
     tokens, same = token_wise(p, q, draft, noise)
     return torch.where(tokens != draft, noise.draw(p, Purpose.RESIDUAL), draft), same
 
 
 @scale_rule(exact=True)
 def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
-    """lijrjyan/SDVAR: a scale is kept if half of its tokens are the target's likeliest."""
+    """lijrjyan/SDVAR: a scale is accepted if half of its tokens are the target's most probable ones."""
     kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
     return torch.where(kept[:, None], draft, noise.draw(p, Purpose.RESIDUAL)), kept
 

@@ -1,6 +1,6 @@
-"""Networks that turn pictures into the features that distances compare. Each says exactly which it is.
+"""Feature extractors: networks whose features the distances compare. Each has an identity that includes its weights.
 
-Distances of features of different extractors mean nothing, so every file of features or statistics carries the identity.
+Features of different extractors cannot be compared, so every file of features or statistics records the identity.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from vargen.weight_files import weights_digest
 
 
 class Features(NamedTuple):
-    """float32 `[N, D]` features, and class scores `[N, classes]` where the network has them, for the Inception Score."""
+    """Features float32 `[N, D]`, and class scores `[N, classes]` if the network has them, for the Inception Score."""
 
     pooled: Tensor
     logits: Tensor | None = None
 
 
 class Extractor:
-    """A network over uint8 pictures.
+    """A network applied to uint8 images.
 
     Args:
-        name: what tables call it. identity: names these weights and no others.
-        network: uint8 `[N, 3, Y, X]` on `device` to features `[N, D]`, or to features and class scores.
-        normalized: whether features are unit vectors, which CMMD asks for.
+        name: shown in tables. identity: identifies the network and its weights.
+        network: maps uint8 `[N, 3, Y, X]` on `device` to features `[N, D]`, or to features and class scores.
+        normalized: whether features are unit vectors, as CMMD requires.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Extractor:
 
     @torch.inference_mode()
     def __call__(self, pixels_NCYX: Tensor) -> Features:
-        """On the CPU.
+        """Return features on the CPU.
 
         Raises:
-            TypeError: for pixels that are not uint8 `[N, 3, Y, X]`. ValueError: for features that are not finite `[N, D]`.
+            TypeError: the pixels are not uint8 `[N, 3, Y, X]`. ValueError: the features are not finite `[N, D]`.
         """
         if pixels_NCYX.dtype != torch.uint8 or pixels_NCYX.dim() != 4 or pixels_NCYX.shape[1] != 3:
             raise TypeError(f"pictures must be uint8 [N, 3, Y, X], got {str(pixels_NCYX.dtype)[6:]} {list(pixels_NCYX.shape)}")
@@ -71,10 +71,10 @@ class Extractor:
 
 
 def module_extractor(module: nn.Module, name: str, device: torch.device | str = "cpu", normalized: bool = False) -> Extractor:
-    """Any network of float pictures `[N, 3, Y, X]` in [0, 1] to features `[N, D]`; its weights are its identity."""
+    """Wrap a network of float images `[N, 3, Y, X]` in [0, 1] to features `[N, D]`; its weights define its identity."""
     network = module.to(device).eval().requires_grad_(False)
     digest = weights_digest(network)
-    if not any(True for _ in network.parameters()):  # nothing else tells two such modules apart
+    if not any(True for _ in network.parameters()):  # without weights, two such modules could not be distinguished
         digest = hashlib.sha256(repr(network).encode()).hexdigest()[:16]
 
     def run(pixels: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def _inception(weights: str | None = None, device: torch.device | str = "cpu") -
 def _clip(
     model: str = "ViT-L-14-336", weights: str | None = "openai", device: torch.device | str = "cpu"
 ) -> Extractor:  # fmt: skip
-    """CMMD's by default (Jayasumana et al. 2024): unit vectors of CLIP ViT-L/14 at 336 pixels."""
+    """CLIP features; by default those of CMMD (Jayasumana et al. 2024), unit vectors of CLIP ViT-L/14 at 336 pixels."""
     from vargen.scoring.clip import CLIPScorer
 
     scorer = CLIPScorer(model, weights, device=device)
@@ -117,11 +117,12 @@ EXTRACTORS: dict[str, Callable[..., Extractor]] = {"inception": _inception, "cli
 
 
 def open_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
-    """`inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`, which
-    returns an `nn.Module` of pictures in [0, 1].
+    """Open `inception:weights=FILE`, `clip:model=NAME,weights=FILE`, a packaged scorer or its folder, or `module:function`.
+
+    The function returns an `nn.Module` of images in [0, 1].
 
     Raises:
-        ValueError: for an unknown name or option. FileNotFoundError: for weights that are missing; says how to get them.
+        ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.
     """
     where, colon, rest = spec.partition(":")
     if colon and "=" not in rest and where not in EXTRACTORS:
@@ -153,7 +154,7 @@ def _imported(spec: str, device: torch.device | str) -> Extractor:
 
 
 def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
-    """uint8 `[Y, X, 3]`; `resize` is the side of a square that the centre is cut to, then scaled to by bicubic filtering."""
+    """Return uint8 `[Y, X, 3]`; if `resize` is given, the central square is cropped and scaled to that side (bicubic)."""
     image = on_white(image)
     if resize is not None and image.size != (resize, resize):
         side = min(image.size)
@@ -163,14 +164,14 @@ def picture_array(image: Image.Image, resize: int | None = None) -> np.ndarray:
 
 
 def extracted(extractor: Extractor, pictures: Sequence[np.ndarray] | np.ndarray, batch_size: int = 32) -> Features:
-    """Features of uint8 pictures `[Y, X, 3]` of one size, a batch at a time."""
+    """Return the features of uint8 images `[Y, X, 3]` of one size, computed in batches."""
     parts = [extractor(as_batch(pictures[start : start + batch_size])) for start in range(0, len(pictures), batch_size)]
     logits = [part.logits for part in parts if part.logits is not None]
     return Features(torch.cat([part.pooled for part in parts]), torch.cat(logits) if logits else None)
 
 
 def as_batch(pictures: Sequence[np.ndarray] | np.ndarray) -> Tensor:
-    """uint8 `[N, 3, Y, X]` of pictures `[Y, X, 3]`. Raises ValueError for pictures of several sizes."""
+    """Stack images `[Y, X, 3]` to uint8 `[N, 3, Y, X]`. Raises ValueError if they differ in size."""
     sizes = {picture.shape for picture in pictures}
     if len(sizes) != 1:
         listed = ", ".join(f"{shape[1]} x {shape[0]}" for shape in sorted(sizes)[:4])

@@ -1,8 +1,8 @@
-"""Drawing the pictures of an evaluation: any number of methods, over many processes, resumed after any end.
+"""Generating the images of an evaluation: any number of methods, on many processes, resumable after any interruption.
 
-The unit of work is a batch of items, fixed by their numbers, by one method. What a batch draws depends on no other, so shards
-and engines may divide the batches as they like. A batch of which a part is missing is drawn whole again and only the missing
-pictures are written: each is thus drawn beside the same others, and equal to the last bit, whatever was interrupted.
+The unit of work is a batch of indices, fixed by their numbers, for one method. Batches are independent of each other, so
+shards and backends may divide them freely. If some images of a batch are missing, the whole batch is generated again and only
+the missing images are written. Each image is thus always generated in the same batch, and interruptions do not change a bit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vargen.values import short_repr
 
 @dataclass(frozen=True)
 class Unit:
-    """A batch of items and a method, with those of its pictures that are missing."""
+    """A batch of indices and a method, with the images that are still missing."""
 
     method: str
     items: tuple[int, ...]
@@ -39,13 +39,13 @@ class Unit:
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is to be drawn; plain values, which another machine can be told.
+    """Settings of the images to generate: plain values, which can be sent to another machine.
 
     Attributes:
-        model: name, folder or hub id. output: folder of the run, which every process reaches under this path.
+        model: name, folder or hub id. output: run directory, reachable by every process under this path.
         methods: presets with settings, see `resolve_method`.
         sampling: guidance_scale, temperature, top_k, top_p where they differ from the model's.
-        batch: pictures at once. threads: of the CPU; None is measured.
+        batch: images per batch. threads: number of CPU threads; None: autotuned.
         dtype: of the transformer, such as `"float32"`; None is the model's default. device: such as `"cpu"`.
     """
 
@@ -66,10 +66,10 @@ class Drawing:
         return Items(self.subjects, self.num, self.seed)
 
     def check(self) -> dict[str, Any]:
-        """What decides the pictures, for `RunFolder.claim`; reads no weight but to know their bytes.
+        """Return all settings that determine the images, for `RunFolder.claim`; weights are only read to compute their digest.
 
         Raises:
-            ValueError: for settings or methods that this model cannot draw with.
+            ValueError: the model cannot generate images with the settings or methods.
         """
         opened = describe(self.model)
         kind = pipeline_class(opened.pipeline)
@@ -105,9 +105,9 @@ class Drawing:
         }
 
     def units(self, drawn: Iterable[tuple[str, int]], shard: int = 1, shards: int = 1) -> list[Unit]:
-        """What is still to be drawn by one of several shards; batches in turn, methods within a batch.
+        """Return the units that one of several shards has yet to generate, ordered by batch, then by method.
 
-        Methods take turns, so that a drift of the machine meets all alike.
+        Methods alternate, so that a gradual change in the machine's speed affects all of them equally.
         """
         done = set(drawn)
         found = []
@@ -124,7 +124,7 @@ class Drawing:
 
 
 class Drawer:
-    """Draws units; opens its pipeline once. One lives in each process that draws."""
+    """Generates units of work; opens its pipeline once. Each generating process has one."""
 
     def __init__(self, drawing: Drawing):
         self.drawing, self.folder, self.items = drawing, RunFolder(Path(drawing.output)), drawing.items
@@ -134,13 +134,13 @@ class Drawer:
         self.pipe.set_progress_bar_config(disable=True)
         self.methods = {method: resolve_method(method, self.pipe.paradigm) for method in drawing.methods}
         for accelerator in self.methods.values():
-            self.pipe.check_runs(accelerator)  # what only weights tell, before the first batch
+            self.pipe.check_runs(accelerator)  # checks that need the weights, before the first batch
 
     def __call__(self, unit: Unit) -> list[Record]:
-        """Write the missing pictures of a unit; returns a line for the manifest of each.
+        """Write the missing images of a unit; returns a manifest record for each.
 
         Raises:
-            OSError: if one cannot be written, saying which and what to do. Those before it are whole, and drawn again.
+            OSError: an image cannot be written; says which one and what to do. Earlier ones are complete, but generated again.
         """
         subjects = [self.items.subject(item) for item in unit.items]
         seeds = [self.drawing.seed + item for item in unit.items]
@@ -161,7 +161,7 @@ class Drawer:
         return records
 
     def _subject(self, subject: Subject) -> dict[str, Any]:
-        """The prompt or class, and what a scorer is to read."""
+        """Return the prompt or class, and the text for scorers."""
         if isinstance(subject, int):
             names = self.pipe.class_names.get(subject, "")
             return {"class": subject, "text": names.split(",")[0].strip() or f"class {subject}"}
@@ -170,7 +170,7 @@ class Drawer:
     def _write(self, image: Any, method: str, item: int, about: dict[str, Any]) -> str:
         name = self.folder.image(method, item)
         chunk = PngInfo()
-        model = Path(self.drawing.model).name  # a picture tells no one's folders
+        model = Path(self.drawing.model).name  # image metadata must not reveal anyone's folders
         chunk.add_text("vargen", json.dumps({**about, "model": model, **self.drawing.sampling}))
         file = io.BytesIO()
         image.save(file, format="PNG", pnginfo=chunk)
@@ -183,7 +183,7 @@ class Drawer:
 
 
 def per_picture(stats: DecodeStats, row: int) -> dict[str, Any]:
-    """A picture's share of what its batch took; `turns` is how many passes it took part in."""
+    """Return one image's share of the cost of its batch; `turns` is the number of passes it took part in."""
     turns = sum(stats.accepted_histogram) / stats.images if sum(stats.accepted_histogram) else float(stats.passes)
     return {
         "seconds": stats.seconds / stats.images,
@@ -200,7 +200,7 @@ Engine = Callable[[Callable[[Any], Any], Any, list[Any]], Iterator[Any]]
 
 
 def locally(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
-    """Yield `worker(argument)(unit)` of each unit, in order, in this process. Other engines do so elsewhere, in any order."""
+    """Yield `worker(argument)(unit)` for each unit, in order, in this process. Other backends run elsewhere, in any order."""
     if units:
         work = worker(argument)
         yield from map(work, units)
@@ -213,16 +213,16 @@ def draw(
     engine: Engine = locally,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
-    """Draw what is missing of a shard, and append it to its manifest; returns how many pictures that were.
+    """Generate the missing images of a shard and append them to its manifest; returns the number of images generated.
 
     Args:
         shard: from 1 to `shards`.
-        progress: called with pictures done and to do, those of earlier runs included.
+        progress: called with the numbers of finished images, including those of earlier runs, and of all images.
 
     Raises:
-        ValueError: for a shard that is none, settings that the model cannot draw with, a folder with other contents, or a
-            shard that another process draws.
-        OSError: for a full disk; what was drawn before stays, and the next call goes on.
+        ValueError: the shard is invalid or in use by another process, the model cannot use the settings, or the folder has
+            other contents.
+        OSError: the disk is full; finished images are kept, and the next call resumes.
     """
     if not 1 <= shard <= shards:
         raise ValueError(f"shard must be from 1/{shards} to {shards}/{shards}, got {short_repr(shard)}/{shards}")

@@ -1,4 +1,4 @@
-"""Picture files to measure, whoever made them."""
+"""Image files to measure, from any source."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
 @dataclass(frozen=True)
 class Picture:
-    """A file to measure.
+    """An image file to measure.
 
     Attributes:
-        item: its number in its group. text: what its prompt says; None where it has none. sha256: of the file.
-        against: file of the unaccelerated picture of the same item.
+        item: its index in its group. text: its prompt; None if there is none. sha256: digest of the file.
+        against: file of the baseline's image with the same index.
     """
 
     item: int
@@ -32,11 +32,11 @@ class Picture:
 
 
 class UnreadablePictureError(ValueError):
-    """A file that is no picture, or a damaged one."""
+    """Raised for a file that is not an image, or is damaged."""
 
 
 def read_picture(file: Path) -> Image.Image:
-    """RGB, wholly read, on white where it is transparent.
+    """Read an image completely, as RGB, with transparent areas on white.
 
     Raises:
         UnreadablePictureError: naming the file.
@@ -49,10 +49,10 @@ def read_picture(file: Path) -> Image.Image:
 
 
 def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:
-    """The pictures in a folder and those below it, by name; prompts are given in that order, or read from our PNG files.
+    """Return the images under a folder, sorted by name; prompts are given in that order, or read from our PNG files.
 
     Raises:
-        ValueError: for a folder without pictures, or another number of prompts. FileNotFoundError: if it is missing.
+        ValueError: the folder has no images, or another number of prompts. FileNotFoundError: it is missing.
     """
     if not folder.is_dir():
         raise FileNotFoundError(f"folder {str(folder)!r} does not exist")
@@ -66,11 +66,11 @@ def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[
 
 
 def _own_prompt(file: Path) -> str | None:
-    """What our pictures say in their text chunk `vargen`."""
+    """Return the prompt that our images store in their PNG text chunk `vargen`."""
     try:
         with opened_picture(file) as opened:
             held = json.loads(opened.info.get("vargen", "{}"))
-    except Exception:  # unreadable: said when it is measured
+    except Exception:  # unreadable: reported when it is measured
         return None
     text = held.get("text", held.get("prompt")) if isinstance(held, dict) else None
     return text if isinstance(text, str) else None

@@ -1,7 +1,7 @@
-"""How long a whole picture takes, against what the machine allows, and against the published sampling loop in the same run.
+"""Time per image, compared with the machine's limits and with the published sampling loop, in one run.
 
-What the machine allows is its roofline: a pass takes at least as long as reading its weights once, and as long as its
-floating-point operations at the rate of a large matrix product. Both rates are measured here. The opponent and ours take turns.
+The limit is the roofline: a pass takes at least as long as reading its weights once, and as long as its floating-point
+operations at the rate of a large matrix product. Both rates are measured here. Our loop and the published one alternate.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork
 
-_PRODUCT = 1536  # rows and columns of the matrices whose product tells the rate
+_PRODUCT = 1536  # rows and columns of the matrices that measure the rate
 
 
 @dataclass(frozen=True)
 class PictureReport:
-    """Milliseconds a picture, medians over the rounds.
+    """Milliseconds per image, medians over the rounds.
 
     Attributes:
-        drawing, decoding: the tokens by the baseline's passes, and their pixels.
+        drawing, decoding: sampling the tokens with the baseline, and decoding their pixels.
         published_drawing, published_decoding: the same by the published loop, in float32.
-        ratio, ratio_with_pixels: the published loop's over ours, without and with pixels.
-        roofline, roofline_with_pixels: what weights and floating-point operations take at least.
-        share, share_with_pixels: the roofline's part of ours.
-        gigabytes_per_second, gigaflops: the measured rates of reading and of a product, in the transformer's dtype.
+        ratio, ratio_with_pixels: speedup over the published loop, without and with pixel decoding.
+        roofline, roofline_with_pixels: lower bound by the weights read and the floating-point operations.
+        share, share_with_pixels: the roofline as a fraction of our time.
+        gigabytes_per_second, gigaflops: measured rates of reading and of a matrix product, in the transformer's dtype.
     """
 
     model: str
@@ -67,14 +67,14 @@ def measure_pictures(
     compile: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> PictureReport:
-    """Draw and decode whole batches by the baseline and by the published loop, in turn, behind one untimed round.
+    """Generate whole batches with the baseline and with the published loop, alternating, after one untimed round.
 
     Args:
-        compile: run the baseline's passes through `torch.compile`, on a GPU; compiling is part of the untimed round.
-        progress: called with the rounds done and all rounds.
+        compile: run the baseline's passes through `torch.compile`, on a GPU; compilation is part of the untimed round.
+        progress: called with the numbers of finished rounds and of all rounds.
 
     Raises:
-        ValueError: if `batch` or `rounds` is below 1, or passes are to be compiled on a CPU.
+        ValueError: `batch` or `rounds` is below 1, or compiled passes are requested on a CPU.
     """
     if batch < 1 or rounds < 1:
         raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
@@ -124,16 +124,16 @@ def measure_pictures(
 
 
 def _bandwidth(nbytes: int, device: torch.device) -> float:
-    """Bytes read a second, by the fastest of several ways."""
+    """Return the read bandwidth in bytes per second, by the fastest of several ways to read."""
     return nbytes / min(_least(read, device) for read in weight_readers(nbytes, device))
 
 
 def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
-    """Floating-point operations a second of a product of large matrices."""
+    """Return the floating-point operations per second of a product of large matrices."""
     left, right = (torch.randn(_PRODUCT, _PRODUCT, device=device).to(dtype) for _ in range(2))
     return 2 * _PRODUCT**3 / _least(lambda: left @ right, device)
 
 
 def _least(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
-    """Seconds of the fastest of several runs."""
+    """Return the seconds of the fastest of several runs."""
     return min([timed(run, device)[0] for _ in range(times + 1)][1:])

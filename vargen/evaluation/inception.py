@@ -1,10 +1,10 @@
-"""The Inception network that FID is defined by, from a local file of its weights.
+"""The Inception network that defines FID, loaded from a local weight file.
 
-It is TensorFlow's Inception-v3 of 2015-12-05 with 1008 classes, which differs from torchvision's: pictures are resized without
-half-pixel centres, average pools do not count their padding, and the last block pools by maximum. Parameters have the names of
-the file that pytorch-fid and torch-fidelity publish, so that their file opens.
+It is TensorFlow's Inception-v3 of 2015-12-05 with 1008 classes, which differs from torchvision's: images are resized without
+half-pixel centers, average pooling excludes padding, and the last block uses max pooling. Parameters have the names in the
+file published by pytorch-fid and torch-fidelity, so that this file can be loaded.
 
-Shape suffixes: N pictures, C channels, Y/X pixels.
+Shape suffixes: N images, C channels, Y/X pixels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ HOW = (
     "fetch weights-inception-2015-12-05-6726825d.pth of torch-fidelity's releases (95 MB), or the same weights as safetensors, "
     "and give weights=FILE"
 )
-# A unit is "name:channels:kernel[/stride]"; "avg" and "max" are pools. Units of a branch follow each other, those of a tuple
-# branch off. Convolutions keep the size, those with a stride see no padding.
+# A unit is "name:channels:kernel[/stride]"; "avg" and "max" are pooling. Units of a branch are applied in sequence, those of a
+# tuple in parallel. Convolutions preserve the size; those with a stride have no padding.
 _Branch = list["str | tuple[str, ...]"]
 
 
@@ -106,7 +106,7 @@ def _pool(kind: str, x: Tensor) -> Tensor:
 
 
 class Mixed(nn.Module):
-    """Branches beside each other, their channels joined."""
+    """Parallel branches whose channels are concatenated."""
 
     def __init__(self, branches: list[_Branch], channels: int):
         super().__init__()
@@ -121,7 +121,7 @@ class Mixed(nn.Module):
             self.paths.append(path)
 
     def _add(self, part: str, channels: int) -> tuple[str, int]:
-        """Name and channels of a pool, or of a unit that becomes a part of this block."""
+        """Return name and channels of a pooling step, or of a unit, which is added to this block."""
         if ":" not in part:
             return part, channels
         name, out, kernel = part.split(":")
@@ -143,7 +143,7 @@ class Mixed(nn.Module):
 
 
 class FIDInception(nn.Module):
-    """Pictures to pooled features and class scores."""
+    """Maps images to pooled features and class scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class FIDInception(nn.Module):
         self.fc = nn.Linear(DIMENSIONS, CLASSES)
 
     def forward(self, pixels_NCYX: Tensor) -> tuple[Tensor, Tensor]:
-        """Features `[N, 2048]`, class scores `[N, 1008]` without their bias; of uint8 pictures `[N, 3, Y, X]` of any size."""
+        """Return features `[N, 2048]` and class scores `[N, 1008]` without bias for uint8 images `[N, 3, Y, X]`."""
         x = (resized_as_tensorflow(pixels_NCYX.to(self.fc.weight.dtype), SIDE) - 128) / 128
         x = self.Conv2d_2b_3x3(self.Conv2d_2a_3x3(self.Conv2d_1a_3x3(x)))
         x = self.Conv2d_4a_3x3(self.Conv2d_3b_1x1(F.max_pool2d(x, 3, 2)))
@@ -165,15 +165,15 @@ class FIDInception(nn.Module):
         for name, _, _ in _BLOCKS:
             x = self.get_submodule(name)(x)
         pooled = x.mean((2, 3))
-        return pooled, pooled @ self.fc.weight.T  # the reference's Inception Score leaves the bias out
+        return pooled, pooled @ self.fc.weight.T  # the reference Inception Score omits the bias
 
     @classmethod
     def from_file(cls, path: str | Path | None) -> FIDInception:
-        """The network with the weights of a `.safetensors` file, or of a `.pth` that is read as data only.
+        """Load the network from a `.safetensors` file, or from a `.pth` file, which is read as data only.
 
         Raises:
-            FileNotFoundError: without a file, saying how to get it.
-            ValueError: if it is damaged, or another network's.
+            FileNotFoundError: there is no file; the message says how to get it.
+            ValueError: the file is damaged, or belongs to another network.
         """
         file = None if path is None else expand_user(path, "weights")
         if file is None or not file.is_file():
@@ -188,7 +188,7 @@ class FIDInception(nn.Module):
             raise ValueError(f"{file} must hold a state dict, names and tensors; {HOW}")
         with torch.device("meta"):
             network = cls()
-        counters = {name for name in network.state_dict() if name.endswith("num_batches_tracked")}  # older files lack them
+        counters = {name for name in network.state_dict() if name.endswith("num_batches_tracked")}  # missing in older files
         expected = {name: tuple(value.shape) for name, value in network.state_dict().items() if name not in counters}
         check_shapes({name: tuple(value.shape) for name, value in state.items()}, expected, str(file), ignore=counters)
         network = network.to_empty(device="cpu")
@@ -199,7 +199,7 @@ class FIDInception(nn.Module):
 
 
 def resized_as_tensorflow(pixels_NCYX: Tensor, side: int) -> Tensor:
-    """Bilinear, `side` pixels square, as TensorFlow 1 has it: pixel i is at i * (size / side), and nothing is smoothed."""
+    """Resize bilinearly to a square of `side` pixels as TensorFlow 1 does: pixel i is at i * (size / side), no antialiasing."""
     for axis in (2, 3):
         size = pixels_NCYX.shape[axis]
         if size == side:

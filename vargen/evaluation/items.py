@@ -1,4 +1,4 @@
-"""What an evaluation draws: items, each a prompt or a class and a seed that depends on nothing but the item."""
+"""What an evaluation generates: indices, each with a prompt or class and a seed that depend only on the index."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Subject = str | int  # a prompt, or a class
 
 @dataclass(frozen=True)
 class Items:
-    """Items 0 to `count` - 1: item i has the subject i modulo their number, and the seed `seed` + i.
+    """Indices 0 to `count` - 1: index i has the prompt or class i modulo their number, and the seed `seed` + i.
 
-    Picture i is thus what `vargen generate` draws of its subject with that seed, and a run of more items has those of fewer.
+    Image i is thus the one that `vargen generate` returns for its prompt and seed, and a longer run contains a shorter one.
 
     Raises:
-        ValueError: for a count below 1, no subjects, or seeds that do not fit 63 bits.
+        ValueError: `count` is below 1, there are no prompts or classes, or a seed does not fit in 63 bits.
     """
 
     subjects: Sequence[Subject]
@@ -40,21 +40,21 @@ class Items:
         return self.subjects[item % len(self.subjects)]
 
     def digest(self) -> str:
-        """Changes with any subject and with the seed, not with the count."""
+        """Return a digest that changes with any prompt or class and with the seed, but not with the count."""
         text = "\n".join(map(repr, [self.seed, *self.subjects]))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def class_subjects(chosen: str, classes: int, names: dict[int, str], seed: int = 0, count: int = 0) -> list[Subject]:
-    """Classes to draw.
+    """Select the classes of an evaluation.
 
     Args:
-        chosen: `each` (all in turn: as many of each), `random` (drawn uniformly, as published samples of LlamaGen are), or a
-            comma-separated list of numbers and names.
-        count: how many are drawn for `random`; the class of item i depends on the seed and i alone.
+        chosen: `each` (all classes in turn, equally often), `random` (uniformly sampled, as in published LlamaGen samples), or
+            a comma-separated list of numbers and names.
+        count: number of classes sampled for `random`; the class of index i depends only on the seed and i.
 
     Raises:
-        ValueError: for a class that the model has not.
+        ValueError: the model does not have a class.
     """
     if chosen == "each":
         return list(range(classes))
@@ -67,9 +67,9 @@ def class_subjects(chosen: str, classes: int, names: dict[int, str], seed: int =
 
 def _uniform(seed: int, item: int, below: int) -> int:
     digest = hashlib.sha256(f"class {seed} {item}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") % below  # 2^64 values: no class is favoured by more than 1e-16
+    return int.from_bytes(digest[:8], "big") % below  # 2^64 values: modulo bias below 1e-16
 
 
 def prompt_subjects(prompts: Any) -> list[Subject]:
-    """Prompts, checked as a call checks them."""
+    """Validate prompts as a pipeline call does."""
     return list(check_prompts(prompts, "prompts"))

@@ -1,4 +1,4 @@
-"""What was measured of chunks of pictures, kept on the disk with its digest: what is damaged or was changed is not believed."""
+"""On-disk cache of measurements of image chunks, each with its digest: damaged or modified entries are ignored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MADE_OF, _DIGEST = "made_of", "digest"
 
 
 def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
-    """Sixty-four digits that change with any name, type, shape or number of the arrays."""
+    """Return sixty-four hexadecimal digits that change with any name, dtype, shape or value of the arrays."""
     digest = hashlib.sha256()
     for name, array in sorted(arrays.items()):
         digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
@@ -33,9 +33,9 @@ def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
 
 
 class Kept:
-    """Chunks on the disk, by what they were made of. An instrument that does not say what it is is asked anew each time.
+    """The cache of chunks, keyed by what they were computed from. Instruments without an identity are not cached.
 
-    Opens the instruments for their names and identities, and so finds out beforehand which cannot be opened.
+    Opens the instruments for their names and identities, so instruments that cannot be opened fail early.
     """
 
     def __init__(self, folder: Path | None, instruments: Instruments):
@@ -56,7 +56,7 @@ class Kept:
         return hashlib.sha256(json.dumps([self.identities[name], self.resize, pictures]).encode()).hexdigest()
 
     def held(self, chunk: Chunk, name: str) -> Rows | None:
-        """What was measured of these very pictures; None where nothing was, or what lies there is not what was written."""
+        """Return the cached measurements of exactly these images; None if there are none, or the entry was modified."""
         file = self._file(chunk, name)
         if file is None:
             return None
@@ -66,7 +66,7 @@ class Kept:
             digest = str(columns.pop(_DIGEST))
             if str(columns[_MADE_OF]) != self._made_of(chunk, name) or digest != arrays_digest(columns):
                 return None
-        except Exception:  # damaged, in one of the many ways of numpy, zipfile and zlib: measured anew
+        except Exception:  # damaged: numpy, zipfile and zlib each raise their own types; measured again
             return None
         del columns[_MADE_OF]
         count = len(chunk.pictures)
@@ -74,7 +74,7 @@ class Kept:
         return columns if right else None
 
     def keep(self, chunk: Chunk, name: str, arrays: Rows) -> None:
-        """Raises OSError where the disk is full, or the file cannot be written for another reason."""
+        """Cache measurements. Raises OSError if the disk is full, or the file cannot be written for another reason."""
         file = self._file(chunk, name)
         if file is None:
             return

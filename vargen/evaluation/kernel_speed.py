@@ -1,6 +1,7 @@
-"""Times of the kernels beside the alternatives: torch's attention with a mask, FlexAttention, and the library's own torch code.
-What a machine cannot run is listed with the reason. The shapes of the networks and the bytes that an operation moves at least
-are here as well; `benchmarks/kernels_static` uses them without a GPU.
+"""Kernel benchmarks against the alternatives: torch's attention with a mask, FlexAttention, and the library's plain torch code.
+
+What a machine cannot run is listed with the reason. Network shapes and lower bounds on the bytes that each operation moves
+are defined here as well; `benchmarks/kernels_static` uses them without a GPU.
 
 NetworkShape suffixes: R rows, T tokens of the pass, H query heads, G key heads, S slots, K head width, V vocabulary.
 """
@@ -45,30 +46,32 @@ VOCABULARIES = (4096, 8192, 16384)
 
 
 def attention_bytes(shape: NetworkShape, R: int, T: int, slots: int, size: int) -> int:
-    """Of one layer: keys and values once, queries and output, in numbers of `size` bytes, and the words of a tree."""
+    """Bytes moved by one layer: keys and values once, queries and output, in elements of `size` bytes, and tree masks."""
     queries = 2 * R * T * shape.heads * shape.width * size
     return 2 * R * shape.key_heads * slots * shape.width * size + queries + 8 * T * -(-T // 64)
 
 
 def attention_flops(shape: NetworkShape, R: int, T: int, slots: int) -> int:
-    """Of one layer's two products."""
+    """Floating-point operations of one layer's two matrix products."""
     return 4 * R * T * shape.heads * slots * shape.width
 
 
 def sampler_bytes(rows: int, V: int, size: int) -> int:
-    """Logits of `size` bytes read, probabilities of 4 written."""
+    """Bytes moved by the sampler: logits of `size` bytes read, probabilities of 4 bytes written."""
     return rows * V * (size + 4)
 
 
 def commit_bytes(shape: NetworkShape, R: int, path: int, size: int) -> int:
-    """Keys and values of all layers read and written, but for the root, which lies in place."""
+    """Bytes moved by a commit: keys and values of all layers, read and written, except for the root, which stays in place."""
     return shape.layers * R * shape.key_heads * (path - 1) * shape.width * size * 4
 
 
 @dataclass(frozen=True)
 class Timing:
-    """`microseconds` of an implementation, or the `reason` for which there are none; `bytes` that the operation moves at least,
-    and the `share` of the time that these take at the rate of a copy."""
+    """Time of an implementation in `microseconds`, or the `reason` why there is none.
+
+    `bytes` is the fewest that the operation moves, `share` the fraction of the time that this takes at the rate of a copy.
+    """
 
     operation: str
     shape: str
@@ -84,7 +87,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Operation:
-    """`implementations` of an operation by name: what to run, or the reason why it cannot run here."""
+    """An operation and its `implementations` by name: the function to run, or the reason why it cannot run here."""
 
     name: str
     shape: str
@@ -93,7 +96,7 @@ class Operation:
 
 
 def measure_seconds(run: Run, device: torch.device, rounds: int) -> float:
-    """Seconds of one call, the median; on a GPU with its caches emptied before each."""
+    """Return the median seconds of one call; on a GPU the caches are flushed before each call."""
     run()
     if device.type == "cuda":
         from triton.testing import do_bench
@@ -111,7 +114,7 @@ def _time_once(run: Run) -> float:
 
 
 def measure_copy_rate(device: torch.device) -> float:
-    """Bytes a second of a large copy, read and written."""
+    """Return the bytes per second of a large copy, counting reads and writes."""
     count = 2**28 if device.type == "cuda" else 2**25
     source = torch.ones(count // 4, device=device)
     target = torch.empty_like(source)
@@ -132,7 +135,7 @@ def measure(operations: list[Operation], device: torch.device, rounds: int, rate
 
 
 def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, device: torch.device, images: int = 1) -> Operation:
-    """One layer's attention over a tree of T tokens, two rows an image, in every implementation."""
+    """Attention of one layer over a tree of T tokens, two rows per image, in every implementation."""
     shape: NetworkShape = NETWORK_SHAPES[model]
     R, S = 2 * images, 1 + held + T
     room = -(-shape.width // 16) * 16
@@ -158,7 +161,7 @@ def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, devic
 
 
 def kernel_or_skip_reason(run: Run, device: torch.device) -> Run | str:
-    """The kernel's call, or why there is none on this machine."""
+    """Return the call that runs the kernel, or the reason why it cannot run on this machine."""
     name, reason = explain(device)
     if name == "triton" and device.type != "cuda":
         return "interpreted kernels are for tests: their time says nothing"
@@ -166,7 +169,7 @@ def kernel_or_skip_reason(run: Run, device: torch.device) -> Run | str:
 
 
 def run_in_torch(run: Run) -> Run:
-    """The call with kernels switched off."""
+    """Return the call with kernels disabled."""
 
     def without() -> Any:
         with force_reference():
@@ -189,7 +192,7 @@ def _make_flex_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Run:
 
 
 def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[[Tensor], Tensor]) -> Operation:
-    """Probabilities of T rows of logits with top-k 100 and top-p 0.9. `reference` is the library's own torch code."""
+    """Probabilities of T rows of logits with top-k 100 and top-p 0.9. `reference` is the library's plain torch code."""
     logits = torch.randn(1, T, V, device=device)
 
     def kernel() -> Any:
@@ -205,8 +208,10 @@ def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[
 
 
 def acceptance_operation(kind: str, V: int, T: int, device: torch.device, verify: Run) -> Operation:
-    """Verification of a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology, which
-    dispatches to the kernel itself. The bytes are those of a rejected first draft: a row of p and one of q."""
+    """Verification of a draft of T - 1 tokens of one image by the library's rule for a `kind` of topology.
+
+    The rule dispatches to the kernel itself. The bytes are those for a rejected first draft: a row of p and one of q.
+    """
     implementations: dict[str, Run | str] = {
         "kernel": kernel_or_skip_reason(verify, device),
         "torch, our path": run_in_torch(verify),
@@ -217,7 +222,7 @@ def acceptance_operation(kind: str, V: int, T: int, device: torch.device, verify
 def commit_operation(
     model: str, path: int, dtype: torch.dtype, device: torch.device, caches: Callable[[NetworkShape], Any]
 ) -> Operation:
-    """Moving a path of a pass. `caches` makes the library's cache of such a network, for two rows and `dtype`."""
+    """Commit of a path to the cache. `caches` creates the library's cache of such a network, for two rows and `dtype`."""
     shape = NETWORK_SHAPES[model]
     slots = torch.arange(path, device=device)[None].expand(2, -1)
     paths = torch.where(slots > 0, slots + 1, 0)

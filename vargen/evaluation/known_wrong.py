@@ -1,4 +1,4 @@
-"""Known mistakes with trees of drafts, of released implementations and likely ones: an exactness check has to find each.
+"""Negative controls with draft trees: mistakes, of released implementations or likely ones, that a check must detect.
 
 Shape suffixes: B images, S drafts, V vocabulary.
 """
@@ -42,7 +42,7 @@ def _inverted(siblings: Siblings) -> SiblingDecision:
 
 @acceptance_rule(exact=True, topologies=TREE)
 def inverted_residual(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """LANTERN's static trees as released: at a refusal q less p is left instead of p less q."""
+    """LANTERN's static trees as released: after a rejection the residual is q - p instead of p - q."""
     return verify_siblings(_inverted, probs, draft, noise)
 
 
@@ -53,13 +53,13 @@ class _OneCoin(Noise):
 
 @acceptance_rule(exact=True, topologies=TREE)
 def one_coin(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """The same coin for all siblings."""
+    """All siblings share one uniform."""
     return recursive_rejection(probs, draft, _OneCoin(noise.seeds, noise.position, noise.step), relaxation)
 
 
 @acceptance_rule(exact=True, topologies=TREE)
 def coins_of_the_first_pass(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-    """Sequoia as released: coins are drawn once for the slots of a tree, and used again in every pass."""
+    """Sequoia as released: uniforms are sampled once per tree slot and reused in every pass."""
     return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
 
 
@@ -70,13 +70,13 @@ stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.judge)
 
 
 def _first_of_pair(tree: Tree) -> Tensor:
-    """Of each draft `[S]` the draft that is its parent's first child, itself or its elder."""
+    """Return for each draft `[S]` its parent's first child: the draft itself or its earlier sibling."""
     return tree.children[tree.parents[1:], 0] - 1
 
 
 @dataclasses.dataclass(frozen=True)
 class ElderForgotten(SpeculativeTree):
-    """SJD-PAC as released: drawn without replacement, recorded with the probabilities of the first sibling."""
+    """SJD-PAC as released: sampled without replacement, but recorded with the probabilities of the first sibling."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
@@ -86,7 +86,7 @@ class ElderForgotten(SpeculativeTree):
 
 @dataclasses.dataclass(frozen=True)
 class ElderRemoved(SpeculativeTree):
-    """Drawn with replacement, recorded as without."""
+    """Sampled with replacement, but recorded as sampled without."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
@@ -100,7 +100,7 @@ class ElderRemoved(SpeculativeTree):
 
 @dataclasses.dataclass(frozen=True)
 class LikelierFirst(SpeculativeTree):
-    """Draw order lost: of two siblings the likelier one comes first, as if it had been drawn first."""
+    """Sampling order lost: the more probable of two siblings comes first, as if it had been sampled first."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
@@ -113,7 +113,7 @@ class LikelierFirst(SpeculativeTree):
 
 @dataclasses.dataclass(frozen=True)
 class LikeliestKept(SpeculativeTree):
-    """Re-ranking of what was drawn: of two siblings only the likelier one stays, with the q that it was drawn with."""
+    """Re-ranking after sampling: only the more probable of two siblings is kept, with the q that it was sampled from."""
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
@@ -125,7 +125,7 @@ class LikeliestKept(SpeculativeTree):
 
 @dataclasses.dataclass(frozen=True)
 class BestAsDrawn(SpeculativeTree):
-    """MCSD as released, at temperature 0: the most probable children, recorded as if they had been drawn."""
+    """MCSD as released, at temperature 0: the most probable children, recorded as if they had been sampled."""
 
     def propose(self, *arguments: Any) -> Draft:
         best = super().propose(*arguments)

@@ -1,4 +1,4 @@
-"""Scores and features of pictures, whoever made them, kept on the disk by chunks: what was measured is not measured again."""
+"""Scores and features of images from any source, cached on disk by chunk, so that nothing is measured twice."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from vargen.scoring.reference import psnr, ssim
 
 logger = logging.getLogger("vargen")
 
-CHUNK = 64  # pictures; fixed, so that a chunk's numbers are equal to the last bit whoever measures it
+CHUNK = 64  # images; fixed, so that a chunk's results are bitwise equal in any process
 _LEAST_SSIM = 11  # pixels of a side
 
 
 @dataclass(frozen=True)
 class Instruments:
-    """What measures; plain values, which another machine can be told.
+    """The scorers and the extractor to use: plain values, which can be sent to another machine.
 
     Attributes:
         scorers: see `open_scorer`. extractor: see `open_extractor`; None measures no distances.
-        resize: side that pictures are cut and scaled to first. keep_going: pass over unreadable files.
+        resize: side that images are cropped and scaled to first. keep_going: skip unreadable files.
         device, threads: see `Drawing`.
     """
 
@@ -47,10 +47,10 @@ class Instruments:
     threads: int | None = None
 
     def opened(self) -> dict[str, Scorer | Extractor]:
-        """Scorers by spec, and the extractor under `extractor`; also to learn beforehand that one cannot be opened.
+        """Open the scorers, by specification, and the extractor, under `extractor`; also serves to fail early.
 
         Raises:
-            ValueError, FileNotFoundError, ImportError: naming what is wrong, and how to get weights that are missing.
+            ValueError, FileNotFoundError, ImportError: naming the problem, and how to get weights that are missing.
         """
         found: dict[str, Any] = {spec: _scorer(spec, self.device) for spec in self.scorers}
         names = [scorer.name for scorer in found.values()]
@@ -61,39 +61,39 @@ class Instruments:
         return found
 
     def names(self) -> dict[str, str]:
-        """What tables call each scorer, by its spec."""
+        """Return the name of each scorer in tables, by specification."""
         return {spec: instrument.name for spec, instrument in self.opened().items() if spec in self.scorers}
 
 
-# Each network once in a process: checks beforehand, the work, and the table ask for it.
+# Each network is opened once per process, although early checks, the measurement and the table all use it.
 _scorer = lru_cache(maxsize=8)(open_scorer)
 _extractor = lru_cache(maxsize=2)(open_extractor)
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Pictures of a group to be measured by some instruments: specs of scorers, `extractor`, `drift`."""
+    """Images of a group and the instruments to measure them with: scorer specifications, `extractor`, `drift`."""
 
     group: str
     number: int
     pictures: tuple[Picture, ...]
     instruments: tuple[str, ...]
-    size: tuple[int, int] | None  # (Y, X) that all must have; None where any will do
+    size: tuple[int, int] | None  # (Y, X) required of all images; None: any size
 
 
 class Measurer:
-    """Measures chunks; opens its instruments once. One lives in each process that measures."""
+    """Measures chunks; opens its instruments once. Each measuring process has one."""
 
     def __init__(self, instruments: Instruments):
         set_threads(instruments.threads)
         self.settings, self.opened = instruments, instruments.opened()
 
     def __call__(self, chunk: Chunk) -> tuple[Chunk, dict[str, dict[str, np.ndarray]], list[str]]:
-        """Per instrument, arrays with a row per readable picture and `items`, their numbers; and what could not be read.
+        """Return, by instrument, arrays with a row per readable image and `items`, their indices; and the unreadable files.
 
         Raises:
-            UnreadablePictureError: for a file that cannot be read, unless `keep_going`.
-            ValueError: for a picture of another size, or a scorer's NaN.
+            UnreadablePictureError: a file cannot be read, unless `keep_going`.
+            ValueError: an image has another size, or a scorer returns NaN.
         """
         chosen, images, unreadable = [], [], []
         for picture in chunk.pictures:
@@ -135,7 +135,7 @@ class Measurer:
         return {"scores": score_images(scorer, [Image.fromarray(image) for image in images], texts).numpy()}
 
     def _drift(self, pictures: Sequence[Picture], images: list[np.ndarray]) -> dict[str, np.ndarray]:
-        """Of those with a baseline that can be read; NaN for the others."""
+        """Return similarities to the baseline's images; NaN for images whose baseline image is missing or unreadable."""
         shape = (3, len(pictures))
         found = np.full(shape, np.nan, dtype=np.float32)
         for row, (picture, image) in enumerate(zip(pictures, images, strict=True)):
@@ -151,7 +151,7 @@ class Measurer:
 
 @dataclass
 class Measured:
-    """Of a group: arrays by instrument, each with `items`; files that could not be read; (Y, X) of its pictures."""
+    """Measurements of a group: arrays by instrument, each with `items`; unreadable files; (Y, X) of its images."""
 
     arrays: dict[str, dict[str, Tensor]]
     unreadable: list[str]
@@ -165,14 +165,14 @@ def measure(
     engine: Engine = locally,
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Measured]:
-    """Measure all pictures of all groups by all instruments.
+    """Measure all images of all groups with all instruments.
 
     Args:
-        kept: folder where chunks are kept and found again; None keeps nothing.
-        progress: called with pictures done and to do.
+        kept: folder where chunks are cached; None disables the cache.
+        progress: called with the numbers of finished images and of all images.
 
     Raises:
-        UnreadablePictureError, ValueError, FileNotFoundError: see `Measurer` and `Instruments`. OSError: for a full disk.
+        UnreadablePictureError, ValueError, FileNotFoundError: see `Measurer` and `Instruments`. OSError: the disk is full.
     """
     keep = Kept(kept, instruments)
     found = {group: Measured({}, [], _first_size(pictures, instruments)) for group, pictures in groups.items()}
@@ -208,7 +208,7 @@ def measure(
 
 
 def _joined(chunks: list[dict[str, Rows]]) -> dict[str, dict[str, Tensor]]:
-    """Columns of a group by instrument, of those of its chunks in order."""
+    """Concatenate the columns of a group's chunks in order, by instrument."""
     names = dict.fromkeys(name for chunk in chunks for name in chunk)
     own = {name: [chunk[name] for chunk in chunks if name in chunk] for name in names}
     return {

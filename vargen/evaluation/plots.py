@@ -1,4 +1,4 @@
-"""A comparison of methods as pictures: bars of speed, and a grid of what each drew at equal seeds."""
+"""Plots of a comparison of methods: bars of speed, a grid of images with equal seeds, and quality against speed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vargen.pipelines.base import VisualPipeline
 
 
 def picture_grid(pipe: VisualPipeline, comparison: Comparison, most: int = 8, cell: int = 128) -> Image.Image:
-    """A row per method, a column per prompt, equal seeds; at most `most` columns."""
+    """Return a grid with a row per method and a column per prompt, with equal seeds; at most `most` columns."""
     columns = min(most, len(comparison.prompts))
     images, captions = [], []
     for method in comparison.methods:
@@ -38,10 +38,10 @@ def picture_grid(pipe: VisualPipeline, comparison: Comparison, most: int = 8, ce
 
 
 def plot_comparison(comparison: Comparison, path: Path) -> None:
-    """Write a PNG: ratio to `ar`, tokens per pass, and how many tokens passes committed.
+    """Write a PNG: speedup over `ar`, tokens per pass, and a histogram of the tokens committed per pass.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     check_matplotlib("a plot needs")
     from matplotlib.figure import Figure
@@ -64,7 +64,7 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
     bars = tokens.bar(names, [method.tokens_per_pass for method in methods], color="tab:green")
     tokens.bar_label(bars, [f"{method.tokens_per_pass:.2f}" for method in methods], padding=2)
     tokens.set(title="tokens per target pass")
-    tokens.margins(y=0.1)  # room for the label of the highest
+    tokens.margins(y=0.1)  # room for the label of the highest bar
     for method in methods:
         counts = method.accepted_histogram[1:]
         passes = sum(counts)
@@ -82,15 +82,15 @@ def plot_comparison(comparison: Comparison, path: Path) -> None:
 
 
 def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
-    """Write a PNG: a panel per model, a line per batch; 1 is the time to read the weights once.
+    """Write a PNG: a panel per model, a line per batch size; 1 is the time to read the weights once.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     check_matplotlib("a plot needs")
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(reports), 3.8), layout="constrained")  # of no window system, hence no pyplot
+    figure = Figure(figsize=(5 * len(reports), 3.8), layout="constrained")  # not tied to a window system, hence no pyplot
     axes = figure.subplots(1, len(reports), squeeze=False)[0]
     for axis, report in zip(axes, reports, strict=True):
         for batch in dict.fromkeys(result.batch for result in report.results):
@@ -112,20 +112,20 @@ def plot_steps(reports: Sequence[StepReport], path: Path) -> None:
         figure.savefig(temporary, format="png", dpi=120)
 
 
-_SHEET, _COLUMNS = 64, 8  # pictures of a sheet, and of a row of the grid
+_SHEET, _COLUMNS = 64, 8  # images per sheet, and per row of the grid
 _CELL = 128
 _MARKERS = {"exact": "o", "relaxed": "s", "": "o"}
 
 
 def plot_quality(rows: Sequence[Quality], baseline: str | None, path: Path) -> bool:
-    """Write a PNG with tokens per pass, which no machine changes, against each measure of quality; better is up.
+    """Write a PNG with tokens per pass, which is independent of the machine, against each quality metric; better is up.
 
-    Scores are differences to the baseline's of the same prompts and seeds where there is one: their intervals are narrower.
+    Scores are differences to the baseline's at equal prompts and seeds if there is a baseline: their intervals are narrower.
 
-    Returns whether there was anything to show.
+    Returns whether there was anything to plot.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     check_matplotlib("a plot needs")
     from matplotlib import colormaps
@@ -162,7 +162,7 @@ Point = tuple[Quality, float, float, float | None]
 
 
 def _panels(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, list[Point], bool]]:
-    """Title, points with half intervals, and whether down is better; of what at least two methods have."""
+    """Return title, points with interval half-widths, and whether lower is better, for metrics of two or more methods."""
     drawn = [row for row in rows if row.speed.get("tokens_per_pass") is not None]
     found: list[tuple[str, list[Point], bool]] = []
     distances: list[Point] = [
@@ -188,7 +188,7 @@ def _panels(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, li
 
 
 def write_sheets(folder: Path, groups: Mapping[str, Sequence[Picture]], slugs: Mapping[str, str]) -> list[str]:
-    """A contact sheet of each group's first pictures, and a grid with a row per group; names of the files, grid first."""
+    """Write a contact sheet of each group's first images, and a grid with a row per group; returns file names, grid first."""
     names = []
     grid = _grid(groups)
     if grid is not None:
@@ -210,7 +210,7 @@ def _readable(picture: Picture) -> Image.Image | None:
 
 
 def _grid(groups: Mapping[str, Sequence[Picture]]) -> Image.Image | None:
-    """A row per group, a column per item that all groups have."""
+    """Return a grid with a row per group, and a column per index that all groups have."""
     if len(groups) < 2:
         return None
     by_item = {group: {picture.item: picture for picture in pictures} for group, pictures in groups.items()}

@@ -1,4 +1,4 @@
-"""From pictures, scores and features to the numbers of a table, each with what it is worth."""
+"""From images, scores and features to the metrics of a table, with their uncertainty."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from vargen.evaluation.measurement import Measured
 from vargen.evaluation.reference_statistics import Statistics
 from vargen.evaluation.run_directory import Record
 
-_Z = 1.959964  # 95 % of a normal distribution lie within so many deviations
+_Z = 1.959964  # a 95 % interval of a normal distribution, in standard deviations
 Numbers = dict[str, Any]
 
 
 @dataclass
 class Quality:
-    """One method, or one folder of pictures. A number that could not be had is missing; `notes` say why.
+    """Metrics of one method, or of one folder of images. A metric that could not be computed is missing; `notes` say why.
 
     Attributes:
-        pictures: measured. asked: of the run.
-        speed: seconds, ratio, tokens per pass, relaxation; empty for pictures that others made.
-        scores: by scorer, mean and half of the 95 % interval, also of the paired difference to the baseline.
-        distances: to the reference. drift: from the baseline's pictures of the same prompts and seeds.
+        pictures: number of images measured. asked: number of images of the run.
+        speed: seconds, speedup, tokens per pass, relaxation; empty for images from other sources.
+        scores: by scorer, mean and half-width of the 95 % interval, also of the paired difference to the baseline.
+        distances: to the reference. drift: similarity to the baseline's images of the same prompts and seeds.
     """
 
     name: str
@@ -51,13 +51,13 @@ class Quality:
 
 
 def mean_interval(values: Tensor) -> Numbers:
-    """Mean, and half of its 95 % interval by the normal approximation; None for a single value."""
+    """Return the mean and the half-width of its 95 % interval by the normal approximation, which is None for a single value."""
     half = float(_Z * values.double().std() / len(values) ** 0.5) if len(values) > 1 else None
     return {"mean": float(values.double().mean()), "half_interval": half, "pictures": len(values)}
 
 
 def speed_of(records: Sequence[Record], baseline: Mapping[int, Record]) -> Numbers:
-    """Of the manifest's lines of a method, and of the baseline's by item."""
+    """Compute the speed metrics of a method from its manifest records, and the baseline's records by index."""
     seconds = [record["seconds"] for record in records]
     low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
     ratios = [baseline[r["item"]]["seconds"] / r["seconds"] for r in records if r["item"] in baseline and r["seconds"] > 0]
@@ -75,7 +75,7 @@ def speed_of(records: Sequence[Record], baseline: Mapping[int, Record]) -> Numbe
 
 
 def scores_of(own: Mapping[str, Tensor], baseline: Mapping[str, Tensor] | None) -> Numbers:
-    """Mean of `scores`, and of their differences to the baseline's scores of the same `items`."""
+    """Return the mean of `scores`, and of their differences to the baseline's scores at the same `items`."""
     found = mean_interval(own["scores"])
     if baseline is not None:
         theirs = dict(zip(baseline["items"].tolist(), baseline["scores"].tolist(), strict=True))
@@ -88,7 +88,7 @@ def scores_of(own: Mapping[str, Tensor], baseline: Mapping[str, Tensor] | None) 
 def distances_of(
     features: Tensor, logits: Tensor | None, reference: Statistics | None, normalized: bool
 ) -> tuple[Numbers, list[str]]:
-    """Distances of features `[N, D]` to `reference`, and notes on those that are missing or to be read with care."""
+    """Return distances of features `[N, D]` to `reference`, and notes on those that are missing or unreliable."""
     found: Numbers = {}
     notes: list[str] = []
     if logits is not None and len(logits) >= 10:
@@ -121,7 +121,7 @@ def distances_of(
 
 
 def drift_of(own: Mapping[str, Tensor], features: Tensor | None, baseline: Tensor | None) -> Numbers:
-    """From the baseline's pictures: share of equal ones; PSNR and SSIM means of the others; Frechet distance of the sets."""
+    """Compare with the baseline's images: fraction of equal ones, mean PSNR and SSIM of the others, Frechet distance."""
     known = own["same"].isfinite()
     if not known.any():
         return {}
@@ -145,10 +145,10 @@ def quality_of(
     normalized: bool,
     names: Mapping[str, str],
 ) -> Quality:
-    """All but the speed.
+    """Compute all metrics except speed.
 
     Args:
-        names: what tables call each scorer, by its spec.
+        names: name of each scorer in tables, by specification.
     """
     arrays = measured.arrays
     found = Quality(name, pictures=max((len(each["items"]) for each in arrays.values()), default=0))

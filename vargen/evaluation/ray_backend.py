@@ -1,7 +1,7 @@
-"""The process in which Ray runs for `vargen.evaluation.ray_backend`: reads a job from its input, writes results to its output.
+"""The Ray backend, and the child process in which Ray runs: it reads a job from its input and writes results to its output.
 
-It loads no network: workers and units pass through as bytes, from the process that asks to the actors. It ends its cluster,
-and itself, after the last result or when its input is closed, also by the death of the process that asked.
+The child loads no network: workers and units pass through it as bytes, from the calling process to the actors. It shuts down
+its cluster and exits after the last result, or when its input is closed, which also happens if the calling process dies.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _MOST_BLOCKS = 20_000
 
 def main() -> None:
     """Run the job on the standard input; results, each as `(failed, result)`, go to the standard output."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks, which closes the input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the calling process, which then closes the input
     results = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what Ray or anyone prints is no result
+    os.dup2(2, 1)  # keeps anything that Ray or others print out of the results
     job = pickle.load(sys.stdin.buffer)
     status = 1
     try:
@@ -37,27 +37,27 @@ def main() -> None:
 
         stop = _Stop()
         try:
-            logging.getLogger("ray").setLevel(logging.ERROR)  # progress is the asker's, and errors come back as values
+            logging.getLogger("ray").setLevel(logging.ERROR)  # the caller reports progress, and errors are returned as values
             stop.listen()
             threading.Thread(target=_watch, args=(sys.stdin.buffer,), daemon=True).start()
             _start(ray, job)
-            stop.listen()  # again: Ray has set its own
+            stop.listen()  # again: Ray has installed its own handler
             for result in _results(ray, job):
                 _send(results, result)
             status = 0
         except BrokenPipeError:
-            pass  # no one listens any more
+            pass  # the caller no longer reads
         except Exception as error:
             _send(results, pickle.dumps((True, _plain(error))))
         finally:
             stop.working = False
             ray.shutdown()
     finally:
-        os._exit(status)  # past Ray's own threads, which outlive it
+        os._exit(status)  # skips Ray's own threads, which would keep it alive
 
 
 class _Stop:
-    """Ends the work at the first SIGTERM, and is deaf to it afterwards: a cluster half ended leaves processes behind."""
+    """Stops the work at the first SIGTERM and ignores later ones: interrupting a shutdown would leave processes running."""
 
     def __init__(self) -> None:
         self.working = True
@@ -77,7 +77,7 @@ def _send(results: BinaryIO, result: bytes) -> None:
 
 
 def _watch(asker: BinaryIO) -> None:
-    """End this process when the one that asks has closed its end."""
+    """Exit this process once the caller has closed its end of the pipe."""
     while asker.read(1):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
@@ -89,7 +89,7 @@ def _results(ray: Any, job: dict[str, Any]) -> Iterator[bytes]:
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = [{"unit": unit} for unit in job["units"]]
-    done = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))  # a block is what a lost actor costs
+    done = ray.data.from_items(rows, override_num_blocks=min(len(rows), _MOST_BLOCKS))  # losing an actor costs one block
     done = done.map_batches(
         Actor,
         fn_constructor_args=(job["work"],),
@@ -103,12 +103,12 @@ def _results(ray: Any, job: dict[str, Any]) -> Iterator[bytes]:
 
 
 def _start(ray: Any, job: dict[str, Any]) -> None:
-    """Join the asker's cluster or that of RAY_ADDRESS, or begin one here, open to this machine alone."""
+    """Join the caller's cluster or that of RAY_ADDRESS, or start one here that only this machine can reach."""
     common = {"log_to_driver": False, "configure_logging": False}
     if job["address"] or os.environ.get(_ADDRESS):
         ray.init(address=job["address"], **common)
         return
-    # One more than the actors need: with none left over, reading the list of units would wait for an actor to end.
+    # One core more than the actors need: otherwise the task that reads the list of units would wait for an actor to end.
     wanted = max(job["cores"], (job["actors"] or 1) * job["threads"]) + 1
     ray.init(address="local", num_cpus=wanted, include_dashboard=False, _node_ip_address="127.0.0.1", **common)
 
@@ -122,14 +122,14 @@ def _pool(resources: dict[str, float], job: dict[str, Any]) -> int:
 
 
 class Actor:
-    """A worker in a process of its own. What it raises travels as a value: Ray would wrap it, and retry what cannot succeed."""
+    """A worker in its own process. Exceptions are returned as values: Ray would wrap them, and retry what cannot succeed."""
 
     def __init__(self, work: bytes):
         self.work = work
         self.made: Any = None
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Results of the units of a batch."""
+        """Return the results of the units of a batch."""
         results = []
         for packed in batch["unit"]:
             try:
@@ -144,7 +144,7 @@ class Actor:
 
 
 def _plain(error: Exception) -> Exception:
-    """The error itself where it can travel, else one of its words."""
+    """Return the error itself if it can be pickled, else one with its message."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -153,21 +153,21 @@ def _plain(error: Exception) -> Exception:
     return error
 
 
-_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # sends nothing to anyone, and logs into its files
-_PATIENCE = 60  # seconds in which a child that is told to end may end its actors
+_QUIET = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_BACKEND_LOG_LEVEL": "fatal"}  # no usage statistics; logs go to files only
+_PATIENCE = 60  # seconds that a child has to shut down its actors
 
 
 def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable[..., Iterator[Any]]:
-    """An engine; see `vargen.evaluation.generation.locally`.
+    """Create a Ray backend; see `vargen.evaluation.generation.locally`.
 
-    The cluster is the one that this process has joined by `ray.init`, else the one of RAY_ADDRESS, else one begun for the call.
+    Uses the cluster that this process joined by `ray.init`, else that of RAY_ADDRESS, else one started for the call.
 
     Args:
-        actors: in the pool; by default one for each GPU of the cluster, or for each so many cores as an actor has threads.
-        device: `"cuda"` gives each actor a GPU of its own. threads: CPU threads of an actor, 1 by default.
+        actors: size of the pool; by default one per GPU of the cluster, or as many as its cores allow at `threads` each.
+        device: `"cuda"` gives each actor its own GPU. threads: CPU threads of an actor, 1 by default.
 
     Raises:
-        ImportError: without Ray. While it runs: RuntimeError if Ray's process ends early.
+        ImportError: Ray is not installed. While it runs: RuntimeError if Ray's process exits early.
     """
     if installed_version("ray") is None:
         raise ImportError('engine ray needs Ray: pip install "ray[data,serve]>=2.51"')
@@ -175,7 +175,7 @@ def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable
     def run(worker: Callable[[Any], Any], argument: Any, units: list[Any]) -> Iterator[Any]:
         if units:
             job = {
-                "work": pickle.dumps((worker, argument)),  # which the actors alone read
+                "work": pickle.dumps((worker, argument)),  # unpickled only by the actors
                 "units": [pickle.dumps(unit) for unit in units],
                 "actors": actors,
                 "gpus": 1 if device == "cuda" else 0,
@@ -189,14 +189,14 @@ def ray_engine(actors: int | None, device: str, threads: int | None) -> Callable
 
 
 def _run(job: dict[str, Any]) -> Iterator[Any]:
-    # The child finds modules where this process does, and nowhere else.
+    # The child imports modules from the same paths as this process, and from no others.
     code = f"import sys; sys.path[:] = {sys.path!r}; from vargen.evaluation.ray_backend import main; main()"
     child = subprocess.Popen(
         [sys.executable, "-c", code],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**_QUIET, **os.environ},
-        start_new_session=True,  # Ctrl-C is for this process, which then tells the child
+        start_new_session=True,  # Ctrl-C is for this process, which then stops the child
     )
     assert child.stdin is not None and child.stdout is not None
     try:
@@ -218,22 +218,22 @@ def _run(job: dict[str, Any]) -> Iterator[Any]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """Tell the child to end its cluster, by closing what it reads, and wait for it."""
+    """Signal the child to shut down its cluster, by closing its input, and wait for it."""
     for pipe in (child.stdin, child.stdout):
         if pipe is not None:
-            with suppress(BrokenPipeError):  # it ended before it had read its job
+            with suppress(BrokenPipeError):  # it exited before it had read its job
                 pipe.close()
     try:
         child.wait(_PATIENCE)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-    if child.returncode and os.name == "posix":  # it could not end its cluster itself
+    if child.returncode and os.name == "posix":  # it could not shut down its cluster itself
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
 
 def _joined() -> str | None:
-    """The address of the cluster that this process has joined."""
+    """Return the address of the cluster that this process has joined."""
     ray = sys.modules.get("ray")
     return ray.get_runtime_context().gcs_address if ray is not None and ray.is_initialized() else None

@@ -1,8 +1,8 @@
-"""Mean and covariance of features, in the field's own files.
+"""Mean and covariance of features, in the file formats of the field.
 
-The evaluation suite of ADM (Dhariwal and Nichol 2021) keeps reference statistics as `.npz` with `mu` and `sigma`, and batches
-of samples as `.npz` with `arr_0`, uint8 `[N, Y, X, 3]`. Both are read and written here. Our statistics also say which extractor
-made them and of how many pictures, in further arrays that other programs pass over.
+The evaluation suite of ADM (Dhariwal and Nichol 2021) stores reference statistics as `.npz` with `mu` and `sigma`, and batches
+of samples as `.npz` with `arr_0`, uint8 `[N, Y, X, 3]`. Both can be read and written here. Our files also record the extractor
+and the number of images, in additional arrays that other programs ignore.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _DIGEST = "vargen_digest"
 
 @dataclass
 class Statistics:
-    """Of features: mean float64 `[D]`, covariance float64 `[D, D]` with divisor N - 1.
+    """Statistics of features: mean float64 `[D]`, covariance float64 `[D, D]` with divisor N - 1.
 
     Attributes:
-        count: N; None where a file does not say.
-        extractor: identity; None likewise.
-        size: side of the pictures, (Y, X); None likewise.
-        features: float32 `[N, D]` where they are kept, for KID, precision and recall.
+        count: N; None if a file does not record it.
+        extractor: its identity; None likewise.
+        size: (Y, X) of the images; None likewise.
+        features: float32 `[N, D]` if they are kept, for KID, precision and recall.
     """
 
     mean: Tensor
@@ -53,7 +53,7 @@ class Statistics:
     def of(
         cls, features: Tensor, extractor: str | None = None, size: tuple[int, int] | None = None, keep: bool = True
     ) -> Statistics:  # fmt: skip
-        """Statistics of features `[N, D]`, N at least 2, and the features themselves if `keep`."""
+        """Compute the statistics of features `[N, D]`, N at least 2; stores the features themselves if `keep`."""
         if features.dim() != 2 or len(features) < 2:
             raise ValueError(f"features must be [N, D] of at least two pictures, got {list(features.shape)}")
         exact = features.double()
@@ -63,14 +63,14 @@ class Statistics:
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
 
     def with_features(self, most: int, seed: int = 0) -> Statistics:
-        """The same, keeping the features of at most so many pictures, chosen at random; of 0, none."""
+        """Return the same statistics with at most `most` features, chosen at random; with 0, none."""
         if self.features is None or len(self.features) <= most:
             return self
         chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:most]
         return replace(self, features=self.features[chosen.sort().values] if most else None)
 
     def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
-        """Raise ValueError unless these may be compared with features of the extractor `identity`."""
+        """Raise ValueError unless these statistics may be compared with features of the extractor `identity`."""
         if self.extractor is not None and self.extractor != identity:
             raise ValueError(
                 f"{what} holds statistics of the extractor {self.extractor}, and pictures are measured by {identity}: "
@@ -83,7 +83,7 @@ class Statistics:
             )
 
     def check_size(self, size: tuple[int, int], what: str = "reference") -> None:
-        """Raise ValueError where these are of pictures of another size than `size`, (Y, X)."""
+        """Raise ValueError if these statistics are of images of another size than `size`, (Y, X)."""
         if self.size is not None and self.size != tuple(size):
             raise ValueError(
                 f"{what} is of pictures of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; "
@@ -91,7 +91,7 @@ class Statistics:
             )
 
     def write(self, path: Path, compact: bool = False) -> None:
-        """Write `.npz`; features only if they are held. `compact` rounds to float32, and features to float16."""
+        """Write `.npz`, with features if there are any. `compact` rounds the statistics to float32, and features to float16."""
         exact, short = (np.float32, np.float16) if compact else (np.float64, np.float32)
         arrays: dict[str, Any] = {"mu": self.mean.numpy().astype(exact), "sigma": self.covariance.numpy().astype(exact)}
         if self.extractor is not None:
@@ -108,16 +108,15 @@ class Statistics:
 
     @classmethod
     def read(cls, path: str | Path) -> Statistics:
-        """Of our own file, or one in ADM's layout.
+        """Read our own file format, or ADM's.
 
         Raises:
-            FileNotFoundError: if it is missing.
-            ValueError: if it is damaged, was changed after it was written, lacks `mu` or `sigma`, or their shapes do not go
-                together.
+            FileNotFoundError: the file is missing.
+            ValueError: it is damaged, was modified after writing, lacks `mu` or `sigma`, or their shapes do not match.
         """
         file = expand_user(path, "reference")
         held = _arrays(file, "mu", "sigma", *_OWN, _DIGEST)
-        digest = held.pop(_DIGEST, None)  # of files of vargen alone
+        digest = held.pop(_DIGEST, None)  # only in files of vargen
         if digest is not None and str(digest) != arrays_digest(held):
             raise ValueError(f"{file} was changed after it was written, so it is not believed; make it anew")
         if "mu" not in held or "sigma" not in held:
@@ -140,17 +139,17 @@ class Statistics:
 
 
 def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
-    """Those of the named arrays that a `.npz` file holds."""
+    """Return those of the named arrays that a `.npz` file holds."""
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
     try:
-        with zipfile.ZipFile(file):  # else numpy would take it for another kind of file
+        with zipfile.ZipFile(file):  # otherwise numpy would try other formats
             pass
         with np.load(file, allow_pickle=False) as held:
             return {name: held[name] for name in names if name in held}
     except MemoryError:
         raise
-    except Exception as error:  # numpy, zipfile and zlib each have their own; numpy's recommends unpickling
+    except Exception as error:  # numpy, zipfile and zlib raise many types; numpy's message recommends unpickling
         reason = "pickled data, which is not opened" if "pickle" in str(error) else f"{type(error).__name__}: {error}"
     raise ValueError(f"{file} is damaged or not a .npz file ({reason})")
 
@@ -159,10 +158,10 @@ def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 
 
 def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
-    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, a picture at a time: 50,000 of 256 pixels do not fit in memory.
+    """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
 
     Raises:
-        ValueError: for pictures of another size or number than said; then no file is written.
+        ValueError: the images differ from the given size or number; then no file is written.
     """
     shape = (count, *size, 3)
     with atomic_file(path) as temporary, zipfile.ZipFile(temporary, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
@@ -181,10 +180,10 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
 
 
 def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
-    """Shape `(N, Y, X, 3)` and the pictures uint8 `[Y, X, 3]` of a batch of samples, one at a time; `.npz`, or a bare `.npy`.
+    """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
 
     Raises:
-        FileNotFoundError: if it is missing. ValueError: if it is damaged or holds no `arr_0` of uint8 pictures.
+        FileNotFoundError: the file is missing. ValueError: it is damaged or holds no `arr_0` of uint8 images.
     """
     file = expand_user(path, "samples")
     if not file.is_file():
@@ -232,7 +231,7 @@ def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
 
 
 def holds_samples(path: Path, alone: bool = False) -> bool:
-    """Whether an `.npz` holds a batch of samples; `alone`: and no statistics beside it, as published references do."""
+    """Return whether an `.npz` holds a batch of samples; with `alone`, also require that it holds no statistics."""
     try:
         with zipfile.ZipFile(path) as archive:
             names = archive.namelist()

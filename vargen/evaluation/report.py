@@ -1,4 +1,4 @@
-"""An evaluation as a table, JSON, CSV and Markdown."""
+"""Reports of an evaluation: table, JSON, CSV and Markdown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def _number(value: float | None, digits: int = 2) -> str:
 
 
 def _digits(value: float | None) -> int:
-    """Decimals that show three significant digits or more: distances of small networks are small."""
+    """Return the number of decimals that shows at least three significant digits: distances of small networks are small."""
     size = abs(value or 0.0)
     return 2 if size >= 10 else 3 if size >= 1 else 4
 
@@ -47,7 +47,7 @@ def _difference(title: str) -> Cell:
 
 
 def columns(rows: Sequence[Quality], baseline: str | None) -> list[tuple[str, Cell]]:
-    """Heads and cells of what at least one row has."""
+    """Return heads and cells of the columns for which at least one row has a value."""
     titles = list(dict.fromkeys(title for row in rows for title in row.scores))
     found: list[tuple[str, Cell]] = [
         ("method", lambda row: row.name),
@@ -89,13 +89,13 @@ def _kid(row: Quality) -> str:
 
 
 def table_rows(rows: Sequence[Quality], baseline: str | None) -> tuple[list[str], list[list[str]]]:
-    """Heads, and a list of cells per row."""
+    """Return the heads, and a list of cells per row."""
     chosen = columns(rows, baseline)
     return [head for head, _ in chosen], [[cell(row) for _, cell in chosen] for row in rows]
 
 
 def all_notes(rows: Sequence[Quality]) -> list[str]:
-    """Each note once, with the methods that it is about."""
+    """Return each note once, with the methods it applies to."""
     about: dict[str, list[str]] = {}
     for row in rows:
         for note in row.notes:
@@ -115,7 +115,7 @@ READING = (
 
 
 def markdown(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]) -> str:
-    """A report. `about` is what the head says, name by name; `figures` are files beside it."""
+    """Return a Markdown report. `about` is the head's entries by name; `figures` are files in the same folder."""
     heads, cells = table_rows(rows, baseline)
     lines = ["# Evaluation", "", *(f"- {name}: {value}" for name, value in about.items() if value is not None), ""]
     lines += ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
@@ -133,7 +133,7 @@ def _plain(cell: str) -> str:
 
 
 def csv_text(rows: Sequence[Quality]) -> str:
-    """A line per method; nested numbers under names joined by dots."""
+    """Return CSV with a line per method; nested metrics have names joined by dots."""
     flat = [_flat({name: value for name, value in asdict(row).items() if name != "notes"}) for row in rows]
     heads = list(dict.fromkeys(name for row in flat for name in row))
     file = io.StringIO()
@@ -156,7 +156,7 @@ def _flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
 
 
 def document(rows: Sequence[Quality], baseline: str | None, about: dict[str, Any]) -> dict[str, Any]:
-    """Plain values, for JSON."""
+    """Return plain values for JSON."""
     return {**about, "baseline": baseline, "methods": [asdict(row) for row in rows]}
 
 
@@ -168,10 +168,10 @@ def write_text(path: Path, text: str) -> None:
 def write_report(
     folder: Path, rows: Sequence[Quality], baseline: str | None, about: dict[str, Any], figures: Sequence[str]
 ) -> None:
-    """`metrics.json`, `metrics.csv` and `report.md` in `folder`.
+    """Write `metrics.json`, `metrics.csv` and `report.md` to `folder`.
 
     Raises:
-        OSError: where one cannot be written; each is whole or as it was.
+        OSError: a file cannot be written; each file is then either complete or unchanged.
     """
     write_text(folder / "metrics.json", json.dumps(document(rows, baseline, about), indent=1, allow_nan=False) + "\n")
     write_text(folder / "metrics.csv", csv_text(rows))

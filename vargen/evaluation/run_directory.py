@@ -1,4 +1,4 @@
-"""An append-only file of JSON lines that survives a kill at any moment and a full disk: what a line says has happened."""
+"""Run directories, and their append-only journals of JSON lines, which survive a kill at any moment and a full disk."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Open for appending by this process alone, until `close` or its end.
+    """A journal open for appending by this process only, until `close` or the end of the process.
 
-    A line that a killed process left half-written is cut off.
+    A line that a killed process left incomplete is truncated.
 
     Raises:
-        ValueError: where another process has it open, or something else than a regular file lies there.
-        OSError: if it cannot be opened or made.
+        ValueError: another process has it open, or the path is not a regular file.
+        OSError: it cannot be opened or created.
     """
 
     def __init__(self, path: Path):
@@ -53,7 +53,7 @@ class Journal:
         if sys.platform == "win32":
             return
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which a killed process holds no longer
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # released when a process is killed
         except BlockingIOError:
             raise ValueError(
                 f"{self.path} is being written by another process; wait for it, or give each process a --shard of its own"
@@ -76,10 +76,10 @@ class Journal:
         return os.read(self._file, 1)
 
     def append(self, *records: Record) -> None:
-        """Write the records, a line each, all of them or none, and wait until the disk has them.
+        """Append the records, one line each, all of them or none, and flush them to disk.
 
         Raises:
-            OSError: if they cannot be written; then the file is as it was.
+            OSError: they cannot be written; then the file is unchanged.
         """
         data = "".join(json.dumps(record, allow_nan=False) + "\n" for record in records).encode()
         before = os.fstat(self._file).st_size
@@ -103,13 +103,13 @@ class Journal:
 
 
 def read_journal(path: Path, whole: Callable[[Record], bool] | None = None) -> list[Record]:
-    """The records of a file; a line that cannot be read is named in a warning and passed over: what it said is done again.
+    """Return the records of a file. An unreadable line is skipped with a warning: the work it recorded is done again.
 
     Args:
-        whole: whether a record says all that it should; one that does not is passed over, too.
+        whole: whether a record is complete; incomplete ones are skipped, too.
 
     Raises:
-        ValueError: for something else than a regular file.
+        ValueError: the path is not a regular file.
     """
     records = []
     try:
@@ -132,31 +132,31 @@ def read_journal(path: Path, whole: Callable[[Record], bool] | None = None) -> l
 
 
 RUN_FILE = "run.json"
-_PER_FOLDER = 1000  # files; more make a folder slow
-_GROWS = ("num",)  # settings of which a run may have more than before
-_MEASURES = ("seconds", "tokens", "turns", "passes", "relaxation")  # of a picture
-_MOST = 1e9  # of any of them: thirty years, for seconds
+_PER_FOLDER = 1000  # files; more slow a folder down
+_GROWS = ("num",)  # settings that may be larger when a run is resumed
+_MEASURES = ("seconds", "tokens", "turns", "passes", "relaxation")  # measurements of an image
+_MOST = 1e9  # upper bound of each; thirty years, in seconds
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths and state of the run in `path`."""
+    """Paths and state of the run directory `path`."""
 
     path: Path
 
     def image(self, method: str, item: int) -> str:
-        """Name of a picture's file, within the folder."""
+        """Return the path of an image file, relative to the run directory."""
         return f"images/{file_slug(method)}/{item // _PER_FOLDER:03d}/{item:08d}.png"
 
     def journal(self, shard: int, shards: int) -> Path:
-        """The manifest of a shard. Raises ValueError where its folder is something else."""
+        """Return the manifest path of a shard. Raises ValueError if a file is in the place of the manifest folder."""
         return self._manifests() / f"shard-{shard}-of-{shards}.jsonl"
 
     def settings(self) -> dict[str, Any]:
-        """What `claim` wrote.
+        """Return the settings that `claim` wrote.
 
         Raises:
-            ValueError: if the folder holds no run, or a damaged one.
+            ValueError: the folder holds no run, or a damaged one.
         """
         file = self.path / RUN_FILE
         if not file.is_file():
@@ -171,13 +171,13 @@ class RunFolder:
         return held
 
     def claim(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Make the folder a run of the settings `asked`, or go on with the run that it holds; returns the run's settings.
+        """Start a run with the settings `asked` in the folder, or resume the run that it holds; returns the run's settings.
 
-        A run may go on with more methods and more pictures. Everything else decides what its pictures are.
+        A run may be resumed with more methods and more images. All other settings determine its images and must be equal.
 
         Raises:
-            ValueError: if it holds a run of other settings, naming them, or other files; then it is left as it is.
-            OSError: if it cannot be written.
+            ValueError: it holds a run with other settings, which are named, or other files; the folder is then unchanged.
+            OSError: it cannot be written.
         """
         from vargen.decoding.method import same_spec  # imports torch, which reading a run does not need
 
@@ -211,7 +211,7 @@ class RunFolder:
         return merged
 
     def records(self) -> dict[tuple[str, int], Record]:
-        """The last line about each picture, by method and item, from all shards' manifests."""
+        """Return the last record of each image, by method and index, from the manifests of all shards."""
         found: dict[tuple[str, int], Record] = {}
         for file in sorted(self._manifests().glob("*.jsonl")):
             for record in read_journal(file, _whole):
@@ -225,11 +225,11 @@ class RunFolder:
         return folder
 
     def drawn(self) -> dict[tuple[str, int], Record]:
-        """Those whose file is there and is what the manifest says, byte by byte."""
+        """Return the images whose files exist and match the digests in the manifest."""
         return {key: record for key, record in self.records().items() if self.intact(record)}
 
     def intact(self, record: Record) -> bool:
-        """Whether the picture of a manifest's line lies where it should and has not changed."""
+        """Return whether the image of a manifest record is in its place and unchanged."""
         file = self.path / self.image(record["method"], record["item"])
         try:
             return file_digest(file) == record.get("sha256")
@@ -238,7 +238,7 @@ class RunFolder:
 
 
 def _whole(record: Record) -> bool:
-    """Whether a manifest's line says what it should of a picture, in numbers that can be."""
+    """Return whether a manifest record has all required fields of an image, with plausible values."""
     numbers = [parse_float(record.get(name)) for name in _MEASURES]
     counts = [parse_int(record.get(name), least, int(_MOST)) for name, least in (("item", 0), ("batch", 1), ("threads", 1))]
     return (
@@ -251,20 +251,20 @@ def _whole(record: Record) -> bool:
 
 
 def cannot_write(what: str, error: OSError) -> OSError:
-    """The error for a file of a run that cannot be written; its advice fits the reason."""
+    """Return the error for a run file that cannot be written, with advice that fits the cause."""
     reason = error.strerror or str(error)
     remedy = "make room" if error.errno in FULL else "give a folder that can be written, or mend this one,"
     return OSError(f"{what} was not written ({reason}). Nothing is lost: {remedy} and give the same command, which goes on")
 
 
 def file_digest(file: Path) -> str:
-    """SHA-256 of a regular file, in hexadecimal. Raises OSError for anything else."""
+    """Return the SHA-256 of a regular file, in hexadecimal. Raises OSError for anything else."""
     with open_regular(file) as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def folder_digest(files: Iterable[Path]) -> str:
-    """Sixteen digits that change with the name or the content of any of the files."""
+    """Return sixteen hexadecimal digits that change with the name or content of any of the files."""
     digest = hashlib.sha256()
     for file in sorted(files):
         digest.update(f"{file.name} {file_digest(file)}\n".encode())
@@ -272,7 +272,7 @@ def folder_digest(files: Iterable[Path]) -> str:
 
 
 def file_slug(name: str) -> str:
-    """A file name's worth of a method's or an instrument's name: `gsd:budget=5` is `gsd-budget-5`."""
+    """Convert the name of a method or instrument to a file name: `gsd:budget=5` becomes `gsd-budget-5`."""
     return re.sub("[^A-Za-z0-9.]+", "-", name).strip("-.")[:100] or "unnamed"
 
 

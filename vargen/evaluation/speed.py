@@ -1,8 +1,9 @@
-"""How long a pass takes, by the tokens it feeds and against one read of the weights; and how fast sequential decoding is.
+"""Time of a pass, by tokens fed and relative to reading the weights once; and speed of sequential decoding.
 
-A pass that feeds few tokens spends its time reading weights, so feeding more is nearly free: that is what drafting lives on.
-Cases are measured in turn, round after round, so that a drift of the machine meets all alike. Each visit begins with
-an untimed pass, because in a decoding loop the processor's caches hold what the pass before left there.
+A pass that feeds few tokens is bound by reading the weights, so more tokens cost little: speculative decoding relies on this.
+Cases are measured in rotation over several rounds, so that a gradual change in the machine's speed affects all of them
+equally. Each visit of a case begins with an untimed pass, since in a decoding loop the processor's caches hold what the
+previous pass left there.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from vargen.device import check_compile
 from vargen.pipelines.registry import Network
 
 _VISIT_SECONDS, _VISIT_PASSES = 0.05, 5  # timed passes of one visit: until either is reached
-_LONG_PASS = 0.1  # seconds; so long a pass needs no untimed one before it: it replaces what another case left in the caches
+_LONG_PASS = 0.1  # seconds; a pass this long evicts what another case left in the caches, so needs no untimed one
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One case. `milliseconds` is the median of the timed passes, `quartiles` the first and the third.
+    """Result of one case. `milliseconds` is the median of the timed passes, `quartiles` the first and the third.
 
-    `over_one` is the cost relative to the pass of one token at the same batch (None if that was not measured), `over_read`
+    `over_one` is the cost relative to the one-token pass at the same batch size (None if that was not measured), `over_read`
     relative to reading the weights once.
     """
 
@@ -44,7 +45,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class StepReport:
-    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes, by as many threads."""
+    """All cases of a model. `read_milliseconds` is the fastest read of `weight_bytes` bytes with the same number of threads."""
 
     model: str
     dtype: str
@@ -84,19 +85,19 @@ class BaselineReport:
 
 
 def weight_readers(nbytes: int, device: torch.device) -> list[Callable[[], Tensor]]:
-    """Functions that read `nbytes` bytes once and keep nothing; which is fastest depends on the machine.
+    """Return functions that read `nbytes` bytes once; which one is fastest depends on the machine.
 
-    They read one buffer again and again, as decoding reads the weights: what fits into a cache stays there.
+    They read the same buffer repeatedly, as decoding does with the weights, so what fits into a cache stays there.
     """
     columns = 1024
-    # float32 of any content but subnormal numbers, which are slow to add
+    # float32 with arbitrary content except subnormal numbers, which are slow to add
     buffer = torch.randn(max(nbytes // 4 // columns, 1), columns, device=device)
     flat, vector = buffer.flatten(), torch.randn(columns, device=device)
     return [flat.sum, lambda: torch.dot(flat, flat), lambda: torch.mv(buffer, vector)]
 
 
 class _Case:
-    """Something to time, and its times in seconds."""
+    """A function to time, and its times in seconds."""
 
     def __init__(self, run: Callable[[], Any], device: torch.device):
         self.run, self.device = run, device
@@ -132,15 +133,15 @@ def measure_steps(
     rounds: int = 7,
     progress: Callable[[int, int], None] | None = None,
 ) -> StepReport:
-    """Time a pass of the transformer for every batch (images) and number of fed tokens, and a read of its weights.
+    """Time a pass of the transformer for every batch size (images) and number of fed tokens, and a read of its weights.
 
     Args:
         guidance: feed two rows per image, as classifier-free guidance does.
-        rounds: visits of each case.
-        progress: called with the rounds done and all rounds.
+        rounds: number of visits of each case.
+        progress: called with the numbers of finished rounds and of all rounds.
 
     Raises:
-        ValueError: if a pass would feed more tokens than the grid has, or a number is below 1.
+        ValueError: a pass would feed more tokens than the grid has, or a number is below 1.
     """
     transformer, device = network.transformer, network.transformer.device
     if not tokens or not batches or min(*tokens, *batches, rounds) < 1 or max(tokens) > network.tokens:
@@ -198,11 +199,11 @@ def measure_baseline(
     """Decode whole images, after a short warm-up, for at least `seconds`.
 
     Args:
-        compile: run the passes through `torch.compile`, on a GPU; compiling is part of the warm-up.
+        compile: run the passes through `torch.compile`, on a GPU; compilation is part of the warm-up.
         accelerator: another method than the network's baseline.
 
     Raises:
-        ValueError: if `batch` is below 1, `seconds` is negative or not finite, or passes are to be compiled on a CPU.
+        ValueError: `batch` is below 1, `seconds` is negative or not finite, or compiled passes are requested on a CPU.
     """
     if batch < 1 or not 0 <= seconds < math.inf:
         raise ValueError(f"batch must be at least 1 and seconds a finite number of at least 0, got {batch} and {seconds}")
@@ -220,7 +221,7 @@ def measure_baseline(
     runs: list[DecodeStats] = []
     while not runs or sum(stats.seconds for stats in runs) < seconds:
         runs.append(run())
-    # On a GPU the parts are only known when the loop waits for each, which costs time: a run of its own.
+    # On a GPU, times of parts need a synchronization after each, which slows the loop: measured in a separate run.
     parts = (run(profile=True) if transformer.device.type == "cuda" else runs[-1]).seconds_by_part
     rate = statistics.median(stats.tokens_per_second for stats in runs)
     whole = sum(parts.values())

@@ -1,9 +1,9 @@
-"""A pair of video models with a known gap in quality and in cost: what routing can gain is known, so the loop can be measured.
+"""Synthetic video models with a known gap in quality and cost: the gain of routing is known, so the loop can be measured.
 
-The true video of a seed is smooth noise. The large model draws each block true but for a share of the error of the block
-before. The small model inherits that error, whole or in part, and adds its own, which is small for most blocks and large for
-some, in streaks. A pass costs a number of matrix products. Quality is the mean absolute error with its sign turned; a scorer
-sees it with noise.
+The true video of a seed is smooth noise. The target model generates each block with a fraction of the error of the previous
+block. The draft model inherits that error, fully or in part, and adds its own, which is small for most blocks and large for
+some, in runs of blocks. A pass costs a number of matrix products. Quality is the negative mean absolute error; a scorer
+observes it with noise.
 
 Shape suffixes: F frames, C channels, Y/X rows and columns.
 """
@@ -23,29 +23,29 @@ from vargen.decoding.noise import Purpose, gaussian, uniform
 from vargen.decoding.video.denoising import shifted_levels
 
 SHAPE = (3, 3, 8, 8)
-_SIZE = 192  # of the matrices that stand for work
+_SIZE = 192  # of the matrices whose products simulate work
 
 
 @lru_cache(maxsize=4096)
 def _numbers(seed: int, block: int, what: int) -> Tensor:
-    """Standard normal `[1, *SHAPE]`, a function of all three; never changed in place."""
+    """Return standard normal numbers `[1, *SHAPE]` determined by the arguments; callers must not modify them in place."""
     count = int(torch.Size(SHAPE).numel())
     return gaussian(torch.tensor([seed]), block, count, 1000 + what).reshape(1, *SHAPE)
 
 
 @lru_cache(maxsize=1024)
 def truth(seed: int, block: int) -> Tensor:
-    """The true latents of a block, `[1, *SHAPE]` within about [-0.7, 0.7]: each block is near the one before."""
+    """Return the true latents of a block, `[1, *SHAPE]` within about [-0.7, 0.7]; consecutive blocks are similar."""
     parts = [_numbers(seed, max(0, block - back), 0) * 0.6**back for back in range(4)]
     return torch.tanh(0.3 * sum(parts, torch.zeros(1, *SHAPE)))
 
 
-Errors = tuple[tuple[float, float, float], ...]  # up to which share of the blocks, the least error and the greatest
+Errors = tuple[tuple[float, float, float], ...]  # cumulative fraction of the blocks, least error and greatest error
 OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 
 
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
-    """How large the small model's own error is: by `errors`, of two neighbouring blocks alike."""
+    """Return the size of the draft model's own error, by `errors`; each pair of consecutive blocks has one error range."""
     places = torch.tensor([[block // 2, block + 1000]])
     kind, size = uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
     low, high = next((low, high) for share, low, high in errors if kind <= share)
@@ -55,16 +55,16 @@ def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
 @dataclass
 class _State:
     seed: int
-    held: list[Tensor] = field(default_factory=list)  # the last block alone
+    held: list[Tensor] = field(default_factory=list)  # the last block only
     number: int = 0
 
 
 class SyntheticModel:
-    """See `vargen.decoding.BlockModel`; its condition is the seed of the true video.
+    """A synthetic `vargen.decoding.BlockModel`; its condition is the seed of the true video.
 
     Args:
-        products: matrix products of a pass over a block. inherits: share of the error before that a block has, too.
-        errors: of its own, see `hardness`; None for a model that makes none.
+        products: matrix products per pass over a block. inherits: fraction of the previous block's error that a block inherits.
+        errors: distribution of its own errors, see `hardness`; None for a model without any.
     """
 
     fresh_noise = True
@@ -105,7 +105,7 @@ class SyntheticModel:
 
 
 class SyntheticDecoder:
-    """Latents are pixels; work stands for what a decoder costs."""
+    """Decoder whose pixels are the latents; matrix products simulate the cost of a real decoder."""
 
     def __init__(self, products: int):
         self.products = products
@@ -118,12 +118,12 @@ class SyntheticDecoder:
 
 
 def quality(seed: int, block: int, latents_FCYX: Tensor) -> float:
-    """Mean absolute error of a block, with its sign turned: 0 is true."""
+    """Return the negative mean absolute error of a block: 0 is the true video."""
     return -float((latents_FCYX - truth(seed, block)[0]).abs().mean())
 
 
 def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[View], Tensor]:
-    """A scorer `[F]` of one video: the quality of each frame, with noise of that deviation, for some matrix products."""
+    """Return a scorer `[F]` of one video: quality of each frame plus noise of deviation `noise`; costs matrix `products`."""
     matrix = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) / _SIZE**0.5
 
     def score(view: View) -> Tensor:
@@ -137,11 +137,11 @@ def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[
 
 @dataclass(frozen=True)
 class Work:
-    """What a pair costs, in matrix products, and how far its errors carry.
+    """Costs of a model pair in matrix products, and how their errors propagate.
 
     Attributes:
-        target, drafter: of a pass over a block. decode, preview: of a block. score: of a block's frames.
-        inherits: share of the error before a block that the drafter's block has, too. errors: that it adds, see `hardness`.
+        target, drafter: per pass over a block. decode, preview: per block. score: for the frames of a block.
+        inherits: fraction of the previous block's error that a drafted block inherits. errors: added errors, see `hardness`.
     """
 
     target: int = 48
@@ -153,14 +153,14 @@ class Work:
     errors: Errors = OWN_ERRORS
 
 
-# Costs as fitted to the published times: a target's pass 1.83 s, the drafter's five 1.24 s, decoding 1.62 s, scoring 0.5 s; a
-# preview would take 0.1 s. Errors are such that the best 73 % of the drafts hold a tenth of the gap in quality, and the best
-# 90 % a quarter, as what is kept at those acceptances says; half of an error carries on.
+# Costs fitted to the published times: a target pass 1.83 s, the drafter's five passes 1.24 s, decoding 1.62 s, scoring 0.5 s;
+# a preview would take 0.1 s. Errors are such that the best 73 % of the drafts account for a tenth of the gap in quality, and
+# the best 90 % for a quarter, matching the published quality at those acceptance rates; half of an error is inherited.
 PUBLISHED = Work(170, 23, 150, 9, 46, 0.5, ((0.73, 0.007, 0.02), (0.9, 0.05, 0.1), (1.0, 0.4, 1.06)))
-PUBLISHED_DRAFTER = 0.817  # of the target's score that the published drafter alone has
+PUBLISHED_DRAFTER = 0.817  # the published drafter's score, as a fraction of the target's
 
 
 def synthetic_pair(work: Work = Work()) -> SyntheticModel:
-    """A target with its drafter."""
+    """Create a target model with its drafter."""
     small = SyntheticModel(work.drafter, work.inherits, work.errors)
     return SyntheticModel(work.target, 0.3, None, small)

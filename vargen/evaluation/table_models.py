@@ -1,4 +1,4 @@
-"""A tiny causal model whose joint distribution can be enumerated: its logits are a table over position and two tokens."""
+"""Tiny causal models whose joint distribution can be enumerated: their logits are a table over position and two tokens."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from vargen.decoding.noise import Purpose
 
 @dataclass
 class TableState:
-    history: Tensor  # [B, N + T] tokens held
+    history: Tensor  # [B, N + T] cached tokens
     length: Tensor  # [B]
     fed: Tensor | None = None
 
 
 def _features(tokens: Tensor, condition: Tensor) -> Tensor:
-    """Of a table a slot's features `[B, T, 2]` are its token, and the image's condition."""
+    """Features `[B, T, 2]` of a table's slots: the token, and the condition of the image."""
     return torch.stack([tokens, condition[:, None].expand_as(tokens)], dim=-1).float()
 
 
 class TableModel:
-    """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, one table each.
+    """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, and each value has its own table.
 
-    At the positions of `forced` a token is certain, as end-of-line tokens of some models are.
+    At the positions in `forced` one token has probability 1, as end-of-line tokens do in some models.
     """
 
     def __init__(
@@ -59,14 +59,14 @@ class TableModel:
         self.medusa: TableMedusa | None = None
         self.examples: Tensor | None = None
         self.low_res: TableLowRes | None = None
-        self.layers = 4  # of which `skipping` takes some: a table has none
-        self.cost_key: str | None = None  # the costs of a table are not worth keeping
+        self.layers = 4  # for `skipping` only: a table has no layers
+        self.cost_key: str | None = None  # the pass costs of a table need not be cached
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
 
     def skipping(self, layers: Sequence[int]) -> TableModel:
-        """Another table, the more unlike this one the more layers it goes without."""
+        """Return a modified table, which differs more the more layers are skipped."""
         view = copy(self)
         generator = torch.Generator().manual_seed(sum(2**layer for layer in layers))
         view.table = self.table + 0.3 * len(layers) * torch.randn(self.table.shape, generator=generator)
@@ -107,7 +107,7 @@ class TableModel:
         state[1].length = length.clone()
 
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
-        """Probabilities of all V^N sequences, float64 `[V] * N`, where `to_probs(logits)` makes those of a token."""
+        """Return the probabilities of all V^N sequences, float64 `[V] * N`; `to_probs(logits)` gives those of a token."""
         V, N = self.vocab, self.tokens
         total = torch.ones(())
         sequences = torch.cartesian_prod(*[torch.arange(V)] * N) if N > 1 else torch.arange(V)[:, None]
@@ -123,8 +123,11 @@ class TableModel:
 
 
 class TableEagle:
-    """`AutoregressiveHead` that looks up a table by a slot's token and the token that its feature tells of: with the target's
-    own table it draws as the target does, as long as every token comes with the feature that it was drawn by."""
+    """`AutoregressiveHead` that looks up a table by a slot's token and the token in its feature.
+
+    With the target's own table its distribution equals the target's, provided that every token comes with the feature it was
+    sampled from.
+    """
 
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
@@ -143,7 +146,7 @@ class TableEagle:
 
 
 class TableMedusa:
-    """`ParallelHeads` that look up a table by the root and what its feature tells of, at the position of each token ahead."""
+    """`ParallelHeads` that look up a table by the root and the token in its feature, at the position of each token ahead."""
 
     def __init__(self, table: TableModel, heads: int = 3):
         self.table, self.heads, self.vocab, self.grid = table, heads, table.vocab, table.grid
@@ -155,8 +158,11 @@ class TableMedusa:
 
 
 class TableLowRes:
-    """`LowResModel` whose picture is one token of each image, which makes tokens of another table likely; beside the token two
-    places before, so that it depends on what is drawn and drafted. The token is another once others are committed."""
+    """`LowResModel` whose image is a single token.
+
+    That token and the token two places earlier select the probabilities in another table, so that they depend on committed and
+    drafted tokens. The image token changes as tokens are committed.
+    """
 
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
@@ -179,16 +185,17 @@ class TableLowRes:
 
 @dataclass
 class ScaleState:
-    """Of B images: their tables, and by scale held what it was fed, as keys and values would be made of it."""
+    """State of B images: their tables and, for each cached scale, the input from which keys and values would be computed."""
 
     condition: Tensor
     fed: list[Tensor] = field(default_factory=list)
 
 
 class ScaleTable:
-    """`ScaleModel` of V tokens; the condition is int64 `[B]`, one table each. A canvas is the tokens so far, V where none is.
+    """`ScaleModel` of V tokens; the condition is int64 `[B]`, with a table for each value.
 
-    It refuses a pass whose earlier scales were not fed what they are fed now: a cache would hold another picture's keys.
+    A canvas holds the tokens so far, and V where there is none. A pass raises an error if its earlier scales were fed other
+    inputs than the current ones, because a real cache would be stale.
     """
 
     def __init__(
@@ -211,10 +218,10 @@ class ScaleTable:
         self.device = torch.device("cpu")
         self.draft_model: ScaleTable | None = None
         self.cost_key: str | None = None
-        self.passes: list[tuple[int, int]] = []  # first and last scale that each fed
+        self.passes: list[tuple[int, int]] = []  # first and last scale of each pass
 
     def logits(self, condition: Tensor, before: Tensor, scale: int) -> Tensor:
-        """`[B, n, codes]` behind tokens `[B, ...]` of all earlier scales."""
+        """Logits `[B, n, codes]` after tokens `[B, ...]` of all earlier scales."""
         weights = (self.vocab + 1) ** torch.arange(before.shape[1])
         return self.tables[scale][condition, (before * weights).sum(1)][..., : self.scale_codes[scale]]
 
@@ -250,7 +257,7 @@ class ScaleTable:
         del state.fed[scale:]
 
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
-        """Probabilities of all V^L pictures, float64 `[V^L]`, the first token the most significant."""
+        """Return the probabilities of all V^L images, float64 `[V^L]`; the first token is the most significant digit."""
         V, L = self.vocab, self.ends[-1]
         pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
         which = torch.full((len(pictures),), condition)

@@ -1,6 +1,6 @@
-"""Methods for video side by side on the same prompts and seeds: seconds, scores, drift, flicker, distance of their frames.
+"""Side-by-side comparison of video methods on the same prompts and seeds: seconds, scores, drift, flicker, frame distances.
 
-Methods take turns at each prompt, so that a busy machine slows all of them alike.
+Methods alternate for each prompt, so that other load on the machine slows all of them equally.
 
 Shape suffixes: F frames, D features.
 """
@@ -27,20 +27,20 @@ Show = Callable[[int, int], None]
 
 @dataclass
 class MethodResult:
-    """One method over all prompts.
+    """Results of one method over all prompts.
 
     Attributes:
-        name, kind: of the method. seconds: median of a video. ratio: the baseline's seconds of the same prompts over these,
-            median. acceptance: share of the drafts that stood; None without drafts. target_share: of blocks by the target.
-        score: mean of all frames by the scorer of the table, which need not be the one that routed. retained: score less the
-            drafter's, over the target's less the drafter's: 1 is the target's quality, 0 the drafter's; None where the two
-            do not differ. worst: mean over videos of the worst frame.
-        drift: score of the last third of the frames less that of the first, mean. flicker: mean absolute change of a change
-            between frames, in [0, 1]: what motion at constant speed does not have. motion: mean absolute change.
-        jump: mean excess of steps between blocks over steps within, in [0, 1].
-        distance: Frechet distance of frame features to the baseline's, None without an extractor or with too few frames.
-        predicted: seconds by the cost model over measured ones; None where costs were not measured.
-        passes: by model, of a video, mean. failures: scores that were not to be used.
+        name, kind: of the method. seconds: median per video. ratio: median speedup over the baseline on the same prompts.
+            acceptance: fraction of drafts accepted; None without drafts. target_share: fraction of blocks by the target.
+        score: mean over all frames by the table's scorer, which may differ from the routing scorer. retained: (score - drafter)
+            / (target - drafter) in scores: 1 is the target's quality, 0 the drafter's; None if the two do not differ. worst:
+            mean over videos of the worst frame's score.
+        drift: mean score of the last third of the frames minus that of the first. flicker: mean absolute second difference over
+            time, in [0, 1], which is zero for motion at constant speed. motion: mean absolute first difference.
+        jump: mean amount by which changes between blocks exceed those within blocks, in [0, 1].
+        distance: Frechet distance of frame features to the baseline's; None without an extractor or with too few frames.
+        predicted: seconds by the cost model over measured seconds; None if costs were not measured.
+        passes: mean per video, by model. failures: scores that could not be used.
     """
 
     name: str
@@ -64,10 +64,10 @@ class MethodResult:
 
 @dataclass
 class VideoComparison:
-    """Methods on prompts.
+    """Results of methods on prompts.
 
     Attributes:
-        methods: a row each, the baseline first. costs: of parts, in seconds; None where they could not be measured.
+        methods: a row each, the baseline first. costs: seconds of each part; None if they could not be measured.
         frames: by method, the first videos, uint8 `[F, Y, X, 3]`. runs: by method, statistics of each video.
     """
 
@@ -82,7 +82,7 @@ class VideoComparison:
     runs: dict[str, list[VideoStats]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         plain = {name: getattr(self, name) for name in ("prompts", "seed", "blocks", "scorer", "break_even_acceptance")}
         costs = None if self.costs is None else asdict(self.costs)
         runs = {name: [run.to_dict() for run in each] for name, each in self.runs.items()}
@@ -90,18 +90,18 @@ class VideoComparison:
 
 
 def flicker(frames_FCYX: Tensor) -> float:
-    """Mean absolute second difference over time; 0 for fewer than three frames."""
+    """Return the mean absolute second difference over time; 0 for fewer than three frames."""
     return float(frames_FCYX.diff(n=2, dim=0).abs().mean()) if len(frames_FCYX) > 2 else 0.0
 
 
 def drift(scores_F: Tensor) -> float:
-    """Mean of the last third less mean of the first third; 0 for fewer than three frames."""
+    """Return the mean of the last third minus the mean of the first third; 0 for fewer than three frames."""
     third = len(scores_F) // 3
     return float(scores_F[-third:].mean() - scores_F[:third].mean()) if third else 0.0
 
 
 def block_jumps(frames_FCYX: Tensor, sizes: Sequence[int]) -> float:
-    """By how much steps between blocks of so many frames exceed the mean step within blocks: mean, each at least 0."""
+    """Return the mean excess of changes between blocks (of `sizes` frames) over the mean change within blocks, clipped at 0."""
     steps = frames_FCYX.diff(dim=0).abs().mean((1, 2, 3))
     borders = torch.tensor(sizes[:-1]).cumsum(0) - 1
     within = torch.ones(len(steps), dtype=torch.bool)
@@ -124,19 +124,19 @@ def compare_videos(
     kept: int = 4,
     progress: Show | None = None,
 ) -> VideoComparison:
-    """Make a video of each prompt by each method.
+    """Generate a video of each prompt with each method, and compare them.
 
     Args:
-        pipe: a pipeline of video, opened by the registry.
+        pipe: a video pipeline, opened by the registry.
         methods: by name; the baseline, `pipe.baseline`, must be among them.
-        num_blocks: of each video; None: the checkpoint's own. seed: of the first prompt; the next has seed + 1.
-        judge: scores the frames of the table; None: the packaged scorer. Better another one than that which routes.
+        num_blocks: blocks per video; None: the checkpoint's default. seed: of the first prompt; the next has seed + 1.
+        judge: scores the frames for the table; None: the packaged scorer. Preferably not the scorer used for routing.
         extractor: of the frames' features.
-        options: of the pipeline's call, such as `scorer` and `window`.
-        kept: videos of each method whose frames are kept to be looked at.
+        options: for the pipeline's call, such as `scorer` and `window`.
+        kept: number of videos per method whose frames are kept for viewing.
 
     Raises:
-        ValueError: for no prompt, or methods without the baseline.
+        ValueError: there are no prompts, or the methods lack the baseline.
     """
     if not prompts:
         raise ValueError("prompts must hold at least one, got none")
@@ -233,5 +233,5 @@ def _distance(own: _Seen, base: _Seen) -> float | None:
         return None
     features, others = torch.cat(own.features), torch.cat(base.features)
     if len(features) <= features.shape[1] or len(others) <= others.shape[1]:
-        return None  # their covariance would lack directions
+        return None  # their covariance would be singular
     return frechet_distance(Statistics.of(features), Statistics.of(others))

@@ -1,4 +1,4 @@
-"""A comparison of methods for video as a table, strips of frames, and a plot of score against time."""
+"""Reports of a video comparison: a table, strips of frames, and a plot of score against time."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAD = [
 
 
 def table_rows(comparison: VideoComparison) -> list[list[str]]:
-    """A row of cells for each method, under `HEAD`."""
+    """Return a row of cells for each method, under `HEAD`."""
 
     def share(value: float | None) -> str:
         return "" if value is None else f"{100 * value:.0f} %"
@@ -37,7 +37,7 @@ def table_rows(comparison: VideoComparison) -> list[list[str]]:
 
 
 def markdown(comparison: VideoComparison, head: str) -> str:
-    """The report."""
+    """Return the Markdown report."""
     lines = [f"| {' | '.join(HEAD)} |", f"|{'---|' * len(HEAD)}", *(f"| {' | '.join(row)} |" for row in table_rows(comparison))]
     costs = "Seconds of the parts of a block were not measured: that takes `draft`, and a method that scores and refuses."
     if comparison.costs is not None:
@@ -62,7 +62,7 @@ blocks. Frechet: of frame features, to the target's frames.
 
 
 def strips(comparison: VideoComparison, columns: int = 8, cell: int = 64) -> Image.Image:
-    """For each prompt that was kept, a row of frames by each method."""
+    """Return, for each prompt whose frames were kept, a row of frames by each method."""
     names = list(comparison.frames)
     videos = len(comparison.frames[names[0]])
     label = 96
@@ -85,7 +85,7 @@ def plot_comparison(comparison: VideoComparison, path: Path) -> None:
     """Write a PNG: score against seconds, a point per method, and the line between drafter and target.
 
     Raises:
-        ImportError: without matplotlib.
+        ImportError: matplotlib is not installed.
     """
     check_matplotlib("a plot needs")
     from matplotlib.figure import Figure

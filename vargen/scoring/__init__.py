@@ -1,4 +1,4 @@
-"""Image and video rewards behind one interface."""
+"""Image and video reward models behind one interface."""
 
 from vargen.scoring.protocol import (
     BatchedScorer,

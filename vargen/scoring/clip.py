@@ -1,7 +1,7 @@
-"""CLIP score: 100 times the cosine of a picture's and its prompt's embeddings, at least 0 (Hessel et al. 2021, CLIPScore).
+"""CLIP score: 100 times the cosine similarity of image and prompt embeddings, clipped at 0 (Hessel et al. 2021, CLIPScore).
 
-Hessel et al. scale by 2.5; tables of text-to-image papers give 100 times the cosine, or the cosine itself. Scores of different
-models or weights cannot be compared, so the name of the scorer holds both.
+Hessel et al. scale by 2.5; text-to-image papers report 100 times the cosine, or the cosine itself. Scores of different models
+or weights are not comparable, so the scorer's name includes both.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _HOW = (
 
 
 class CLIPScorer(BatchedScorer):
-    """open_clip's model `model` with the weights `weights`.
+    """CLIP score by open_clip's model `model` with the weights `weights`.
 
     Args:
-        model: a name that open_clip knows, such as `ViT-B-32`, or `hf-hub:owner/name`.
-        weights: a local checkpoint, or a tag of open_clip such as `openai`, which is fetched once; not with `hf-hub:`.
-        prefix: put before each prompt; "A photo depicts" is usual with COCO captions.
+        model: a model name of open_clip, such as `ViT-B-32`, or `hf-hub:owner/name`.
+        weights: a local checkpoint, or a pretrained tag of open_clip such as `openai`, downloaded once; not with `hf-hub:`.
+        prefix: prepended to each prompt; "A photo depicts" is common with COCO captions.
 
     Raises:
-        ImportError: without open_clip.
-        ValueError: for a model that open_clip does not know.
-        FileNotFoundError: for weights that are not there, or cannot be fetched.
+        ImportError: open_clip is not installed.
+        ValueError: open_clip does not know the model.
+        FileNotFoundError: the weights do not exist or cannot be downloaded.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class CLIPScorer(BatchedScorer):
         return 100 * (image * text).sum(-1).clamp_min(0)
 
     def embed_images(self, images: Images) -> Tensor:
-        """Embeddings float32 `[N, E]`, not normalized."""
+        """Return image embeddings, float32 `[N, E]`, not normalized."""
         batch = torch.stack([self.preprocess(image) for image in to_pil(images)]).to(self.device)
         return self.clip.encode_image(batch).float()
 
 
 def open_clip_model(model: str, weights: str | Path | None, device: torch.device | str) -> tuple[Any, Any, Any, str]:
-    """Network, preprocessing, tokenizer, and what tables call the weights; arguments and errors as `CLIPScorer` has them."""
+    """Return network, preprocessing, tokenizer, and the weights' name for tables; arguments and errors as for `CLIPScorer`."""
     if installed_version("open-clip-torch") is None:
         raise ImportError('CLIP needs open_clip: pip install "open-clip-torch>=2.24"')
     ensure_torchvision()
@@ -85,7 +85,7 @@ def open_clip_model(model: str, weights: str | Path | None, device: torch.device
         tokenize = open_clip.get_tokenizer(model)
     except MemoryError:
         raise
-    except Exception as error:  # of the hub, of torch, of safetensors: each has its own
+    except Exception as error:  # the hub, torch and safetensors each raise their own types
         reason = str(error).split("\n")[0][:200] or type(error).__name__
         what = f"weights {short_repr(given)} of CLIP model {model}" if given else f"CLIP model {model}"
         raise FileNotFoundError(f"{what} could not be opened ({reason}); {_HOW}") from error

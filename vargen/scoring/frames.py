@@ -1,7 +1,7 @@
-"""Scores of the frames of a block of video: a scorer of pictures for each, less a penalty for a jump into the block.
+"""Frame scores of a block of video: an image scorer applied to each frame, minus a penalty for a jump at the block boundary.
 
-A scorer of pictures cannot see that a video jumps where one block ends and the next begins. So the first frame of a block pays
-for as much of its step from the frame before as exceeds the largest step within the block.
+An image scorer cannot see a jump between two blocks. So the first frame of a block is penalized by the amount by which its
+change from the previous frame exceeds the largest change within the block.
 
 Shape suffixes: T frames, Y/X rows and columns.
 """
@@ -19,7 +19,7 @@ from vargen.values import parse_float, short_repr
 
 
 class Frames(Protocol):
-    """What is scored; see `vargen.decoding.View`."""
+    """The frames to score; see `vargen.decoding.View`."""
 
     @property
     def frames(self) -> Tensor: ...
@@ -29,7 +29,7 @@ class Frames(Protocol):
 
 
 def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
-    """By how much the step into a block exceeds the largest step within it, as mean absolute differences in [0, 1]."""
+    """Return by how much the change into a block exceeds the largest one within it; mean absolute differences in [0, 1]."""
     if previous_CYX is None:
         return 0.0
     into = float((frames_TCYX[0] - previous_CYX).abs().mean())
@@ -38,15 +38,16 @@ def jump(frames_TCYX: Tensor, previous_CYX: Tensor | None) -> float:
 
 
 class FrameScorer:
-    """Scores blocks with a scorer of pictures.
+    """Scores blocks of video with an image scorer.
 
     Args:
-        scorer: a `Scorer`, or a function of pictures and prompts.
-        step_weight: score that a jump by the whole range of brightness costs the first frame; 0 ignores jumps.
-        frames: of a block that the scorer sees, evenly spread, the last one among them; None: all. Jumps are looked for in all.
+        scorer: a `Scorer`, or a function of images and prompts.
+        step_weight: penalty of the first frame for a jump over the whole range of brightness; 0 ignores jumps.
+        frames: number of a block's frames to score, evenly spaced and including the last one; None: all. Jumps are measured
+            on all frames.
 
     Raises:
-        TypeError: for no scorer. ValueError: for a weight that is not finite, or below 0, or for less than one frame.
+        TypeError: `scorer` is not a scorer. ValueError: the weight is not finite or is negative, or `frames` is below 1.
     """
 
     def __init__(self, scorer: Scorer | Callable[..., Any], step_weight: float = 20.0, frames: int | None = None):
@@ -61,7 +62,10 @@ class FrameScorer:
         self.name = self.scorer.name
 
     def bind(self, prompt: str) -> Callable[[Frames], Tensor]:
-        """The scores float32 `[T]`, or of `frames`, of blocks of one prompt, higher is better; raises as `score_images`."""
+        """Return a function that scores blocks of one prompt, float32 `[T]` or `[frames]`; raises as `score_images`.
+
+        Higher is better.
+        """
 
         def scores(view: Frames) -> Tensor:
             count = len(view.frames)

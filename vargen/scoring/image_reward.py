@@ -1,7 +1,7 @@
-"""ImageReward (Xu et al. 2023): how people would like a picture of a prompt, without the package of 2023 that it came in.
+"""ImageReward (Xu et al. 2023), a model of human preference for an image given its prompt, without the original 2023 package.
 
-A BLIP vision transformer, a BERT that attends to its features, and five linear layers on the first token. Both networks are
-transformers' own classes under the names of the official file, which is read as data only.
+A BLIP vision transformer, a BERT with cross-attention to its features, and five linear layers on the first token. Both networks
+use transformers' classes; the official file, whose names are mapped, is read as data only.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from transformers.models.blip.modeling_blip import BlipVisionModel
 from transformers.models.blip.modeling_blip_text import BlipTextModel
 
 MEAN, STD = 0.16717362830052426, 1.0333394966054072  # of the official training scores
-CONTEXT = 35  # tokens of a prompt; longer ones are cut
+CONTEXT = 35  # prompt tokens; longer prompts are truncated
 SIDE = 224
-_PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # CLIP's
+_PIXEL_MEAN, _PIXEL_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)  # as for CLIP
 _HEAD = 64  # width of an attention head in both networks
 _HIDDEN = (1024, 128, 64, 16, 1)
 _HOW = "fetch ImageReward.pt of the hub model THUDM/ImageReward (1.8 GB) and give weights=FILE"
-# Official names to transformers'. The text half needs none.
+# Official parameter names to those of transformers. The text encoder's need no change.
 _NAMES = (
     (r"^cls_token$", "embeddings.class_embedding"),
     (r"^pos_embed$", "embeddings.position_embedding"),
@@ -49,7 +49,7 @@ _NAMES = (
 
 
 class ImageRewardNetwork(nn.Module):
-    """Vision transformer, text encoder, and the linear layers without activations between them, of the sizes given."""
+    """Vision transformer, text encoder, and linear layers without activations between them, of the given sizes."""
 
     def __init__(self, vision: BlipVisionConfig, text: BlipTextConfig):
         super().__init__()
@@ -59,23 +59,23 @@ class ImageRewardNetwork(nn.Module):
         self.mlp = nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(widths)))
 
     def forward(self, pixels_BCYX: Tensor, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """float32 `[B]` of normalized pixels `[B, 3, 224, 224]` and tokens `[B, 35]`."""
+        """Return scores float32 `[B]` for normalized pixels `[B, 3, 224, 224]` and tokens `[B, 35]`."""
         seen = self.vision(pixel_values=pixels_BCYX).last_hidden_state
         read = self.text(
             input_ids=input_ids,
             attention_mask=attention_mask,
             encoder_hidden_states=seen,
             encoder_attention_mask=torch.ones(seen.shape[:2], dtype=torch.long, device=seen.device),
-            is_decoder=False,  # built with cross-attention, but each token sees all of them
+            is_decoder=False,  # has cross-attention, but attention is not causal
         ).last_hidden_state
         return (self.mlp(read[:, 0].float())[:, 0] - MEAN) / STD
 
 
 def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageRewardNetwork:
-    """The network that an official state dict holds, of the sizes that its shapes tell.
+    """Build the network of an official state dict; sizes are inferred from the shapes.
 
     Raises:
-        ValueError: for names or shapes that are not ImageReward's.
+        ValueError: names or shapes are not those of ImageReward.
     """
     vision, text, head = _renamed(state)
     try:
@@ -110,7 +110,7 @@ def network_of(state: dict[str, Tensor], source: str = "weights") -> ImageReward
     check_shapes({name: tuple(value.shape) for name, value in own.items()}, expected, source)
     network = network.to_empty(device="cpu")
     network.load_state_dict({name: value.float() for name, value in own.items()})
-    for module in network.modules():  # a buffer that no file holds, and that has no values after `to_empty`
+    for module in network.modules():  # a buffer stored in no file, and uninitialized after `to_empty`
         if isinstance(ids := getattr(module, "position_ids", None), Tensor):
             module.position_ids = torch.arange(ids.numel())[None]
     return network.eval().requires_grad_(False)
@@ -128,7 +128,7 @@ def _renamed(state: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Ten
             text[name.removeprefix("blip.text_encoder.")] = value
         elif name.startswith("mlp.layers."):
             head[name.removeprefix("mlp.layers.")] = value
-    # The official sequence counts its dropouts: 0, 2, 4, 6, 7.
+    # The official indices count dropout layers, too: 0, 2, 4, 6, 7.
     places = {old: new for new, old in enumerate(sorted({int(name.split(".")[0]) for name in head}))}
     head = {f"{places[int(name.split('.')[0])]}.{name.split('.', 1)[1]}": value for name, value in head.items()}
     return vision, text, head
@@ -143,16 +143,17 @@ def _under(part: str, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 class ImageRewardScorer(BatchedScorer):
-    """ImageReward of local weights.
+    """ImageReward with local weights.
 
     Args:
         weights: the official `ImageReward.pt`.
-        tokenizer: a folder of bert-base-uncased's tokenizer; by default the packaged text encoder's, which has its vocabulary.
-        package: let the official package `image-reward` score instead; then `med_config` names its configuration file.
+        tokenizer: a folder with the tokenizer of bert-base-uncased; by default that of the packaged text encoder, which has the
+            same vocabulary.
+        package: use the official package `image-reward` instead; then `med_config` is the path of its configuration file.
 
     Raises:
-        FileNotFoundError: for a file that is missing, with how to get it.
-        ValueError: for weights that are damaged or another network's. ImportError: for `package` where it is not installed.
+        FileNotFoundError: a file is missing; the message says how to get it.
+        ValueError: the weights are damaged or belong to another network. ImportError: `package` is set but not installed.
     """
 
     def __init__(
@@ -187,7 +188,7 @@ class ImageRewardScorer(BatchedScorer):
 
 
 def preprocessed(image: Image.Image) -> Tensor:
-    """float32 `[3, 224, 224]`: the shorter side to 224 by bicubic filtering, the centre, CLIP's mean and deviation."""
+    """Return float32 `[3, 224, 224]`: shorter side resized to 224 (bicubic), center crop, CLIP's mean and deviation."""
     from torchvision.transforms import functional as transforms
 
     resized = transforms.resize(image, SIDE, transforms.InterpolationMode.BICUBIC)

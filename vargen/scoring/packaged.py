@@ -1,11 +1,11 @@
-"""The packaged scorer: a small image tower beside the packaged text encoder, for the pictures that the packaged models draw.
+"""The packaged scorer: a small image encoder paired with the packaged text encoder, for images of the packaged models.
 
-A scorer's folder holds `config.json` and weights of an `ImageTextModel`, in itself or, as training writes them, in `scorer/`.
-It may hold `text_encoder/` and `tokenizer/`, and a `scorer.json`:
+A scorer's folder holds `config.json` and weights of an `ImageTextModel`, either at its top or, as training writes them, in
+`scorer/`. It may also hold `text_encoder/`, `tokenizer/` and a `scorer.json`:
 
     {"text_encoder": "emoji", "captions": ["a red apple", ...]}
 
-which names the packaged model whose text encoder was used, and the fixed captions that a score is measured against.
+which names the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from transformers import AutoTokenizer
 
 FILE = "scorer.json"
 _KEPT_CAPTIONS = 256
-_ENCODER = "emoji"  # whose text encoder, where a folder does not say
+_ENCODER = "emoji"  # source of the text encoder if a folder names none
 
 
 class ImageTextScorer(BatchedScorer):
-    """How well a picture fits its prompt: the log odds of the pair, less those of fixed captions.
+    """Scores how well an image matches its prompt: the log odds of the pair, minus those of fixed captions.
 
-    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Pictures differ in how well they fit anything, so where
-    the folder has fixed captions their mean logit is subtracted, and pictures of one prompt can be ranked.
+    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do. If
+    the folder has fixed captions, their mean logit is therefore subtracted, so that images of one prompt can be ranked.
 
     Args:
         source: name of a packaged scorer (`emoji-scorer`), or a folder.
-        text_encoder: a packaged model or a folder that holds `text_encoder/` and `tokenizer/`; by default what the folder says.
+        text_encoder: a packaged model or a folder with `text_encoder/` and `tokenizer/`; by default the one of the folder.
 
     Raises:
-        ValueError: for an unknown name, a folder that holds no scorer, or an encoder of another width.
+        ValueError: the name is unknown, the folder holds no scorer, or the text encoder has another width.
     """
 
     def __init__(
@@ -80,17 +80,17 @@ class ImageTextScorer(BatchedScorer):
             self.fixed = self.embed_captions(captions) if captions else None
 
     def embed_captions(self, texts: Sequence[str]) -> Tensor:
-        """Unit vectors `[len(texts), E]`; the cosine with a picture's says how well the two fit."""
+        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
         return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
 
     def embed_images(self, images: Images) -> Tensor:
-        """Unit vectors `[N, E]` of pictures."""
+        """Return unit vectors `[N, E]` of images."""
         return self.model.encode_image(prepared(self.model, pixels(images).to(self.device)))
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
         image = self.embed_images(images)
         scale = self.model.pair_scale.exp().clamp(max=100)
-        different = list(dict.fromkeys(prompts))  # the frames of a video have one prompt
+        different = list(dict.fromkeys(prompts))  # all frames of a video share one prompt
         captions = self._known(different)[[different.index(prompt) for prompt in prompts]]
         fits = scale * (image * captions).sum(-1)
         if self.fixed is not None:
@@ -98,7 +98,7 @@ class ImageTextScorer(BatchedScorer):
         return fits + self.model.pair_bias
 
     def _known(self, texts: Sequence[str]) -> Tensor:
-        """As `embed_captions`, but those of the latest captions are kept: the blocks of a video have one."""
+        """Embed captions as `embed_captions` does, with a cache of recent ones: all blocks of a video share one prompt."""
         if new := [text for text in texts if text not in self._latest]:
             if len(self._latest) + len(new) > _KEPT_CAPTIONS:
                 self._latest, new = {}, list(texts)
@@ -107,42 +107,42 @@ class ImageTextScorer(BatchedScorer):
 
 
 def prepared(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
-    """Pictures in [0, 1] as the tower takes them: its size, [-1, 1]."""
+    """Convert images in [0, 1] to the image encoder's input: its size, values in [-1, 1]."""
     return resized(pixels_BCYX * 2 - 1, model.config.image_size)
 
 
 def open_tower(folder: Path) -> ImageTextModel:
-    """The `ImageTextModel` of a scorer's folder.
+    """Open the `ImageTextModel` of a scorer's folder.
 
     Raises:
-        ValueError: where it cannot be opened.
+        ValueError: it cannot be opened.
     """
     try:
         check_described(ImageTextModel, read_object(folder / "config.json"), folder)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
         raise
-    except Exception as error:  # of diffusers, safetensors or torch
+    except Exception as error:  # from diffusers, safetensors or torch
         reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
         raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); make it anew") from error
 
 
 def tower_identity(model: ImageTextModel) -> str:
-    """Names the features of this tower and of no other."""
+    """Return a string that identifies the features of this image encoder."""
     return f"image-text-{weights_digest(model)}"
 
 
 def packaged_scorers() -> list[str]:
-    """Names of the scorers that come with the library, sorted."""
+    """Return the names of the scorers that are packaged with the library, sorted."""
     root = Path(vargen.assets.__file__).parent
     return sorted(file.parent.relative_to(root).as_posix() for file in root.rglob(f"*/{FILE}"))
 
 
 def scorer_folder(source: str | Path) -> Path:
-    """The folder with the tower's `config.json` of a packaged scorer or of a local folder.
+    """Return the folder that holds the image encoder's `config.json`, of a packaged scorer or of a local folder.
 
     Raises:
-        ValueError: for an unknown name, or a folder that holds none.
+        ValueError: the name is unknown, or the folder has no such file.
     """
     names = packaged_scorers()
     if str(source) in names:

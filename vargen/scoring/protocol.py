@@ -1,7 +1,7 @@
-"""What a scorer is: pictures and their prompts in, one number for each picture out.
+"""The scorer interface: images and their prompts in, one number per image out.
 
-Everything that scores goes through `score_images`, so that a NaN, a missing number or a prompt too few is an error wherever
-it comes from, and never a row of a table.
+All scoring passes through `score_images`, so that a NaN, a missing score or a missing prompt raises an error, whatever the
+scorer, and never reaches a table.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ Images: TypeAlias = "Sequence[Image.Image] | Tensor"
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Anything with these three.
+    """Any object with these three members.
 
     Attributes:
-        name: what tables call it; with the model and its weights where several are in use.
-        higher_is_better: which end of the scale is the good one.
-        identity: optional; names network, weights and settings. Scores of equal identity are not measured twice.
+        name: shown in tables; includes the model and its weights if several are in use.
+        higher_is_better: whether higher scores are better.
+        identity: optional; identifies network, weights and settings. Cached scores of equal identity are reused.
     """
 
     name: str
     higher_is_better: bool
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """float32 `[N]` on the CPU for N pictures (PIL images, or a float tensor `[N, 3, Y, X]` in [0, 1]) and N prompts."""
+        """Return float32 `[N]` on the CPU for N images (PIL, or a float tensor `[N, 3, Y, X]` in [0, 1]) and N prompts."""
 
 
 class BatchedScorer:
-    """A scorer of which only `score_batch` is to be written. Batches, and checks what comes in and what goes out.
+    """Base class that only needs `score_batch`. Splits into batches and validates inputs and outputs.
 
     Args:
         name, higher_is_better: see `Scorer`.
-        device: where its network runs. batch_size: most pictures at once.
+        device: where its network runs. batch_size: maximum number of images per batch.
 
     Raises:
-        ValueError: for a batch size below 1.
+        ValueError: the batch size is below 1.
     """
 
     def __init__(self, name: str, higher_is_better: bool = True, device: torch.device | str = "cpu", batch_size: int = 32):
@@ -58,11 +58,11 @@ class BatchedScorer:
         self.device, self.batch_size = torch.device(device), batch_size
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """See `Scorer`.
+        """Score images; see `Scorer`.
 
         Raises:
-            ValueError, TypeError: for images or prompts that are none, or not as many of the one as of the other.
-            NonFiniteScoreError: for a score that is NaN or infinite.
+            ValueError, TypeError: images or prompts are of the wrong type, or differ in number.
+            NonFiniteScoreError: a score is NaN or infinite.
         """
         check_pairs(images, prompts)
         parts = []
@@ -73,13 +73,13 @@ class BatchedScorer:
         return torch.cat(parts)
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """`[B]` for at most `batch_size` pictures and prompts, already checked."""
+        """Return `[B]` scores for at most `batch_size` images and prompts, already validated."""
         raise NotImplementedError
 
 
 @dataclass
 class FunctionScorer:
-    """A function of pictures and prompts as a scorer; it may return a tensor, an array or a list."""
+    """Wraps a function of images and prompts as a scorer; it may return a tensor, an array or a list."""
 
     function: Callable[..., Any]
     name: str = ""
@@ -93,14 +93,14 @@ class FunctionScorer:
 
 
 class NonFiniteScoreError(ValueError):
-    """A scorer gave NaN or infinity."""
+    """Raised if a scorer returns NaN or infinity."""
 
 
 def to_scorer(value: Any, name: str = "") -> Scorer:
-    """`value` if it is a scorer; a scorer of it if it is a function `f(images, prompts)`.
+    """Return `value` if it is a scorer, or wrap it if it is a function `f(images, prompts)`.
 
     Raises:
-        TypeError: for anything else, also a class that would have to be called first.
+        TypeError: for anything else, including a class, which would have to be instantiated first.
     """
     if isinstance(value, Scorer) and not isinstance(value, type):
         return value
@@ -111,11 +111,11 @@ def to_scorer(value: Any, name: str = "") -> Scorer:
 
 
 def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: Sequence[str], name: str = "") -> Tensor:
-    """What `scorer` gives, as finite float32 `[N]` on the CPU.
+    """Return the scores of `scorer` as finite float32 `[N]` on the CPU.
 
     Raises:
-        ValueError, TypeError: for images or prompts that are none, or a result that is not one number for each picture.
-        NonFiniteScoreError: naming the scorer and the first picture whose score is NaN or infinite.
+        ValueError, TypeError: images or prompts are invalid, or the result is not one number per image.
+        NonFiniteScoreError: a score is NaN or infinite; names the scorer and the first such image.
     """
     check_pairs(images, prompts)
     call = scorer.score if isinstance(scorer, Scorer) else scorer
@@ -123,7 +123,7 @@ def score_images(scorer: Scorer | Callable[..., Any], images: Images, prompts: S
 
 
 def check_pairs(images: Any, prompts: Any) -> None:
-    """Raise TypeError or ValueError unless there is at least one picture, and one prompt for each."""
+    """Raise TypeError or ValueError unless there is at least one image, and one prompt for each."""
     if isinstance(images, Tensor):
         if images.dim() != 4 or images.shape[1] != 3 or not images.is_floating_point():
             raise ValueError(
@@ -138,7 +138,7 @@ def check_pairs(images: Any, prompts: Any) -> None:
 
 
 def check_scores(values: Any, count: int, name: str) -> Tensor:
-    """`values` as finite float32 `[count]` on the CPU; raises as `score_images` does."""
+    """Return `values` as finite float32 `[count]` on the CPU; raises as `score_images` does."""
     try:
         scores = torch.as_tensor(values).detach().to("cpu", torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -155,7 +155,7 @@ def check_scores(values: Any, count: int, name: str) -> Tensor:
 
 
 def to_pil(images: Images) -> list[Image.Image]:
-    """RGB PIL images of either form of pictures."""
+    """Convert images in either form to RGB PIL images."""
     if not isinstance(images, Tensor):
         return [on_white(image) for image in images]
     if not images.isfinite().all():
@@ -165,10 +165,10 @@ def to_pil(images: Images) -> list[Image.Image]:
 
 
 def pixels(images: Images) -> Tensor:
-    """float32 `[N, 3, Y, X]` in [0, 1] of either form of pictures.
+    """Convert images in either form to float32 `[N, 3, Y, X]` in [0, 1].
 
     Raises:
-        ValueError: for PIL images of different sizes, or values that are not finite.
+        ValueError: PIL images differ in size, or values are not finite.
     """
     if isinstance(images, Tensor):
         if not images.isfinite().all():
@@ -182,13 +182,13 @@ def pixels(images: Images) -> Tensor:
 
 
 def local_weights(path: Any, argument: str, what: str, how: str) -> Path:
-    """The file or folder `path`.
+    """Return `path` if the file or folder exists.
 
     Args:
-        argument: name of the option, for the error. what: the weights are. how: to get them.
+        argument: name of the option, for the error message. what: description of the weights. how: how to get them.
 
     Raises:
-        FileNotFoundError: naming the file that is missing, and how to get it.
+        FileNotFoundError: naming the missing file and how to get it.
     """
     if path is None:
         raise FileNotFoundError(f"{argument} is not given, and {what} needs it: {how}")

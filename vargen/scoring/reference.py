@@ -1,4 +1,4 @@
-"""How near a picture is to another one: PSNR, SSIM, and drift from the unaccelerated picture of the same prompt and seed."""
+"""Similarity to a reference image: PSNR, SSIM, and similarity to the baseline's image of the same prompt and seed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor
 
 from vargen.scoring.protocol import Images, check_scores, pixels
 
-HIGHEST_PSNR = 100.0  # dB; of equal pictures, whose ratio is infinite. Two that differ in one level of 8 bits have 48 or more
+HIGHEST_PSNR = 100.0  # dB; for identical images, whose PSNR is infinite. Images that differ by one 8-bit level have at least 48
 _WINDOW, _SIGMA, _K1, _K2 = 11, 1.5, 0.01, 0.03  # Wang et al. 2004
 
 
 def psnr(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
-    """Peak signal-to-noise ratio in dB, float32 `[N]`, of pictures in [0, 1]; equal ones have `HIGHEST_PSNR`."""
+    """Return the peak signal-to-noise ratio in dB, float32 `[N]`, of images in [0, 1]; `HIGHEST_PSNR` for identical images."""
     _check_shapes(images_NCYX, references_NCYX)
     error = (images_NCYX.double() - references_NCYX.double()).square().mean((1, 2, 3))
     return (-10 * error.clamp_min(10 ** (-HIGHEST_PSNR / 10)).log10()).float()
 
 
 def ssim(images_NCYX: Tensor, references_NCYX: Tensor) -> Tensor:
-    """Structural similarity, float32 `[N]`: 1 for equal pictures in [0, 1] (Wang et al. 2004, equation 13).
+    """Return the structural similarity, float32 `[N]`, of images in [0, 1] (Wang et al. 2004, equation 13); 1 if identical.
 
-    Gaussian windows of 11 pixels and deviation 1.5 that lie inside the picture, mean over them and the channels.
+    Uses Gaussian windows of 11 pixels and deviation 1.5 that lie inside the image; averages over windows and channels.
 
     Raises:
-        ValueError: for pictures of another shape than their references', or smaller than a window.
+        ValueError: the shapes of images and references differ, or an image is smaller than a window.
     """
     _check_shapes(images_NCYX, references_NCYX)
     if min(images_NCYX.shape[2:]) < _WINDOW:
@@ -58,7 +58,7 @@ def _check_shapes(images: Tensor, references: Tensor) -> None:
 
 @dataclass
 class ReferenceScorer:
-    """`measure` of pictures against references given beforehand, in the same order; prompts are not read."""
+    """Applies `measure` to images and references given beforehand, in the same order; prompts are ignored."""
 
     references: Images
     measure: Callable[[Tensor, Tensor], Tensor] = psnr
@@ -69,5 +69,5 @@ class ReferenceScorer:
         self.name = self.name or self.measure.__name__
 
     def score(self, images: Images, prompts: Sequence[str]) -> Tensor:
-        """See `Scorer`. Raises ValueError unless there is a reference of the same size for each picture."""
+        """Score images; see `Scorer`. Raises ValueError unless there is a reference of the same size for each image."""
         return check_scores(self.measure(pixels(images), pixels(self.references)), len(images), self.name)

@@ -1,4 +1,4 @@
-"""Scorers by name, as the command line gives them: `emoji-scorer`, `clip:model=ViT-L-14,weights=FILE`, `module:function`."""
+"""Scorers by name, as on the command line: `emoji-scorer`, `clip:model=ViT-L-14,weights=FILE`, `module:function`."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def _packaged(**options: Any) -> Scorer:
     return ImageTextScorer(**options)
 
 
-PACKAGED = "emoji-scorer"  # what scores where nobody chose
-# Name -> what opens it; any other name is that of a packaged scorer or a folder of one.
+PACKAGED = "emoji-scorer"  # the default scorer
+# Factories by name; any other name is that of a packaged scorer or a scorer's folder.
 SCORERS: dict[str, Callable[..., Scorer]] = {"clip": _clip, "image-reward": _image_reward}
 
 
 def default_scorer(model: str) -> str | None:
-    """The packaged scorer of a packaged model's pictures: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
+    """Return the packaged scorer of a packaged model: `emoji-scorer` for `emoji` and `emoji-var`; None without one."""
     from vargen.scoring.packaged import packaged_scorers
 
     name = f"{model.split('-')[0]}-scorer"
@@ -45,11 +45,11 @@ def default_scorer(model: str) -> str | None:
 
 
 def open_scorer(spec: str, device: torch.device | str = "cpu", batch_size: int | None = None) -> Scorer:
-    """The scorer that `spec` names; see the top of this module.
+    """Open the scorer that `spec` names; see the module docstring for the forms.
 
     Raises:
-        ValueError: for an unknown name or option. FileNotFoundError: for weights that are missing; says how to get them.
-        ImportError: for a package that is not installed.
+        ValueError: for an unknown name or option. FileNotFoundError: weights are missing; the message says how to get them.
+        ImportError: a package is not installed.
     """
     where, colon, _ = spec.partition(":")
     if colon and "=" not in spec and where not in SCORERS:
@@ -79,7 +79,7 @@ def _truth(value: str) -> bool:
 
 
 def _imported(spec: str) -> Scorer:
-    """A scorer, a class of scorers without arguments, or a function that takes pictures and prompts; no other is called."""
+    """Import a scorer, a scorer class without arguments, or a function of images and prompts; nothing else is called."""
     value = of_ones_own(spec, "scorer")
     if inspect.isclass(value):
         if not callable(getattr(value, "score", None)):
@@ -95,9 +95,9 @@ def _imported(spec: str) -> Scorer:
 
 
 def _takes_two(function: Any) -> bool:
-    """Whether it is a function that may be called with pictures and prompts."""
+    """Return whether `function` can be called with images and prompts."""
     try:
         inspect.signature(function).bind((), ())
-    except (TypeError, ValueError):  # no function, one of other arguments, or one that does not tell
+    except (TypeError, ValueError):  # not a function, other parameters, or no readable signature
         return False
     return True
