@@ -44,7 +44,7 @@ class Knob:
 KNOBS = {
     knob.field: knob
     for knob in (
-        Knob("AdaptiveThreshold: relaxation per picture", "budget", 1, 100, 20, 1, {"size": 32, "delta": 1.0}),
+        Knob("Budget: relaxation per picture", "budget", 1, 100, 20, 1, {"size": 32, "delta": 1.0}),
         Knob("Group size: tokens judged together", "size", 1, 64, 32, 1, {"delta": 1.0}),
         Knob("Delta: how unlike their probabilities may be", "delta", 0.01, 1, 0.2, 0.01, {"size": 32}),
     )

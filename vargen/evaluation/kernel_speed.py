@@ -154,7 +154,7 @@ def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, devic
         "SDPA with a mask": lambda: F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=shape.heads != shape.key_heads
         ),
-        "FlexAttention": _make_flex_attention(q, k, v, mask) if device.type == "cuda" else "measure_seconds on a GPU only",
+        "FlexAttention": _make_flex_attention(q, k, v, mask) if device.type == "cuda" else "measured on a GPU only",
     }
     name = f"{model}, T {T}, {held} held, {str(dtype).removeprefix('torch.')}"
     return Operation("attention, a layer", name, attention_bytes(shape, R, T, S, dtype.itemsize), implementations)
