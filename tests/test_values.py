@@ -127,7 +127,7 @@ def test_an_option_is_said_once_and_read_everywhere(option: Option) -> None:
     """The bounds of a setting are those of the pipeline's check, and the page's control stays within them."""
     low, high, step = option.slider
     assert step > 0 and (option.optional or option.check(low if not option.above or low > option.least else high) is not None)
-    assert high <= option.most or option.whole
+    assert high <= option.most or option.is_integer
     with pytest.raises(ValueError, match=f"^{option.name} must be "):
         option.check(option.least - 1)
     for wrong in ("much", True, float("nan"), [1]):

@@ -328,7 +328,7 @@ def test_non_finite_logits_stop_the_run_and_a_raising_callback_leaves_the_model_
 
 def test_presets_say_what_they_are():
     relaxed = [preset.name for preset in list_methods("next-token") if preset.kind == "relaxed"]
-    assert relaxed == ["gsd", "lantern-jacobi", "mulo", "wavefront", "lantern"]
+    assert relaxed == ["gsd", "mulo", "lantern", "lantern-jacobi", "wavefront"]
     for preset in list_methods("next-token"):
         assert preset.summary and preset.source
         assert preset.topology in (None, "chain", "tree")

@@ -170,7 +170,7 @@ def test_the_end_of_rays_process_is_an_error_and_what_came_back_is_kept(model: P
     def stumbling(*work: Any) -> Iterator[Any]:
         results = slowly(ray_engine(2, "cpu", 1))(*work)
         yield next(results)
-        (driver,) = (p for p in psutil.Process().children() if "ray_driver" in " ".join(p.cmdline()))
+        (driver,) = (p for p in psutil.Process().children() if "ray_backend" in " ".join(p.cmdline()))
         of_it.extend(driver.children(recursive=True))
         driver.kill()
         yield from results

@@ -48,7 +48,7 @@ def test_the_packaged_folder_opens_and_says_what_it_is(folder: Path, pipe: Causa
     said = describe(folder)
     assert (said.fps, said.tokens, said.has_draft, said.condition, said.steps) == (12, 6, True, "text", 3 * 5 - 1)
     methods = pipe.methods()
-    assert [each.name for each in methods][:3] == ["target", "draft", "sdvg"] and all(each.reason is None for each in methods)
+    assert [each.name for each in methods][:3] == ["target", "sdvg", "stride"] and all(each.reason is None for each in methods)
 
 
 def test_a_saved_pipeline_makes_the_same_video(pipe: CausalVideoPipeline, tmp_path: Path) -> None:

@@ -416,7 +416,7 @@ def test_a_t5_encoder_is_a_component_like_any_other(tmp_path, texts):
 @pytest.fixture
 def compiling(monkeypatch):
     """As on a GPU, where compiling is allowed."""
-    for module in ("drawing", "llamagen"):
+    for module in ("generation", "llamagen"):
         monkeypatch.setattr(f"vargen.pipelines.{module}.check_compile", lambda compile, device: None)
 
 
