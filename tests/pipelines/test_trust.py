@@ -210,7 +210,9 @@ def test_no_caller_can_ask_for_code_by_mistake(folder: Path, tmp_path: Path, mar
 )
 def test_a_component_is_two_names_or_nothing(folder: Path, value: Any) -> None:
     name_in_index(folder, vqvae=value)
-    with pytest.raises(ValueError, match=r"takes 'vqvae' from .* only vargen\.models\.tokenizers\.vq\.VQModel may be named there"):
+    with pytest.raises(
+        ValueError, match=r"takes 'vqvae' from .* only vargen\.models\.tokenizers\.vq\.VQModel may be named there"
+    ):
         LlamaGenPipeline.from_pretrained(folder)
 
 
