@@ -34,7 +34,7 @@ _ALLOWED: dict[str, set[str]] = {
     "model_files": set(),
     "modes": set(),
     "options": {"values"},
-    "picture_files": set(),
+    "picture_files": {"reading"},
     "reading": {"files"},
     "specs": {"values"},
     "values": set(),

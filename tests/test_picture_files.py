@@ -79,8 +79,8 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
 def test_pipes_devices_and_folders_are_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.png")
     for path, reason in (
-        (tmp_path / "x.png", "Not a regular file"),
-        (Path(os.devnull), "Not a regular"),
+        (tmp_path / "x.png", "not a regular file"),
+        (Path(os.devnull), "not a regular file"),
         (tmp_path, "directory"),
     ):
         with pytest.raises(OSError, match=reason):

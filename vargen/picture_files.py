@@ -6,15 +6,15 @@ opened here, where only raster formats are allowed.
 
 from __future__ import annotations
 
-import errno
 import os
-import stat
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import BinaryIO
 
 from PIL import Image, UnidentifiedImageError
+
+from vargen.reading import open_regular
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MOST_PIXELS = 80_000_000  # of an image; Pillow warns slightly above this
@@ -31,29 +31,6 @@ class PictureFileError(ValueError):
     def __init__(self, name: str, reason: str):
         super().__init__(f"{name} cannot be read: {reason}")
         self.reason = reason
-
-
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """Open a regular file, or a link to one, for reading. Never waits for a pipe or device, which may have no end.
-
-    Raises:
-        OSError: it cannot be opened, or is not a regular file.
-    """
-    _check_regular(os.stat(path), path)
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0))
-    try:
-        _check_regular(os.fstat(descriptor), path)  # the file may have been replaced since the first check
-        return os.fdopen(descriptor, "rb")
-    except BaseException:
-        os.close(descriptor)
-        raise
-
-
-def _check_regular(found: os.stat_result, path: str | os.PathLike[str]) -> None:
-    if stat.S_ISDIR(found.st_mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "Not a regular file", os.fspath(path))
 
 
 @contextmanager

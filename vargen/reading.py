@@ -14,7 +14,7 @@ from vargen.files import expand_user
 STDIN = "-"  # stands for standard input in place of a file name
 
 
-def open_regular(path: str | Path) -> BufferedReader:
+def open_regular(path: str | os.PathLike[str]) -> BufferedReader:
     """Open a regular file for reading; a pipe would block, and a device has no end.
 
     Raises:

@@ -315,6 +315,13 @@ def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.Monk
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
+def test_a_name_with_a_nul_byte_is_refused_by_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
+    with pytest.raises(ValueError, match=r"^model must be a path") as refused:
+        loading.check_model_folder("x\0y", None, {})
+    assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
+
+
 @pytest.mark.parametrize("name", ["emoji", "emoji-var", "emoji-video"])
 def test_folders_of_earlier_versions_open(name: str, tmp_path: Path, repo_root: Path) -> None:
     """Their `model_index.json` names modules of then; saving writes today's."""
