@@ -20,7 +20,7 @@ from huggingface_hub import snapshot_download
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import preferred_dtype
-from vargen.files import expand_user
+from vargen.files import check_not_interrupted, expand_user
 from vargen.models.described import read_object
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
@@ -237,6 +237,7 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
     path = expand_user(name, "model")
     if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
         return path
+    check_not_interrupted(path)
     hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~")) and len(text) <= _LONGEST_ID
     if not hub_like:
         near = difflib.get_close_matches(text, packaged_models(), n=1)

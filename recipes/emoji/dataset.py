@@ -26,7 +26,7 @@ from tqdm import tqdm
 from recipes.emoji.captions import STYLES, can_flip, can_recolor, captions, sample_caption
 from recipes.emoji.sources import SOURCES, Source, fetch_sources, read_tarball
 from vargen.files import cache_folder
-from vargen.picture_files import on_white, opened_picture
+from vargen.reading import on_white, open_image
 from vargen.training.dataset import CaptionedImages, Record, check_images, open_images, spread
 from vargen.training.focus import Focus
 
@@ -230,7 +230,7 @@ def _draw(blob: bytes, size: int) -> np.ndarray:
 
         # System fonts would make the pictures depend on the machine; no emoji here needs one.
         blob = resvg_py.svg_to_bytes(svg_string=blob.decode(), width=size, height=size, skip_system_fonts=True)
-    with opened_picture(io.BytesIO(blob)) as opened:
+    with open_image(io.BytesIO(blob)) as opened:
         return np.asarray(on_white(opened).resize((size, size), Image.Resampling.LANCZOS))
 
 

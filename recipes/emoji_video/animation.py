@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from PIL import Image, ImageSequence
 
-from vargen.picture_files import on_white, opened_picture
+from vargen.reading import on_white, open_image
 
 FPS = 12  # at which clips are played
 _SPEEDS = (0.5, 1.6)  # of a clip, of the file's own; outside, motion no longer looks as its name says
@@ -45,7 +45,7 @@ def read_animation(blob: bytes, side: int) -> tuple[np.ndarray, float]:
         ValueError: if it cannot be read.
     """
     frames, milliseconds = [], 0.0
-    with opened_picture(io.BytesIO(blob)) as opened:
+    with open_image(io.BytesIO(blob)) as opened:
         for frame in ImageSequence.Iterator(opened):
             frames.append(np.asarray(on_white(frame).resize((side, side), Image.Resampling.LANCZOS)))
             milliseconds += frame.info.get("duration", 0)  # 0 where none is written, of which browsers make 100

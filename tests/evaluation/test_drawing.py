@@ -179,7 +179,6 @@ def test_kill_9_loses_nothing_and_draws_nothing_twice(model: Path, tmp_path: Pat
     assert images(tmp_path / "killed") == images(tmp_path / "whole") and len(images(tmp_path / "whole")) == 80
     after = lines(tmp_path / "killed")
     assert after[: len(before)] == before and len(after) == len(set(after)) == 80
-    assert not list((tmp_path / "killed").rglob(".vargen-*")), "scratch folders of the killed processes are left"
 
 
 # -- a full disk -----------------------------------------------------------------------------------------------------------

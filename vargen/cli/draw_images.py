@@ -81,11 +81,11 @@ def draw(
 
 def write_sheet(images: list[dict[str, Any]], place: Target, parameters: dict[str, Any]) -> None:
     from vargen.evaluation.contact_sheets import contact_sheet
-    from vargen.picture_files import on_white, opened_picture
+    from vargen.reading import on_white, open_image
 
     captions = [str(image.get("prompt", image.get("class_label"))) for image in images]
     pictures = []
     for image in images:
-        with opened_picture(image["file"]) as opened:  # one open file at a time: systems limit them
+        with open_image(image["file"]) as opened:  # one open file at a time: systems limit them
             pictures.append(on_white(opened))
     save_image(contact_sheet(pictures, captions), place, parameters)

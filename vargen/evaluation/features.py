@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from vargen.evaluation.inception import FIDInception
-from vargen.picture_files import on_white
+from vargen.reading import on_white
 from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
 from vargen.specs import of_ones_own, read_spec
 from vargen.values import short_repr

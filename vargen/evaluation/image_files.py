@@ -10,7 +10,7 @@ from pathlib import Path
 from PIL import Image
 
 from vargen.evaluation.run_directory import file_digest
-from vargen.picture_files import PictureFileError, on_white, opened_picture
+from vargen.reading import ImageFileError, on_white, open_image
 
 SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp")
 
@@ -42,9 +42,9 @@ def read_picture(file: Path) -> Image.Image:
         UnreadablePictureError: naming the file.
     """
     try:
-        with opened_picture(file) as opened:
+        with open_image(file) as opened:
             return on_white(opened)
-    except PictureFileError as error:
+    except ImageFileError as error:
         raise UnreadablePictureError(f"{file} cannot be read ({error.reason}); --keep-going passes over such files") from error
 
 
@@ -68,7 +68,7 @@ def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[
 def _own_prompt(file: Path) -> str | None:
     """Return the prompt that our images store in their PNG text chunk `vargen`."""
     try:
-        with opened_picture(file) as opened:
+        with open_image(file) as opened:
             held = json.loads(opened.info.get("vargen", "{}"))
     except Exception:  # unreadable: reported when it is measured
         return None

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vargen.disk import FULL
-from vargen.files import atomic_file
+from vargen.files import DISK_FULL, atomic_file
 from vargen.reading import open_regular
 from vargen.values import parse_float, parse_int, short_repr
 
@@ -253,7 +252,7 @@ def _whole(record: Record) -> bool:
 def cannot_write(what: str, error: OSError) -> OSError:
     """Return the error for a run file that cannot be written, with advice that fits the cause."""
     reason = error.strerror or str(error)
-    remedy = "make room" if error.errno in FULL else "give a folder that can be written, or mend this one,"
+    remedy = "make room" if error.errno in DISK_FULL else "give a folder that can be written, or mend this one,"
     return OSError(f"{what} was not written ({reason}). Nothing is lost: {remedy} and give the same command, which goes on")
 
 

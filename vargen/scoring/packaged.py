@@ -22,7 +22,7 @@ from torch import Tensor
 
 import vargen.assets
 from vargen.compat import ensure_torchvision
-from vargen.files import expand_user
+from vargen.files import check_not_interrupted, expand_user
 from vargen.models.described import check_described, read_object
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
@@ -150,6 +150,7 @@ def scorer_folder(source: str | Path) -> Path:
     else:
         path = expand_user(source, "scorer")
         if not os.path.isdir(path):
+            check_not_interrupted(path)
             near = difflib.get_close_matches(str(source), names, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             known = ", ".join(names) or "none is packaged"

@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.files import expand_user
-from vargen.picture_files import on_white
+from vargen.reading import on_white
 from vargen.values import short_repr
 
 Images: TypeAlias = "Sequence[Image.Image] | Tensor"

@@ -15,7 +15,7 @@ from PIL import Image
 import vargen
 from vargen.cli.inputs import read_source
 from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures, read_picture
-from vargen.picture_files import FORMATS, PictureFileError, on_white, open_regular, opened_picture
+from vargen.reading import FORMATS, ImageFileError, on_white, open_image, open_regular
 
 ROOT = Path(vargen.__file__).resolve().parents[1]
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 8 8\n%%EndComments\n%%EndProlog\nshowpage\n%%EOF\n"
@@ -45,7 +45,7 @@ def test_a_picture_of_postscript_starts_no_program(tmp_path: Path, monkeypatch: 
 
 def test_postscript_in_an_open_file_starts_none_either(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(EPS)
-    with (tmp_path / "x").open("rb") as file, pytest.raises(PictureFileError, match="no picture"), opened_picture(file):
+    with (tmp_path / "x").open("rb") as file, pytest.raises(ImageFileError, match="no image"), open_image(file):
         pass
 
 
@@ -68,7 +68,7 @@ def test_all_its_formats_are_read(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("side", [9_000, 12_000, 60_000])
 def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, side: int, recwarn: Any) -> None:
     (tmp_path / "large.png").write_bytes(huge_png(side))
-    with pytest.raises(PictureFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
+    with pytest.raises(ImageFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
         read_source(tmp_path / "large.png", "image")
     with pytest.raises(UnreadablePictureError, match=r"large\.png.* pixels"):
         read_picture(tmp_path / "large.png")
@@ -85,7 +85,7 @@ def test_pipes_devices_and_folders_are_not_waited_for(tmp_path: Path) -> None:
     ):
         with pytest.raises(OSError, match=reason):
             open_regular(path)
-        with pytest.raises(PictureFileError, match=f"image .* cannot be read: .*{reason}"):
+        with pytest.raises(ImageFileError, match=f"image .* cannot be read: .*{reason}"):
             read_source(path, "image")
     (tmp_path / "file").write_bytes(b"1")
     (tmp_path / "link").symlink_to(tmp_path / "file")
@@ -105,7 +105,7 @@ def test_transparent_parts_are_white(tmp_path: Path) -> None:
 
 def test_deep_channels_are_refused(tmp_path: Path) -> None:
     Image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(tmp_path / "x.png")
-    with pytest.raises(PictureFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
+    with pytest.raises(ImageFileError, match=r"x\.png' cannot be read: it must have 8 bits per channel"):
         read_source(tmp_path / "x.png", "image")
 
 
@@ -113,5 +113,5 @@ def test_deep_channels_are_refused(tmp_path: Path) -> None:
 def test_damaged_files_are_named(tmp_path: Path, length: int) -> None:
     Image.effect_noise((32, 32), 50).save(tmp_path / "x.png")
     (tmp_path / "x.png").write_bytes((tmp_path / "x.png").read_bytes()[:length])
-    with pytest.raises(PictureFileError, match=r"image '.*x\.png'"):
+    with pytest.raises(ImageFileError, match=r"image '.*x\.png'"):
         read_source(tmp_path / "x.png", "image")
