@@ -17,6 +17,7 @@ from torch import Tensor
 from vargen.decoding import Noise, Output, Sampling, Tree, decode
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
+from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -24,7 +25,6 @@ from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.modes import normal_tensors
 from vargen.pipelines.component_files import check_component, resolve_network_folder
 from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.parts import check_parts

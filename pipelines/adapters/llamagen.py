@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
+from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
-from vargen.modes import normal_tensors
 from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
 
 

@@ -53,7 +53,7 @@ def step(
     check_apart({"json": [json_file], "plot": [plot_file]}, read)
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
-    from vargen.evaluation.machine import machine_line
+    from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_steps
     from vargen.pipelines.registry import check_network, open_network
 
@@ -72,7 +72,7 @@ def step(
         reports.append(report)
         del network
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
-    lines = "\n\n".join([machine_line(machine, chosen, kind), *map(_step_table, reports)])
+    lines = "\n\n".join([summarize_machine(machine, chosen, kind), *map(_step_table, reports)])
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     writes += json_writes(as_json, json_file, document)
     if plot_file:
@@ -102,7 +102,7 @@ def ar(
     chosen, kind, machine = prepare(device, dtype, threads, names)
     check_compile(compile, chosen)
 
-    from vargen.evaluation.machine import machine_line
+    from vargen.device import summarize_machine
     from vargen.evaluation.speed import measure_baseline
     from vargen.pipelines.registry import check_network, open_network
 
@@ -115,7 +115,7 @@ def ar(
             reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
         del network
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    lines = machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _baseline_table(reports)
+    lines = summarize_machine(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _baseline_table(reports)
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     write_each([*writes, *json_writes(as_json, json_file, document)])
 
@@ -142,7 +142,7 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
     set_threads(threads)
     quiet_libraries()
 
-    from vargen.evaluation.machine import describe_machine
+    from vargen.device import describe_machine
     from vargen.pipelines.registry import describe, random_networks
 
     saved = next((name for name in models if name not in random_networks()), None)

@@ -44,8 +44,8 @@ def kernels(
     import torch
 
     from vargen.decoding.sampling import Sampling, to_probs
+    from vargen.device import summarize_machine
     from vargen.evaluation import kernel_speed
-    from vargen.evaluation.machine import machine_line
     from vargen.kernels.dispatch import explain
     from vargen.models.kv_cache import KVCache
 
@@ -67,7 +67,7 @@ def kernels(
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
         "timings": [each.to_dict() for each in timings],
     }  # fmt: skip
-    head = f"{machine_line(machine, chosen, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
+    head = f"{summarize_machine(machine, chosen, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
     lines = f"{head}\n\n{_table(timings)}"
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     write_each([*writes, *json_writes(as_json, json_file, document)])

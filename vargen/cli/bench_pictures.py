@@ -38,8 +38,8 @@ def pictures(
     check_apart({"json": [json_file]}, {"a file of model": [file for name in names for file in model_files(name)]})
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
+    from vargen.device import summarize_machine
     from vargen.evaluation.image_speed import measure_pictures
-    from vargen.evaluation.machine import machine_line
     from vargen.pipelines.registry import check_network, open_picture_network
 
     for name in names:  # fail before minutes of measurement
@@ -56,7 +56,7 @@ def pictures(
                 reports.append(measure_pictures(network, count, rounds=rounds, compile=compile, progress=show))
         del network
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    lines = machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _table(reports)
+    lines = summarize_machine(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _table(reports)
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     write_each([*writes, *json_writes(as_json, json_file, document)])
 

@@ -95,8 +95,8 @@ def compare(
     chosen_methods = chosen(methods, window, model)
     chosen_device, kind, machine = prepare(device, dtype, threads, [model])
 
+    from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare as run
-    from vargen.evaluation.machine import machine_line
     from vargen.evaluation.plots import picture_grid, plot_comparison
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
@@ -125,7 +125,7 @@ def compare(
 
     # Measurements are written first: they took the longest to obtain and are the smallest files.
     machine = {**machine, "threads": comparison.threads}
-    lines = machine_line(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
+    lines = summarize_machine(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
     writes += [*json_writes(as_json, json_file, document), (f"output {str(place.path)!r}", save_pictures)]

@@ -93,7 +93,7 @@ def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: D
 
 def head_line(comparison: VideoComparison) -> str:
     """Describe the setup of the measurement in one line."""
-    from vargen.evaluation.machine import describe_machine
+    from vargen.device import describe_machine
 
     machine = describe_machine()
     return f"{machine['cpu']}, {machine['threads']} CPU threads, torch {machine['torch']}; seeds from {comparison.seed}"

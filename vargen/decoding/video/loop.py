@@ -24,8 +24,7 @@ from vargen.decoding.video.policies import Router, SingleModel, validate_thresho
 from vargen.decoding.video.protocols import BlockModel
 from vargen.decoding.video.scoring import BlockDecoder, BlockPixels, Score, Scored, View, scored
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.device import threads
-from vargen.modes import normal_tensors
+from vargen.device import limit_threads, normal_tensors
 from vargen.values import parse_int, short_repr
 
 
@@ -164,7 +163,7 @@ class BlockStream(Iterator[Block]):
     def _next(self) -> Block:
         if self.target is None:
             self._threads = block_threads(self.model, self._condition)
-        with nullcontext() if self._threads is None else threads(self._threads):
+        with nullcontext() if self._threads is None else limit_threads(self._threads):
             self.stats.threads = torch.get_num_threads()
             return self._block()
 

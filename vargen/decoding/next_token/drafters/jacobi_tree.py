@@ -27,7 +27,7 @@ from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, Stati
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
 
 
 @dataclass

@@ -19,8 +19,8 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise, Purpose
+from vargen.device import normal_tensors
 from vargen.kernels.categorical import categorical
-from vargen.modes import normal_tensors
 from vargen.values import short_repr
 
 Drawing = Literal["best", "sampled", "independent", "coupled"]
