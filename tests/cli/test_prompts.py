@@ -78,10 +78,8 @@ def test_numbers_beyond_any_use_are_told_at_once(
     for model in (class_model, text_model):
         words = () if model == text_model else ("--classes", "random")
         result = run("eval", "--model", model, "-o", "out", option, value, *words, "--scorers", "none", "--extractor", "none")
-        assert (
-            result.exit_code == 2 and f"{option[2:].replace('-', '_')} must be" in result.stderr
-        assert str(value) in result.stderr
-        )
+        assert result.exit_code == 2 and str(value) in result.stderr
+        assert f"{option[2:].replace('-', '_')} must be" in result.stderr
     assert not Path("out").exists()
 
 
