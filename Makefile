@@ -1,4 +1,4 @@
-# make image PROMPT="a red apple"   draw one picture (installs the core on first use)
+# make image PROMPT="a red apple"   generate one image (installs the core on first use)
 #                                  MODEL=emoji-var: by the next-scale model, in six passes; any folder; also for the page
 # make demo                         the page in the browser
 # make test                         everything, on the reference set of packages
@@ -7,7 +7,7 @@
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
 # make docs                         the documentation site, in build/site
 # make lint                         ruff and mypy
-# make clean                        remove what make made, pictures excepted
+# make clean                        remove what make made, images excepted
 #
 # Where torch comes from: on a Linux machine without an NVIDIA GPU, PyTorch's index of CPU wheels, because the ordinary index
 # has gigabytes of CUDA there. Another index: make image TORCH_INDEX=URL; the ordinary one: make image TORCH_INDEX=
