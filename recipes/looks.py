@@ -16,7 +16,7 @@ from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
-from vargen.evaluation.contact_sheets import blind_sheet
+from vargen.evaluation.contact_sheets import numbered_sheet
 from vargen.files import atomic_merge, expand_user
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.component_files import resolve_network_folder
@@ -74,7 +74,7 @@ def sheet(
     texts = [text for file in files for text in read_prompts(file)]
     pipe = _load_pipeline(model, transformer)
     set_threads(threads)
-    key = blind_sheet(texts, pipeline_draw(pipe, **_settings(guidance, temperature)), target, seed)
+    key = numbered_sheet(texts, pipeline_draw(pipe, **_settings(guidance, temperature)), target, seed)
     print_json({"sheet": str(target), "key": str(key), "images": len(texts)})
 
 

@@ -1,4 +1,4 @@
-"""Picture files are opened as pixels and nothing else: no program runs, nothing waits, nothing is too large."""
+"""ImageFile files are opened as pixels and nothing else: no program runs, nothing waits, nothing is too large."""
 
 import ast
 import os
@@ -14,7 +14,7 @@ from PIL import Image
 
 import vargen
 from vargen.cli.inputs import read_source
-from vargen.evaluation.image_files import UnreadablePictureError, folder_pictures, read_picture
+from vargen.evaluation.image_files import UnreadableImageError, list_images, read_image
 from vargen.reading import FORMATS, ImageFileError, on_white, open_image, open_regular
 
 ROOT = Path(vargen.__file__).resolve().parents[1]
@@ -27,7 +27,7 @@ def huge_png(side: int) -> bytes:
     return b"\x89PNG\r\n\x1a\n" + struct.pack(">I", 13) + header + struct.pack(">I", zlib.crc32(header)) + b"\0\0\0\0IDAT"
 
 
-READERS = [read_picture, lambda path: read_source(path, "image"), lambda path: folder_pictures(path.parent)[0].text]
+READERS = [read_image, lambda path: read_source(path, "image"), lambda path: list_images(path.parent)[0].text]
 
 
 @pytest.mark.parametrize("reader", READERS)
@@ -61,7 +61,7 @@ def test_every_place_that_opens_pictures_does_so_here() -> None:
 @pytest.mark.parametrize("format", FORMATS)
 def test_all_its_formats_are_read(tmp_path: Path, format: str) -> None:
     Image.new("RGB", (4, 4), "red").save(tmp_path / "picture", format)
-    red = np.asarray(read_picture(tmp_path / "picture"))
+    red = np.asarray(read_image(tmp_path / "picture"))
     assert red.shape == (4, 4, 3) and np.abs(red.astype(int) - (255, 0, 0)).max() < 4
 
 
@@ -70,8 +70,8 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, sid
     (tmp_path / "large.png").write_bytes(huge_png(side))
     with pytest.raises(ImageFileError, match=r"image '.*large\.png' cannot be read: it must have at most [\d,]+ pixels"):
         read_source(tmp_path / "large.png", "image")
-    with pytest.raises(UnreadablePictureError, match=r"large\.png.* pixels"):
-        read_picture(tmp_path / "large.png")
+    with pytest.raises(UnreadableImageError, match=r"large\.png.* pixels"):
+        read_image(tmp_path / "large.png")
     assert not recwarn.list
 
 
@@ -98,7 +98,7 @@ def test_transparent_parts_are_white(tmp_path: Path) -> None:
     picture.putpixel((1, 0), (10, 20, 30, 255))
     picture.save(tmp_path / "x.png")
     expected = [[[255, 255, 255], [10, 20, 30]]]
-    assert np.asarray(read_picture(tmp_path / "x.png")).tolist() == expected
+    assert np.asarray(read_image(tmp_path / "x.png")).tolist() == expected
     assert np.asarray(read_source(tmp_path / "x.png", "image")).tolist() == expected
     assert np.asarray(on_white(Image.new("L", (1, 1), 7))).tolist() == [[[7, 7, 7]]]
 

@@ -87,6 +87,17 @@ def ensure_torchvision() -> bool:
         return True
 
 
+def import_torch_fidelity(module: str) -> Any:
+    """Import a module of torch-fidelity, which computes metrics of images.
+
+    Raises:
+        ImportError: torch-fidelity or torchvision is not installed; the message says how to install them.
+    """
+    if not ensure_torchvision() or importlib.util.find_spec("torch_fidelity") is None:
+        raise ImportError('torch-fidelity is not installed: pip install "vargen[eval]"')
+    return importlib.import_module(f"torch_fidelity.{module}")
+
+
 def lend_moved_functions() -> None:
     """Restore functions of transformers to where image-reward 1.5 imports them from; transformers 4.56 moved them."""
     from transformers import modeling_utils, pytorch_utils

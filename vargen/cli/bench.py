@@ -79,7 +79,7 @@ def step(
     place, kind, machine = setup_device(device, dtype, threads, names)
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.plots import plot_steps
+    from vargen.evaluation.plots import plot_pass_cost
     from vargen.evaluation.speed import measure_steps
 
     reports = []
@@ -88,7 +88,7 @@ def step(
             reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
     text = "\n\n".join([summarize_machine(machine, place, kind), *map(_step_table, reports)])
-    results.write(text, document, plot=lambda file: plot_steps(reports, file))
+    results.write(text, document, plot=lambda file: plot_pass_cost(reports, file))
 
 
 @app.command(context_settings=accept_old_names(_RENAMED))

@@ -16,7 +16,7 @@ from vargen.values import short_repr
 if TYPE_CHECKING:
     import torch
 
-    from vargen.evaluation.generation import Engine
+    from vargen.evaluation.generation import Backend as RunBackend
 
 
 class Device(StrEnum):
@@ -95,18 +95,18 @@ def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
 
 
-def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> Engine:
+def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> RunBackend:
     """Select where an evaluation runs: in this process, or on Ray."""
     check_range(num_workers, "num_workers", 1)
     if name is Backend.local:
         if num_workers is not None:
             raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
-        from vargen.evaluation.generation import locally
+        from vargen.evaluation.generation import run_locally
 
-        return locally
-    from vargen.evaluation.ray_backend import ray_engine
+        return run_locally
+    from vargen.evaluation.ray_backend import ray_backend
 
-    return ray_engine(num_workers, place.type, threads)
+    return ray_backend(num_workers, place.type, threads)
 
 
 def parse_integer(text: Any) -> int:

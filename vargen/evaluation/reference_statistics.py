@@ -7,8 +7,9 @@ and the number of images, in additional arrays that other programs ignore.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
@@ -17,18 +18,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.evaluation.inception import DIMENSIONS
-from vargen.evaluation.kept import arrays_digest
 from vargen.files import atomic_file, expand_user
 
 _SAMPLES = "arr_0.npy"
-_INCEPTION = "inception"
+_INCEPTION, DIMENSIONS = "inception", 2048  # FID's network, and its features
 _OWN = ("vargen_extractor", "vargen_count", "vargen_size", "vargen_features")
 _DIGEST = "vargen_digest"
 
 
+def arrays_digest(arrays: Mapping[str, np.ndarray]) -> str:
+    """Return sixty-four hexadecimal digits that change with any name, dtype, shape or value of the arrays."""
+    digest = hashlib.sha256()
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype.str} {array.shape}\n".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()
+
+
 @dataclass
-class Statistics:
+class FeatureStatistics:
     """Statistics of features: mean float64 `[D]`, covariance float64 `[D, D]` with divisor N - 1.
 
     Attributes:
@@ -50,9 +58,9 @@ class Statistics:
         return len(self.mean)
 
     @classmethod
-    def of(
+    def from_features(
         cls, features: Tensor, extractor: str | None = None, size: tuple[int, int] | None = None, keep: bool = True
-    ) -> Statistics:  # fmt: skip
+    ) -> FeatureStatistics:  # fmt: skip
         """Compute the statistics of features `[N, D]`, N at least 2; stores the features themselves if `keep`."""
         if features.dim() != 2 or len(features) < 2:
             raise ValueError(f"features must be [N, D] of at least two pictures, got {list(features.shape)}")
@@ -62,12 +70,12 @@ class Statistics:
         covariance = centred.T @ centred / (len(exact) - 1)
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
 
-    def with_features(self, most: int, seed: int = 0) -> Statistics:
-        """Return the same statistics with at most `most` features, chosen at random; with 0, none."""
-        if self.features is None or len(self.features) <= most:
+    def subsample_features(self, max_features: int, seed: int = 0) -> FeatureStatistics:
+        """Return the same statistics with at most `max_features` features, chosen at random; with 0, none."""
+        if self.features is None or len(self.features) <= max_features:
             return self
-        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:most]
-        return replace(self, features=self.features[chosen.sort().values] if most else None)
+        chosen = torch.randperm(len(self.features), generator=torch.Generator().manual_seed(seed))[:max_features]
+        return replace(self, features=self.features[chosen.sort().values] if max_features else None)
 
     def check_extractor(self, identity: str, name: str, what: str = "reference") -> None:
         """Raise ValueError unless these statistics may be compared with features of the extractor `identity`."""
@@ -107,7 +115,7 @@ class Statistics:
             np.savez_compressed(file, **arrays)
 
     @classmethod
-    def read(cls, path: str | Path) -> Statistics:
+    def read(cls, path: str | Path) -> FeatureStatistics:
         """Read our own file format, or ADM's.
 
         Raises:
@@ -157,7 +165,7 @@ def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 # -- batches of samples --------------------------------------------------------------------------------------------------
 
 
-def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
+def write_adm_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
     """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
 
     Raises:
@@ -179,7 +187,7 @@ def write_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: 
             raise ValueError(f"{count} pictures were announced, and {written} came")
 
 
-def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
     """Return the shape `(N, Y, X, 3)` and an iterator over uint8 images `[Y, X, 3]` of a sample batch (`.npz` or `.npy`).
 
     Raises:
@@ -189,7 +197,7 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
     if file.suffix == ".npy":
-        return _bare_samples(file)
+        return _read_npy_samples(file)
     try:
         with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
             shape, dtype = _header(opened)
@@ -200,7 +208,7 @@ def read_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[
     return shape, _pictures(file, shape)
 
 
-def _bare_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
+def _read_npy_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
     try:
         held = np.load(file, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
@@ -230,7 +238,7 @@ def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
             yield np.frombuffer(data, np.uint8).reshape(shape[1:])
 
 
-def holds_samples(path: Path, alone: bool = False) -> bool:
+def contains_samples(path: Path, alone: bool = False) -> bool:
     """Return whether an `.npz` holds a batch of samples; with `alone`, also require that it holds no statistics."""
     try:
         with zipfile.ZipFile(path) as archive:

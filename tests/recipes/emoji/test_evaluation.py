@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from recipes.emoji.dataset import EmojiDataset, is_held_out_cell
 from recipes.emoji.evaluation import Recall
-from vargen.evaluation.contact_sheets import blind_sheet
+from vargen.evaluation.contact_sheets import numbered_sheet
 from vargen.training.dataset import spread
 from vargen.training.focus import Focus
 from vargen.training.next_token_evaluation import choice
@@ -98,7 +98,7 @@ def test_a_blind_sheet_has_its_key_beside_it(tmp_path):
         seen.update({text: seed + n for n, text in enumerate(texts)})
         return torch.rand(len(texts), 3, 8, 8)
 
-    key = blind_sheet(prompts, draw, tmp_path / "sheet.png", seed=3, batch=4)
+    key = numbered_sheet(prompts, draw, tmp_path / "sheet.png", seed=3, batch=4)
     told = json.loads(key.read_text())
     assert sorted(told.values()) == prompts and list(told.values()) != prompts
     assert (tmp_path / "sheet.png").stat().st_size > 100 and set(seen) == set(prompts)
