@@ -21,7 +21,7 @@ from vargen.files import atomic_merge, expand_user
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.component_files import resolve_network_folder
 from vargen.pipelines.examples import write_examples
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 from vargen.training.focus import Focus
 
 Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="A packaged model or a folder.")]

@@ -9,7 +9,7 @@ from typing import Any
 from recipes.emoji.scorer_evaluation import FIXED
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines.loading import FILE as BORROWED
-from vargen.scoring.packaged import FILE as CAPTIONS
+from vargen.scoring.image_text import FILE as CAPTIONS
 
 Metrics = dict[str, Any]
 _CARDS = Path(__file__).parent / "cards"

@@ -51,7 +51,7 @@ from vargen.pipelines.loading import check_model_folder, resolve_drafter
 from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.var import VARPipeline
-from vargen.scoring.packaged import FILE as CAPTIONS
+from vargen.scoring.image_text import FILE as CAPTIONS
 from vargen.training.blanks import tokens_digest
 from vargen.training.token_cache import check_tokens
 from vargen.weight_files import weights_digest

@@ -98,15 +98,6 @@ def import_torch_fidelity(module: str) -> Any:
     return importlib.import_module(f"torch_fidelity.{module}")
 
 
-def lend_moved_functions() -> None:
-    """Restore functions of transformers to where image-reward 1.5 imports them from; transformers 4.56 moved them."""
-    from transformers import modeling_utils, pytorch_utils
-
-    for name in ("apply_chunking_to_forward", "find_pruneable_heads_and_indices", "prune_linear_layer"):
-        if not hasattr(modeling_utils, name) and hasattr(pytorch_utils, name):
-            setattr(modeling_utils, name, getattr(pytorch_utils, name))
-
-
 def _declare_operators() -> None:
     import torch
 

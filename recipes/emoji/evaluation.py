@@ -17,7 +17,7 @@ from recipes.emoji.scorer_captions import without_style
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import NextTokenConfig
 from vargen.training.dataset import spread

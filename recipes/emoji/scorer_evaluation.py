@@ -16,7 +16,7 @@ from recipes.emoji.scorer import evaluate_scorer
 from recipes.emoji.scorer_captions import CaptionTable, all_captions, without_style
 from vargen.models.image_text import ImageTextModel
 from vargen.models.tokenizers.vq import VQModel
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 
 FIXED = 256  # captions that a picture's score is measured against
 _SAMPLE = 256  # pictures that damages are tried on

@@ -8,7 +8,7 @@ import torch
 from PIL import Image
 
 import vargen.assets
-from vargen.scoring.packaged import ImageTextScorer, packaged_scorers
+from vargen.scoring.image_text import ImageTextScorer, packaged_scorers
 
 FOLDER = Path(vargen.assets.__file__).parent / "emoji-scorer"
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.scoring.protocol import Images, pixels
+from vargen.scoring.protocol import Images, to_tensor
 
 
 def level(images: Images, prompts: Sequence[str]) -> torch.Tensor:
-    return pixels(images).mean((1, 2, 3))
+    return to_tensor(images).mean((1, 2, 3))
 
 
 def nan(images: Images, prompts: Sequence[str]) -> list[float]:

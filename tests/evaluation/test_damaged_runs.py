@@ -24,7 +24,7 @@ from vargen.evaluation.reference_statistics import FeatureStatistics
 from vargen.evaluation.run_directory import RunDirectory
 from vargen.reading import open_regular, read_text
 from vargen.scoring import BatchedScorer
-from vargen.scoring.protocol import Images, pixels
+from vargen.scoring.protocol import Images, to_tensor
 
 calls: list[int] = []
 
@@ -36,7 +36,7 @@ class Brightness(BatchedScorer):
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
         calls.append(len(prompts))
-        return pixels(images).mean((1, 2, 3))
+        return to_tensor(images).mean((1, 2, 3))
 
 
 def tower() -> torch.nn.Module:

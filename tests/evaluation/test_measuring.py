@@ -31,7 +31,7 @@ from vargen.evaluation.metrics import compute_distances, mean_with_ci
 from vargen.evaluation.reference_statistics import FeatureStatistics, read_adm_samples
 from vargen.evaluation.run_directory import RunDirectory
 from vargen.scoring import BatchedScorer, NonFiniteScoreError
-from vargen.scoring.protocol import Images, pixels
+from vargen.scoring.protocol import Images, to_tensor
 
 calls: list[int] = []
 
@@ -45,7 +45,7 @@ class Brightness(BatchedScorer):
 
     def score_batch(self, images: Images, prompts: Sequence[str]) -> torch.Tensor:
         calls.append(len(prompts))
-        return pixels(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
+        return to_tensor(images).mean((1, 2, 3)) * len(prompts[0].split()[0])
 
 
 def broken(images: Images, prompts: Sequence[str]) -> list[float]:
@@ -88,7 +88,7 @@ def test_any_folder_of_pictures_is_scored(tmp_path: Path) -> None:
     reference = load_reference(folder_of(tmp_path / "real", 80, seed=1), PARTS)
     found = evaluate_folder("theirs", pictures, PARTS, reference)
     (row,) = found.rows
-    means = torch.stack([pixels([Image.open(p.file)]).mean() for p in pictures]) * 4
+    means = torch.stack([to_tensor([Image.open(p.file)]).mean() for p in pictures]) * 4
     assert row.scores["brightness"]["mean"] == pytest.approx(float(means.mean()), rel=1e-5)
     half = row.scores["brightness"]["ci95_half_width"]
     assert half == pytest.approx(1.959964 * float(means.double().std()) / 70**0.5, rel=1e-4)

@@ -42,8 +42,8 @@ class SlowGenerator(ImageGenerator):
         return super().__call__(unit)
 
 def level(images, prompts):
-    from vargen.scoring.protocol import pixels
-    return pixels(images).mean((1, 2, 3))
+    from vargen.scoring.protocol import to_tensor
+    return to_tensor(images).mean((1, 2, 3))
 
 def net():
     torch.manual_seed(0)

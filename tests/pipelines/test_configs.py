@@ -18,7 +18,7 @@ from vargen.pipelines.component_files import check_component
 from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.registry import describe
 from vargen.pipelines.video_parts import check_defaults
-from vargen.scoring.packaged import open_tower
+from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 
 ROOT = Path(vargen.assets.__file__).parent
@@ -115,7 +115,7 @@ def test_a_scorer_is_checked_likewise(field: str, value: Any, tmp_path: Path) ->
     held = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**held, field: value}))
     with pytest.raises(ValueError, match=rf"config\.json.*{field} must be"):
-        open_tower(folder)
+        load_image_tower(folder)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "window", "sinks", "caption_rows", "scored_frames"])

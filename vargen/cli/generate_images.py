@@ -81,9 +81,9 @@ def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
     jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import PACKAGED, open_scorer
+    from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
-    scorer = open_scorer(options.scorer or PACKAGED, device) if own.best_of > 1 or options.scorer else None
+    scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
     dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()
     pipe = open_pipeline(model.folder, torch_dtype=dtype).to(device)

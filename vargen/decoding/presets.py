@@ -16,7 +16,7 @@ from vargen.decoding.video.denoising import Eager, Lazy, Window
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.presets import VIDEO_METHODS
 from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
-from vargen.specs import read_spec
+from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
@@ -61,7 +61,7 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     options: dict[str, str] = {}
     given = accelerator
     if isinstance(accelerator, str):
-        name, options = read_spec(accelerator)
+        name, options = parse_spec(accelerator)
         if name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
         accelerator = PRESETS[name]

@@ -25,7 +25,7 @@ from vargen.evaluation.plots import plot_quality_vs_speed
 from vargen.evaluation.reference_statistics import FeatureStatistics, contains_samples, read_adm_samples, write_adm_samples
 from vargen.evaluation.report import write_report
 from vargen.evaluation.run_directory import MEASUREMENTS, Record, RunDirectory, describe_write_error, file_digest, slugify
-from vargen.scoring.packaged import packaged_scorers, scorer_folder
+from vargen.scoring.image_text import packaged_scorers, scorer_folder
 
 logger = logging.getLogger("vargen")
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from vargen.compat import import_torch_fidelity
 from vargen.files import expand_user
 from vargen.reading import on_white
-from vargen.scoring.packaged import open_tower, packaged_scorers, prepared, scorer_folder, tower_identity
-from vargen.specs import of_ones_own, read_spec
+from vargen.scoring.image_text import load_image_tower, packaged_scorers, preprocess, scorer_folder, tower_identity
+from vargen.specs import import_user_object, parse_spec
 from vargen.values import short_repr
 from vargen.weight_files import load_pickle_safely, read_header, weights_digest
 
@@ -146,10 +146,10 @@ def _clip(
 
 
 def _scorer_tower(source: str, device: torch.device | str = "cpu") -> Extractor:
-    model = open_tower(scorer_folder(source)).to(device)
+    model = load_image_tower(scorer_folder(source)).to(device)
 
     def run(pixels: Tensor) -> Tensor:
-        return model.pooled(prepared(model, pixels.float() / 255))
+        return model.pooled(preprocess(model, pixels.float() / 255))
 
     name = source if source in packaged_scorers() else Path(source).resolve().name
     return Extractor(name, tower_identity(model), run, device)
@@ -170,7 +170,7 @@ def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
     where, colon, rest = spec.partition(":")
     if colon and "=" not in rest and where not in EXTRACTORS:
         return _import_extractor(spec, device)
-    name, options = read_spec(spec)
+    name, options = parse_spec(spec)
     allowed = {"inception": ("weights",), "clip": ("model", "weights")}.get(name, ())
     if unknown := [key for key in options if key not in allowed]:
         raise ValueError(f"extractor {name} has no option {short_repr(unknown[0])}; it takes {', '.join(allowed) or 'none'}")
@@ -185,7 +185,7 @@ def load_extractor(spec: str, device: torch.device | str = "cpu") -> Extractor:
 
 
 def _import_extractor(spec: str, device: torch.device | str) -> Extractor:
-    function = of_ones_own(spec, "extractor")
+    function = import_user_object(spec, "extractor")
     if not callable(function):
         raise ValueError(f"extractor {short_repr(spec)} must be a function or a class, got {short_repr(function)}")
     made = function()

@@ -20,7 +20,7 @@ from recipes.emoji.dataset import EmojiDataset, is_held_out_cell, split_of
 from recipes.emoji.scorer_captions import CaptionTable, colours_of, full_captions, swap_color_words, without_style
 from recipes.package import package_scorer
 from vargen.models.image_text import ImageTextModel
-from vargen.scoring.packaged import ImageTextScorer
+from vargen.scoring.image_text import ImageTextScorer
 from vargen.training.config import Schedule
 
 CPU = torch.device("cpu")
@@ -90,7 +90,7 @@ def test_a_packaged_run_scores_alike_and_says_nothing_of_this_machine(tmp_path: 
     pictures = torch.from_numpy(data().images[:2]).permute(0, 3, 1, 2).float() / 255
     score = packaged.score(pictures, ["red circle", "red circle"])
     exact = ImageTextScorer(tmp_path / "run", ENCODER)
-    exact.fixed = packaged.fixed
+    exact.baseline_embeddings = packaged.baseline_embeddings
     assert torch.allclose(score, exact.score(pictures, ["red circle", "red circle"]), atol=0.05), "float16 weights"
 
 
