@@ -28,7 +28,7 @@ from vargen.device import check_compile, set_threads
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
-    from vargen.evaluation.image_speed import PictureReport
+    from vargen.evaluation.image_speed import ImageSpeedReport
     from vargen.evaluation.speed import BaselineReport, StepReport
 
 
@@ -152,13 +152,13 @@ def images(
     place, kind, machine = setup_device(device, dtype, threads, names)
 
     from vargen.device import summarize_machine
-    from vargen.evaluation.image_speed import measure_pictures
+    from vargen.evaluation.image_speed import measure_image_speed
 
     reports = []
     for name, network in _open_networks(names, place, kind, with_pixels=True):
         for count in batches:
             with progress_bar(f"{name}, batch size {count}") as show:
-                reports.append(measure_pictures(network, count, rounds=repeats, compile=compile, progress=show))
+                reports.append(measure_image_speed(network, count, rounds=repeats, compile=compile, progress=show))
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
     about = summarize_machine(machine, place, kind) + (", compiled" if compile else "")
     results.write(f"{about}\n\n{_images_table(reports)}", document)
@@ -283,13 +283,28 @@ def _baseline_table(reports: list[BaselineReport]) -> str:
     return table(head, rows, "<>>>>>" + ">" * len(parts))
 
 
-def _images_table(reports: list[PictureReport]) -> str:
+def _images_table(reports: list[ImageSpeedReport]) -> str:
     rows = []
     for report in reports:
-        both, theirs = report.drawing + report.decoding, report.published_drawing + report.published_decoding
+        both = report.token_milliseconds + report.pixel_milliseconds
+        theirs = report.reference_token_milliseconds + report.reference_pixel_milliseconds
         numbers = [
-            ("tokens", report.drawing, report.published_drawing, report.ratio, report.roofline, report.share),
-            ("and pixels", both, theirs, report.ratio_with_pixels, report.roofline_with_pixels, report.share_with_pixels),
+            (
+                "tokens",
+                report.token_milliseconds,
+                report.reference_token_milliseconds,
+                report.speedup,
+                report.roofline,
+                report.roofline_fraction,
+            ),
+            (
+                "and pixels",
+                both,
+                theirs,
+                report.speedup_with_pixels,
+                report.roofline_with_pixels,
+                report.roofline_fraction_with_pixels,
+            ),
         ]
         for what, ours, published, ratio, least, share in numbers:
             cells = [f"{ours:.1f}", f"{published:.1f}", f"{ratio:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]

@@ -63,11 +63,11 @@ class FeatureStatistics:
     ) -> FeatureStatistics:  # fmt: skip
         """Compute the statistics of features `[N, D]`, N at least 2; stores the features themselves if `keep`."""
         if features.dim() != 2 or len(features) < 2:
-            raise ValueError(f"features must be [N, D] of at least two pictures, got {list(features.shape)}")
+            raise ValueError(f"features must be [N, D] of at least two images, got {list(features.shape)}")
         exact = features.double()
         mean = exact.mean(0)
-        centred = exact - mean
-        covariance = centred.T @ centred / (len(exact) - 1)
+        centered = exact - mean
+        covariance = centered.T @ centered / (len(exact) - 1)
         return cls(mean, covariance, len(features), extractor, size, features.float() if keep else None)
 
     def subsample_features(self, max_features: int, seed: int = 0) -> FeatureStatistics:
@@ -81,21 +81,21 @@ class FeatureStatistics:
         """Raise ValueError unless these statistics may be compared with features of the extractor `identity`."""
         if self.extractor is not None and self.extractor != identity:
             raise ValueError(
-                f"{what} holds statistics of the extractor {self.extractor}, and pictures are measured by {identity}: "
-                "their distance would mean nothing; make the statistics anew, or choose that extractor"
+                f"{what} holds statistics of the extractor {self.extractor}, and images are measured by {identity}: "
+                "a distance between them would be meaningless; compute the statistics again, or choose that extractor"
             )
         if self.extractor is None and (not identity.startswith(_INCEPTION) or self.dimensions != DIMENSIONS):
             raise ValueError(
-                f"{what} does not say which extractor made it, so it is taken for FID's Inception of {DIMENSIONS} numbers; it "
-                f"holds {self.dimensions} dimensions, and pictures are measured by {name}"
+                f"{what} does not name its extractor, so it is assumed to be FID's Inception of {DIMENSIONS} dimensions; it "
+                f"has {self.dimensions} dimensions, and images are measured by {name}"
             )
 
     def check_size(self, size: tuple[int, int], what: str = "reference") -> None:
         """Raise ValueError if these statistics are of images of another size than `size`, (Y, X)."""
         if self.size is not None and self.size != tuple(size):
             raise ValueError(
-                f"{what} is of pictures of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; "
-                "resizing changes every distance, so say so: --resize, for both"
+                f"{what} is of images of {self.size[1]} x {self.size[0]}, and these are {size[1]} x {size[0]}; resizing "
+                "changes every distance, so it must be requested for both by --resize"
             )
 
     def write(self, path: Path, compact: bool = False) -> None:
@@ -123,10 +123,10 @@ class FeatureStatistics:
             ValueError: it is damaged, was modified after writing, lacks `mu` or `sigma`, or their shapes do not match.
         """
         file = expand_user(path, "reference")
-        held = _arrays(file, "mu", "sigma", *_OWN, _DIGEST)
+        held = _read_arrays(file, "mu", "sigma", *_OWN, _DIGEST)
         digest = held.pop(_DIGEST, None)  # only in files of vargen
         if digest is not None and str(digest) != arrays_digest(held):
-            raise ValueError(f"{file} was changed after it was written, so it is not believed; make it anew")
+            raise ValueError(f"{file} was changed after it was written; create it again")
         if "mu" not in held or "sigma" not in held:
             raise ValueError(f"{file} must hold mu and sigma, as reference statistics do")
         try:
@@ -146,7 +146,7 @@ class FeatureStatistics:
         return cls(mean, covariance, count, extractor, size, features)  # type: ignore[arg-type]
 
 
-def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
+def _read_arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
     """Return those of the named arrays that a `.npz` file holds."""
     if not file.is_file():
         raise FileNotFoundError(f"{str(file)!r} does not exist")
@@ -165,7 +165,7 @@ def _arrays(file: Path, *names: str) -> dict[str, np.ndarray]:
 # -- batches of samples --------------------------------------------------------------------------------------------------
 
 
-def write_adm_samples(path: Path, pictures: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
+def write_adm_samples(path: Path, images: Iterable[np.ndarray], count: int, size: tuple[int, int]) -> None:
     """Write `.npz` with `arr_0`, uint8 `[count, Y, X, 3]`, one image at a time: 50,000 of 256 pixels do not fit in memory.
 
     Raises:
@@ -176,15 +176,13 @@ def write_adm_samples(path: Path, pictures: Iterable[np.ndarray], count: int, si
         with archive.open(_SAMPLES, "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
             written = 0
-            for picture in pictures:
-                if picture.shape != shape[1:] or picture.dtype != np.uint8:
-                    raise ValueError(
-                        f"picture {written} must be uint8 {list(shape[1:])}, got {picture.dtype} {list(picture.shape)}"
-                    )
-                file.write(np.ascontiguousarray(picture).data)
+            for image in images:
+                if image.shape != shape[1:] or image.dtype != np.uint8:
+                    raise ValueError(f"image {written} must be uint8 {list(shape[1:])}, got {image.dtype} {list(image.shape)}")
+                file.write(np.ascontiguousarray(image).data)
                 written += 1
         if written != count:
-            raise ValueError(f"{count} pictures were announced, and {written} came")
+            raise ValueError(f"images must be {count}, got {written}")
 
 
 def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
@@ -205,7 +203,7 @@ def read_adm_samples(path: str | Path) -> tuple[tuple[int, int, int, int], Itera
         raise ValueError(f"{file} is damaged or holds no arr_0, which a batch of samples does ({error})") from error
     if len(shape) != 4 or shape[3] != 3 or dtype != np.uint8:
         raise ValueError(f"{file} must hold arr_0 of uint8 [N, Y, X, 3], got {dtype} {list(shape)}")
-    return shape, _pictures(file, shape)
+    return shape, _read_images(file, shape)
 
 
 def _read_npy_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[np.ndarray]]:
@@ -215,7 +213,7 @@ def _read_npy_samples(file: Path) -> tuple[tuple[int, int, int, int], Iterator[n
         raise ValueError(f"{file} is damaged, or holds pickled data, which is not opened") from error
     if held.ndim != 4 or held.shape[3] != 3 or held.dtype != np.uint8:
         raise ValueError(f"{file} must hold uint8 [N, Y, X, 3], got {held.dtype} {list(held.shape)}")
-    return held.shape, (np.array(picture) for picture in held)
+    return held.shape, (np.array(image) for image in held)
 
 
 def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -227,14 +225,14 @@ def _header(opened: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return shape, dtype
 
 
-def _pictures(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
+def _read_images(file: Path, shape: tuple[int, ...]) -> Iterator[np.ndarray]:
     with zipfile.ZipFile(file) as archive, archive.open(_SAMPLES) as opened:
         _header(opened)
         size = int(np.prod(shape[1:]))
         for number in range(shape[0]):
             data = opened.read(size)
             if len(data) < size:
-                raise ValueError(f"{file} is cut: it ends in picture {number} of {shape[0]}")
+                raise ValueError(f"{file} is cut off: it ends in image {number} of {shape[0]}")
             yield np.frombuffer(data, np.uint8).reshape(shape[1:])
 
 
