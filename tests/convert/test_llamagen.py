@@ -18,6 +18,7 @@ from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.tokenizers.vq import VQModel
+from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import check_model_folder
 
 State = dict[str, Tensor]
@@ -161,7 +162,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    check_model_folder(tmp_path / "out", "LlamaGenPipeline", {})
+    check_model_folder(tmp_path / "out", LLAMAGEN)
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------

@@ -147,9 +147,10 @@ def upsampler(
 
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
+    from vargen.pipelines.llamagen import LLAMAGEN
     from vargen.pipelines.loading import check_model_folder
 
-    folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
+    folder = check_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a drafter of a low resolution shares")
