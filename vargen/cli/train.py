@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, check_range, select_device
@@ -16,8 +17,34 @@ from vargen.files import expand_user
 if TYPE_CHECKING:
     from vargen.training.dataset import CaptionedImages
 
+
+class Drafters(TyperGroup):
+    """The commands of this file, and one for each registered drafter that is trained on the features of a LlamaGen.
+
+    The registration is imported when such a command or the list of commands is needed.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_registered_drafters(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (command := super().get_command(ctx, cmd_name)) or cmd_name not in _registered_drafters():
+            return command
+        network = _registered_drafters()[cmd_name].network_class
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name, help=f"Train a {network.__name__} on a LlamaGen's features.")(_train_head(cmd_name))
+        return typer.main.get_command(single)
+
+
+def _registered_drafters() -> dict[str, Any]:
+    quiet_libraries()
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    return LlamaGenPipeline.family.drafters
+
+
 app = typer.Typer(help="Train what drafts for a model of yours.", no_args_is_help=True)
-drafter = typer.Typer(help="Train EAGLE or Medusa heads, a low-resolution model or its up-sampler.", no_args_is_help=True)
+drafter = typer.Typer(cls=Drafters, help="Train draft heads, a low-resolution model or its up-sampler.", no_args_is_help=True)
 app.add_typer(drafter, name="drafter")
 
 R = TypeVar("R")
@@ -50,7 +77,7 @@ def _output(output: Path | None, name: str) -> Path:
     return expand_user(output, "output") if output else Path("runs") / name
 
 
-def _head_command(kind: str, summary: str) -> Callable[..., None]:
+def _train_head(kind: str) -> Callable[..., None]:
     def train(
         model: Model = "emoji",
         recipe: Recipe = None,
@@ -93,12 +120,7 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
         source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
 
-    drafter.command(kind, help=summary)(train)
     return train
-
-
-eagle = _head_command("eagle", "Train EAGLE's layer, which drafts token by token, on a LlamaGen's features.")
-medusa = _head_command("medusa", "Train Medusa's heads, which draft all tokens at once, on a LlamaGen's features.")
 
 
 @drafter.command("low-res")
