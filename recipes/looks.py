@@ -12,8 +12,7 @@ from recipes.emoji.dataset import load_emoji_dataset
 from recipes.emoji.evaluation import Recall, open_pipeline, pipeline_draw
 from recipes.emoji.lookup_examples import choose_examples, kept_tokens
 from recipes.registry import output_folder, resolve_network_folder
-from vargen.cli.console import print_json
-from vargen.cli.evaluation_options import bar
+from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
@@ -95,7 +94,7 @@ def lookup_examples(
     images = _load_data(data)
     vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(select_device(device)).eval()
     cached = None if generator is None else kept_tokens(expand_user(generator, "generator"), vqvae, len(images.images))
-    with bar("tokens") as progress:
+    with progress_bar("tokens", "images") as progress:
         tokens = choose_examples(vqvae, images, count, cached, progress=progress)
     with atomic_merge(folder) as staged:
         save_example_tokens(tokens, staged)

@@ -49,7 +49,7 @@ def test_the_proofs_come_out_as_the_guide_says(guide: dict[str, str], repo_root:
     asked = [words for words in commands(repo_root / "docs/extending.md", "vargen") if words[0] == "verify"]
     names = [name for words in asked for name in words[1:]]
     assert names == ["methods:lookup", "methods:medusa_like", "dishonest:wrong"]
-    result = CliRunner().invoke(app, ["verify", *names, "--chains", "40000", "--json"])
+    result = CliRunner().invoke(app, ["verify", *names, "--samples", "40000", "--json"])
     assert result.exit_code == 1
     lookup, medusa_like, wrong = json.loads(result.stdout)
     assert (lookup["claims"], lookup["exact"], lookup["can_tell"]) == ("exact", True, True)
