@@ -47,7 +47,7 @@ class VisualPipeline(StoredPipeline):
 
     transformer: Any
     vqvae: Any
-    draft_transformer: Any
+    draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
 

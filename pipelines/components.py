@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
@@ -259,18 +260,30 @@ def register_family(family: ModelFamily) -> ModelFamily:
     pipeline._optional_components = [name for name, component in components.items() if not component.required]
     # Small networks that are used in turn with the transformer would be moved back and forth.
     pipeline._exclude_from_cpu_offload = [name for name in components if name not in offloaded]
-    vars(pipeline.__init__).pop("__signature__", None)
-    declared = signature(pipeline.__init__)
-    parameters = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
-    added = [name for name in components if name not in declared.parameters]
-    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in added]
-    pipeline.__init__.__signature__ = declared.replace(parameters=parameters)
+    pipeline.__init__ = _accept_components(pipeline.__init__, components)
     FAMILIES[pipeline.__name__] = family
     return family
 
 
+def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
+    """Return a constructor in whose signature, which diffusers reads, `**components` is replaced by their names."""
+    init = getattr(init, "__wrapped__", init)
+    declared = signature(init)
+    parameters = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    added = [name for name in components if name not in declared.parameters]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in added]
+
+    @wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return construct
+
+
 def register_drafter(family: ModelFamily, name: str, component: Component) -> ModelFamily:
     """Add a trained drafter to the components of a family: pipelines can then load it, save it and draft with it."""
+    family = FAMILIES[family.pipeline.__name__]  # with the drafters that were added before
     return register_family(replace(family, components={**family.components, name: component}))
 
 

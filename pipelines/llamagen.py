@@ -82,8 +82,8 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     paradigm: ClassVar[str] = "next-token"
     output: ClassVar[Any] = LlamaGenPipelineOutput
 
-    low_res: LlamaGenTransformer | None
-    upsampler: TokenUpsampler | None
+    low_res: LlamaGenTransformer | None = None
+    upsampler: TokenUpsampler | None = None
 
     def __init__(
         self,

@@ -65,7 +65,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
     examples: Tensor | None = None
 
     transformer: Any
-    draft_transformer: Any
+    draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
 
@@ -83,7 +83,7 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         Raises:
             ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
-        if unknown := parts.keys() - self.family.components.keys():
+        if unknown := {name for name, part in parts.items() if part is not None} - self.family.components.keys():
             raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(self.family.components)}")
         parts = {name: parts.get(name) for name in self.family.components}
         self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **config)
