@@ -11,7 +11,7 @@ import vargen.assets
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.emoji.evaluation import Recall, open_pipeline, pipeline_draw
 from recipes.emoji.lookup_examples import choose_examples, kept_tokens
-from recipes.registry import output_folder
+from recipes.registry import output_folder, resolve_network_folder
 from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, check_range, select_device
@@ -19,8 +19,7 @@ from vargen.device import set_threads
 from vargen.evaluation.contact_sheets import numbered_sheet
 from vargen.files import atomic_merge, expand_user
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.component_files import resolve_network_folder
-from vargen.pipelines.examples import write_examples
+from vargen.pipelines.loading import save_example_tokens
 from vargen.scoring.image_text import ImageTextScorer
 from vargen.training.focus import Focus
 
@@ -98,7 +97,7 @@ def lookup_examples(
     with progress_bar("tokens", "images") as progress:
         tokens = choose_examples(vqvae, images, count, cached, progress=progress)
     with atomic_merge(folder) as staged:
-        write_examples(tokens, staged)
+        save_example_tokens(tokens, staged)
     print_json({"folder": str(folder), "images": len(tokens), "tokens": tokens.numel()})
 
 

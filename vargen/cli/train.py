@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, select_device
@@ -16,8 +17,34 @@ from vargen.files import expand_user
 if TYPE_CHECKING:
     from vargen.training.dataset import CaptionedImages
 
+
+class Drafters(TyperGroup):
+    """The commands of this file, and one for each registered drafter that is trained on the features of a LlamaGen.
+
+    The registration is imported when such a command or the list of commands is needed.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_registered_drafters(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (command := super().get_command(ctx, cmd_name)) or cmd_name not in _registered_drafters():
+            return command
+        network = _registered_drafters()[cmd_name].network_class
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name, help=f"Train a {network.__name__} on a LlamaGen's features.")(_train_head(cmd_name))
+        return typer.main.get_command(single)
+
+
+def _registered_drafters() -> dict[str, Any]:
+    quiet_libraries()
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    return LlamaGenPipeline.family.drafters
+
+
 app = typer.Typer(help="Train drafters for your own model.", no_args_is_help=True)
-drafter = typer.Typer(help="Train EAGLE or Medusa heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
+drafter = typer.Typer(cls=Drafters, help="Train draft heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
 app.add_typer(drafter, name="drafter")
 
 R = TypeVar("R")
@@ -50,7 +77,7 @@ def _output(output: Path | None, name: str) -> Path:
     return expand_user(output, "output") if output else Path("runs") / name
 
 
-def _head_command(kind: str, summary: str) -> Callable[..., None]:
+def _train_head(kind: str) -> Callable[..., None]:
     def train(
         model: Model = "emoji",
         recipe: Recipe = None,
@@ -97,12 +124,7 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
         source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
 
-    drafter.command(kind, help=summary)(train)
     return train
-
-
-eagle = _head_command("eagle", "Train an EAGLE layer, which drafts token by token.")
-medusa = _head_command("medusa", "Train Medusa heads, which draft all tokens at once.")
 
 
 @drafter.command("low-res")
@@ -151,9 +173,10 @@ def upsampler(
 
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
+    from vargen.pipelines.llamagen import LLAMAGEN
     from vargen.pipelines.loading import check_model_folder
 
-    folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
+    folder = check_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")
