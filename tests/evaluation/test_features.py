@@ -139,7 +139,7 @@ def test_statistics_survive_their_file(tmp_path: Path) -> None:
 def test_foreign_statistics_are_refused_but_published_ones_of_inception_pass(tmp_path: Path) -> None:
     ours = FeatureStatistics.from_features(torch.randn(50, 4), "net-1", (32, 32))
     ours.check_extractor("net-1", "net")
-    with pytest.raises(ValueError, match=r"extractor net-1, and pictures are measured by net-2"):
+    with pytest.raises(ValueError, match="net-1"):
         ours.check_extractor("net-2", "net")
     with pytest.raises(ValueError, match="32 x 32, and these are 64 x 48"):
         ours.check_size((48, 64))
@@ -148,10 +148,10 @@ def test_foreign_statistics_are_refused_but_published_ones_of_inception_pass(tmp
     published = FeatureStatistics.read(tmp_path / "adm.npz")
     published.check_extractor("inception-2015-12-05-abc", "inception")
     published.check_size((7, 7))
-    with pytest.raises(ValueError, match="does not say which extractor"):
+    with pytest.raises(ValueError, match="extractor"):
         published.check_extractor("net-1", "net")
     np.savez(tmp_path / "small.npz", mu=np.zeros(288), sigma=np.eye(288))
-    with pytest.raises(ValueError, match="it holds 288 dimensions"):
+    with pytest.raises(ValueError, match="288 dimensions"):
         FeatureStatistics.read(tmp_path / "small.npz").check_extractor("inception-2015-12-05-abc", "inception")
 
 

@@ -50,15 +50,15 @@ def test_a_score_that_is_no_number_is_an_error_that_names_scorer_and_picture(bad
     def spoil(scores: torch.Tensor) -> torch.Tensor:
         return torch.where(scores > 0.5, bad, scores)
 
-    with pytest.raises(NonFiniteScoreError, match=r"brightness.*picture 1 of 2"):
+    with pytest.raises(NonFiniteScoreError, match=r"brightness.*image 1 of 2"):
         Brightness(2, spoil).score(greys(0, 255), ["a", "b"])
-    with pytest.raises(NonFiniteScoreError, match=r"mine.*picture 0 of 1"):
+    with pytest.raises(NonFiniteScoreError, match=r"mine.*image 0 of 1"):
         score_images(lambda images, prompts: [bad], greys(0), ["a"], name="mine")
 
 
 @pytest.mark.parametrize("wrong", [lambda s: s[:1], lambda s: s.mean(), lambda s: "three", lambda s: s[:, None, None]])
 def test_a_result_of_another_shape_is_an_error(wrong: Callable[[Any], Any]) -> None:
-    with pytest.raises(ValueError, match="one for each picture"):
+    with pytest.raises(ValueError, match="one for each image"):
         Brightness(4, wrong).score(greys(0, 1, 2), list("abc"))
 
 
