@@ -39,9 +39,9 @@ class Backend(StrEnum):
 
 def _sampling(name: str) -> Any:
     option = OPTIONS[name]
-    most = f" to {option.most:g}" if option.most < float("inf") else ""
-    least = f"{'Over' if option.above else 'From'} {option.least:g}{most}"
-    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{least}; {option.help}. Default: the model's.")
+    maximum = f" to {option.maximum:g}" if option.maximum < float("inf") else ""
+    bounds = f"{'Over' if option.exclusive_minimum else 'From'} {option.minimum:g}{maximum}"
+    return typer.Option(metavar="N" if option.is_integer else "X", help=f"{bounds}; {option.help}. Default: the model's.")
 
 
 Guidance = Annotated[float | None, _sampling("guidance_scale")]
