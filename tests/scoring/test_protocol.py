@@ -102,15 +102,15 @@ def test_specs_with_options_are_read() -> None:
     ("spec", "message"),
     [
         ("clip:weight=x", "has no option 'weight'"),
-        ("clip:model=ViT-B-33", "did you mean.*ViT-B-32"),
+        ("clip:model=ViT-B-33", "ViT-B-32"),
         ("nothing-like-it", "unknown scorer"),
         ("no_such_module:score", "could not be imported"),
         ("..:x", "must be module:name"),
-        ("os:system", "must be of a module of yours"),
-        ("subprocess:Popen", "must be of a module of yours"),
+        ("os:system", "your own module"),
+        ("subprocess:Popen", "your own module"),
     ],
 )
-def test_unknown_names_and_options_are_told(spec: str, message: str) -> None:
+def test_unknown_names_and_options_are_refused(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         open_scorer(spec)
 

@@ -150,9 +150,8 @@ def scorer_folder(source: str | Path) -> Path:
         path = expand_user(source, "scorer")
         if not os.path.isdir(path):
             check_not_interrupted(path)
-            raise ValueError(
-                f"scorer {short_repr(str(source))} is neither a folder nor packaged; {suggest_names(str(source), names)}"
-            )
+            hint = suggest_names(str(source), names)
+            raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
     for folder in (path, path / "scorer"):
         if (folder / "config.json").is_file():
             return folder
