@@ -185,7 +185,7 @@ def test_samples_are_written_and_read_as_the_field_does(tmp_path: Path) -> None:
         assert shape == (3, 8, 6, 3) and np.array_equal(np.stack(list(found)), pictures)
         assert contains_samples(tmp_path / name)
     for wrong in (noise(2, (8, 6)), noise(4, (8, 6)), noise(3, (6, 8))):
-        with pytest.raises(ValueError, match=r"announced|must be uint8"):
+        with pytest.raises(ValueError, match="image"):
             write_adm_samples(tmp_path / "wrong.npz", iter(wrong), 3, (8, 6))
     assert not (tmp_path / "wrong.npz").exists() and len(list(tmp_path.iterdir())) == 2
     np.savez(tmp_path / "floats.npz", pictures.astype(np.float32))

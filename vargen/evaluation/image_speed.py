@@ -77,7 +77,7 @@ def measure_image_speed(
         ValueError: `batch` or `rounds` is below 1, or compiled passes are requested on a CPU.
     """
     if batch < 1 or rounds < 1:
-        raise ValueError(f"batch and rounds must be at lower_bound 1, got {batch} and {rounds}")
+        raise ValueError(f"batch and rounds must be at least 1, got {batch} and {rounds}")
     transformer, device = network.transformer, network.transformer.device
     check_compile(compile, device)
     decoder = network.decoder(compile)

@@ -227,8 +227,8 @@ def compute_distances(
     if logits is not None and len(logits) >= 10:
         try:
             found |= inception_score(logits)
-        except ImportError as error:
-            notes.append(f"no Inception Score: {error}")
+        except ImportError as missing:
+            notes.append(f"no Inception Score: {missing}")
     if reference is None:
         return found, [*notes, "no distances to real images: no reference is given"]
     if len(features_ND) > 1:

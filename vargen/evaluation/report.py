@@ -83,12 +83,7 @@ def image_columns(rows: Sequence[MethodMetrics], baseline: str | None) -> list[C
         Column("CMMD", distance("cmmd", 3)),
     ]
     for title in dict.fromkeys(title for row in rows for title in row.scores):
-        columns.append(Column(title, lambda row, title=title: _mean(row.scores.get(title))))
-        difference = Column(
-            f"{title} - {baseline}",
-            lambda row, title=title: _mean(row.scores.get(title, {}).get("difference_to_baseline")),
-        )
-        columns.append(difference)
+        columns += [Column(title, _score(title)), Column(f"{title} - {baseline}", _score(title, "difference_to_baseline"))]
     columns += [
         Column(f"same as {baseline}", lambda row: _percent(row.similarity.get("identical_fraction"), 1)),
         Column("PSNR", similarity("psnr", 1)),
@@ -98,8 +93,13 @@ def image_columns(rows: Sequence[MethodMetrics], baseline: str | None) -> list[C
     return [column for column in columns if column.head == "method" or any(column.cell(row) != "-" for row in rows)]
 
 
-def _mean(found: Metrics | None) -> str:
-    return "-" if found is None else _with_ci(found["mean"], found["ci95_half_width"], 3)
+def _score(title: str, part: str | None = None) -> Callable[[MethodMetrics], str]:
+    def cell(row: MethodMetrics) -> str:
+        found: Metrics | None = row.scores.get(title)
+        found = found.get(part) if found and part else found
+        return "-" if found is None else _with_ci(found["mean"], found["ci95_half_width"], 3)
+
+    return cell
 
 
 def _with_ci(value: float | None, half: float | None, digits: int) -> str:
