@@ -1,6 +1,6 @@
 """Time per image, compared with the machine's limits and with the published sampling loop, in one run.
 
-The limit is the roofline: a pass takes at lower_bound as long as reading its weights once, and as long as its floating-point
+The limit is the roofline: a pass takes at least as long as reading its weights once, and as long as its floating-point
 operations at the rate of a large matrix product. Both rates are measured here. Our loop and the published one alternate.
 """
 
