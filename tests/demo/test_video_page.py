@@ -40,9 +40,9 @@ def test_frames_grow_block_by_block_and_play(engine: VideoEngine) -> None:
 
 def test_the_threshold_moves_and_a_video_stops_while_it_is_made(engine: VideoEngine) -> None:
     made = engine.make("a", "a cat", 3, 4, "sdvg", -math.inf)
-    verdicts = [next(made)[0].row.verdict, next(made)[0].row.verdict]
+    verdicts = [next(made)[0].record.outcome, next(made)[0].record.outcome]
     assert engine.set_tau("a", 10.0) and not engine.set_tau("b", 0.0)
-    verdicts.append(next(made)[0].row.verdict)
+    verdicts.append(next(made)[0].record.outcome)
     assert verdicts == ["forced", "accepted", "rejected"]
     engine.stop("a")
     assert list(made) == [] and not engine._streams

@@ -35,7 +35,7 @@ from vargen.decoding import (
     decode_scales,
     exact,
 )
-from vargen.decoding.next_scale.acceptance import scale_rule, token_wise
+from vargen.decoding.next_scale.acceptance import scale_rule
 from vargen.decoding.noise import race
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
@@ -195,7 +195,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
 
 def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
     """Return the method, cut to the size of the case's model."""
-    return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
+    return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fit_to_scales(case.tokens)
 
 
 # -- negative controls --------------------------------------------------------------------------------------------------
@@ -226,8 +226,9 @@ WRONG = {
 @scale_rule(exact=True)
 def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """A rejected token is resampled from p instead of the residual."""
-    tokens, same = token_wise(p, q, draft, noise)
-    return torch.where(tokens != draft, noise.draw(p, Purpose.RESIDUAL), draft), same
+    at = draft[..., None]
+    accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
+    return torch.where(accepted, draft, noise.draw(p, Purpose.RESIDUAL)), accepted.all(1)
 
 
 @scale_rule(exact=True)
@@ -238,6 +239,6 @@ def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple
 
 
 WRONG_SCALES = {
-    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
-    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
+    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(num_drafted=2, rule=redrawn_from_p),)),
+    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(num_drafted=2, rule=half_of_the_best),)),
 }

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import View
+from vargen.decoding import BlockView
 from vargen.decoding.noise import Purpose, gaussian, uniform
 from vargen.decoding.video.denoising import shifted_levels
 
@@ -122,11 +122,11 @@ def quality(seed: int, block: int, latents_FCYX: Tensor) -> float:
     return -float((latents_FCYX - truth(seed, block)[0]).abs().mean())
 
 
-def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[View], Tensor]:
+def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[BlockView], Tensor]:
     """Return a scorer `[F]` of one video: quality of each frame plus noise of deviation `noise`; costs matrix `products`."""
     matrix = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) / _SIZE**0.5
 
-    def score(view: View) -> Tensor:
+    def score(view: BlockView) -> Tensor:
         for _ in range(products):
             matrix @ matrix
         errors = (view.latents - truth(seed, view.number)[0]).abs().mean((1, 2, 3))

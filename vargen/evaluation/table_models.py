@@ -231,10 +231,9 @@ class ScaleTable:
     def canvas(self, batch: int) -> Tensor:
         return torch.full((batch, self.ends[-1]), self.vocab)
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         canvas = canvas.clone()
-        if tokens is not None:
-            canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
+        canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
         return canvas, canvas if scale + 1 < len(self.scale_tokens) else None
 
     def forward(
