@@ -1,7 +1,7 @@
 """Plain torch references of the kernels, in any float dtype, against which tests compare the kernels.
 
 The references are slow, and share no code with the kernels: they follow the parents of a tree instead of packed words, sort to
-filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`few_queries`,
+filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`attention`,
 `to_probs`, the rules of `vargen.decoding.next_token.acceptance`), which are tested against the same references.
 
 Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-def lineage(parents: Sequence[int], slot: int) -> set[int]:
+def ancestors_of(parents: Sequence[int], slot: int) -> set[int]:
     """Return the slot and its ancestors."""
     found = set()
     while slot >= 0:
@@ -47,7 +47,7 @@ def tree_attention(
     for row in range(R):
         base = P + int(length_R[row])
         for t in range(T):
-            seen = [*range(base), *(base + slot for slot in sorted(lineage(parents[row], earlier + t)))]
+            seen = [*range(base), *(base + slot for slot in sorted(ancestors_of(parents[row], earlier + t)))]
             low = 0 if start_R is None else int(start_R[row])
             seen = [slot for slot in seen if low <= slot < k_RGSK.shape[2]]
             bias = torch.zeros(len(seen), dtype=dtype)
@@ -96,7 +96,7 @@ def probabilities(
     return out
 
 
-def kept_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[int]]) -> Tensor:
+def compact_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[int]]) -> Tensor:
     """Return a copy of keys or values with the tokens of each row's path moved to consecutive slots from `first` on.
 
     The path has offsets from slot `first`. Offsets past the last slot are not moved.

@@ -426,3 +426,10 @@ def test_guidance_runs_a_second_row_and_a_velocity_can_be_followed() -> None:
             v = (x - followed.forward(state, [], x, level)) / level
             x = x + (following - level) * v
     assert closely(video(stream("target", 1, followed))[0][None], x)
+
+
+def test_a_caller_may_report_another_seed_than_that_of_the_noise() -> None:
+    """A pipeline reports the seed of the caller's generator."""
+    made = stream("target", 2)
+    made.stats.seed = 123
+    assert torch.equal(video(made)[0], video(stream("target", 2))[0]) and made.stats.blocks[0].seed == 123

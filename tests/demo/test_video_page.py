@@ -54,7 +54,7 @@ def test_the_threshold_moves_and_a_video_stops_while_it_is_made(engine: VideoEng
 
 
 def test_a_badge_says_whose_a_block_is_in_words(engine: VideoEngine) -> None:
-    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, note="<script>")]
+    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, failure="<script>")]
     shown = badges(rows)
     assert "0 target" in shown and "1 draft · 0.2" in shown and "<script>" not in shown and "&lt;script&gt;" in shown
 

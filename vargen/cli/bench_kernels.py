@@ -46,7 +46,7 @@ def kernels(
     from vargen.decoding.sampling import Sampling, to_probs
     from vargen.evaluation import kernel_speed
     from vargen.evaluation.machine import machine_line
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
     from vargen.models.kv_cache import KVCache
 
     def cache_of(network: Any) -> KVCache:
@@ -62,7 +62,7 @@ def kernels(
         operations += [each for V in (4096, 16384) for T in widths if T > 1 for each in _acceptance(V, T, chosen)]
         operations += [kernel_speed.commit_operation(name, 6, kind, chosen, cache_of) for name in names]
         timings = kernel_speed.measure(operations, chosen, rounds, rate)
-    backend, reason = explain(chosen)
+    backend, reason = explain_kernels(chosen)
     document = {
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
         "timings": [each.to_dict() for each in timings],

@@ -110,7 +110,7 @@ def gather() -> dict[str, Any]:
     from vargen.decoding.next_token import captured
     from vargen.device import preferred_dtype
     from vargen.evaluation.machine import describe_machine
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}
@@ -126,7 +126,7 @@ def gather() -> dict[str, Any]:
         "threads": thread_choice(),
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
-        "kernels": ": ".join(explain(device)),
+        "kernels": ": ".join(explain_kernels(device)),
         "graphs": captured.explain(torch.device(device)),
         "models": models,
         "presets": presets(),

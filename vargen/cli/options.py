@@ -55,10 +55,10 @@ def select_device(name: Device) -> torch.device:
     Raises:
         ValueError: for cuda if torch finds no GPU, or if VARGEN_KERNELS requests kernels that cannot run there.
     """
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
 
     chosen = device.select_device(name.value)
-    explain(chosen)  # logged before weights are loaded
+    explain_kernels(chosen)  # logged before weights are loaded
     return chosen
 
 

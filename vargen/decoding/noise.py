@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.categorical import categorical
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
+from vargen.kernels.row_ops import sample_categorical
 from vargen.modes import normal_tensors
 
 
@@ -228,7 +228,7 @@ def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purp
     if supports_rows(probs):
         from vargen.kernels import sampler
 
-        return sampler.race(probs, sampler.Coins(seeds, position, int(purpose), step))
+        return sampler.sample_gumbel_max(probs, sampler.NoiseStream(seeds, position, int(purpose), step))
     return _argmax_ratio(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
 
 
@@ -269,7 +269,7 @@ class Noise:
         return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def coins(self, purpose: Purpose) -> Tensor:
-        """Uniforms, float64 `[B, T]` in (0, 1), for `categorical`."""
+        """Uniforms, float64 `[B, T]` in (0, 1), for `sample_categorical`."""
         return coins(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def draw(self, probs: Tensor, purpose: Purpose) -> Tensor:
@@ -282,7 +282,7 @@ class Noise:
             if supports_rows(probs):
                 return race(probs, self.seeds, self.position)
             return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
-        return categorical(probs, self.coins(purpose))
+        return sample_categorical(probs, self.coins(purpose))
 
     def branch(self, number: int | Tensor) -> Noise:
         """Return independent noise for one of several samples at a position; branch 0 is this noise. Not for `Purpose.TOKEN`.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise, Purpose, coins, uniform
-from vargen.kernels.categorical import categorical
+from vargen.kernels.row_ops import sample_categorical
 
 VerifyScaleFunction = Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
 _MAX_ATTEMPTS = 2**17  # then the last sample is used: a bias of at most 1 / (e 2^17) = 3e-6, too small to matter in float32
@@ -63,7 +63,7 @@ def joint_coupling(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
     for step in range(_MAX_ATTEMPTS):
         if not rejected.any():
             break
-        attempt = categorical(p, coins(noise.seeds, noise.position, Purpose.RESIDUAL, step))
+        attempt = sample_categorical(p, coins(noise.seeds, noise.position, Purpose.RESIDUAL, step))
         tokens = torch.where(rejected[:, None], attempt, tokens)
         ratio = (_sum_log_probs(q, attempt) - _sum_log_probs(p, attempt)).exp()  # Q / P
         rejected = rejected & (uniform(noise.seeds, first, Purpose.REDRAW_ACCEPT, step)[:, 0] >= 1 - ratio)

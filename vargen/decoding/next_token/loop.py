@@ -29,7 +29,7 @@ from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
-from vargen.kernels.dispatch import asked_for
+from vargen.kernels.dispatch import read_kernel_setting
 from vargen.modes import inference_mode_for, normal_tensors
 from vargen.values import short_repr
 
@@ -66,8 +66,8 @@ def decode(
         TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    asked_for()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
-    captured.asked_for(torch.device("cpu"))
+    read_kernel_setting()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
+    captured.read_kernel_setting(torch.device("cpu"))
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
@@ -89,7 +89,7 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
     passes, out = prefill(run, model, condition, seeds, accelerator, sampling)
     images = passes.images
     images.begin(run, out.logits, to_probs(out.logits, sampling))
-    replayed = passes.captured(_refused(run, model)) if captured.asked_for(seeds.device) else None
+    replayed = passes.captured(_refused(run, model)) if captured.read_kernel_setting(seeds.device) else None
     widths: Counter[int] = Counter()
     while not run.finished:
         logits, position, count = replayed() if replayed else passes(run.passes + 1)

@@ -51,7 +51,7 @@ class BlockStream(Iterator[VideoBlock]):
         self.target: BlockGenerator | None = None
         self.drafter: BlockGenerator | None = None
         self._condition, self._score = request.condition, request.score
-        self._decisions = VideoDecisions(self.method, self.stats.seed)
+        self._decisions = VideoDecisions(self.method, int(request.seed))
         self._full = BlockDecoderState(request.decoder)
         previews = request.preview if self.method.policy.needs_scores else None
         self._preview = None if previews is None else BlockDecoderState(previews)
@@ -180,7 +180,7 @@ class BlockStream(Iterator[VideoBlock]):
             generator.update_cache()
         with self._clock.part(name):
             return generator.generate(
-                lambda step: make_block_noise(self.stats.seed, self._number, step, shape, device), first, draft
+                lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device), first, draft
             )
 
     def _verify_draft(self, record: BlockRecord, draft: Tensor) -> bool:

@@ -1,7 +1,11 @@
-"""Categorical sampling of many rows with one uniform each, by inverting the cumulative sum in two steps.
+"""Operations on rows of V values: categorical sampling and order statistics, with fast paths for CPUs.
 
-The Gumbel race (`vargen.decoding.noise.race`) needs one random number per token of the vocabulary. Where a sample need not be
-coupled with another one, one uniform per row suffices. Only the sums of blocks are accumulated over the whole row.
+Gumbel-max sampling (`vargen.decoding.noise.race`) needs one random number per token of the vocabulary. Where a sample need not
+be coupled with another one, one uniform per row suffices: the cumulative sum is inverted in two steps, and only the sums of
+blocks are accumulated over the whole row.
+
+For a row of 4,096 float32 values on a CPU with AVX2, torch's top-k takes about 20 to 60 microseconds and NumPy's partition 5;
+torch's sort takes 170 and NumPy's 20.
 
 Shape suffixes: V weights, K weights of a block.
 """
@@ -18,7 +22,7 @@ _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
 
 
-def categorical(weights: Tensor, coins: Tensor) -> Tensor:
+def sample_categorical(weights: Tensor, coins: Tensor) -> Tensor:
     """int64 `[...]`: i with probability weights_i / sum(weights).
 
     An index of weight 0 is never sampled. Rows that are all 0 or contain NaN give an arbitrary valid index.
@@ -55,3 +59,25 @@ def _use_numpy(weights: np.ndarray, coins: np.ndarray, K: int) -> np.ndarray:
     rest = np.minimum(np.maximum(target - before, 0.0), inside[:, -1] * _BELOW_ONE)
     slot = np.minimum((inside <= rest[:, None]).sum(-1), K - 1)
     return (block * K + slot).reshape(weights.shape[:-1])
+
+
+def kth_largest_value(values: Tensor, k: int) -> Tensor:
+    """Return the k-th largest value (k = 1 is the largest) of each row of `values [..., V]`, as `[..., 1]`; 1 <= k <= V.
+
+    Both torch and NumPy sort NaN as the largest value, so rows with NaN have no meaningful threshold.
+    """
+    V = values.shape[-1]
+    if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
+        ordered = np.partition(values.detach().numpy(), V - k, axis=-1)
+        return torch.from_numpy(ordered[..., V - k : V - k + 1])
+    return values.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
+
+
+def top_k_sorted(values: Tensor, k: int) -> Tensor:
+    """Return the k largest values of each row of `values [..., V]` in descending order, `[..., k]`; 1 <= k <= V."""
+    V = values.shape[-1]
+    if values.dtype in (torch.float32, torch.float64) and is_eager_cpu(values):
+        array = values.detach().numpy()
+        kept = array if k == V else np.partition(array, V - k, axis=-1)[..., V - k :]
+        return torch.from_numpy(-np.sort(-kept, axis=-1))
+    return values.sort(dim=-1, descending=True).values[..., :k]
