@@ -62,7 +62,7 @@ def _reject_children(
                 rest = tl.where(lane == token, 0.0, p * r)
             total = tl.sum(rest, 0)
             fails = (total > 0) | (r < 1)  # otherwise p equals q, and the child is never rejected
-            r = tl.where(fails, total / tl.where(fails, total + 1 - r, 1.0), 1.0)
+            r = tl.where(fails, total / tl.where(fails, total + (1 - r), 1.0), 1.0)
             p = tl.where(total > 0, rest / tl.where(total > 0, total, 1.0), p)
     return p, r
 
