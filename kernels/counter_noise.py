@@ -52,19 +52,19 @@ def _bits_to_uniform32(bits):
 
 @triton.jit
 def uniform32(key):
-    """float32 in (0, 1): `noise.uniform`."""
+    """float32 in (0, 1): `noise.sample_uniform`."""
     return _bits_to_uniform32((key >> 32).to(tl.uint32))
 
 
 @triton.jit
 def uniform64(key):
-    """float64 in (0, 1), with 52 random bits: `noise.coins`."""
+    """float64 in (0, 1), with 52 random bits: `noise.sample_uniform64`."""
     return ((key >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.0**-52
 
 
 @triton.jit
 def lane_uniforms(key, lane):
-    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise.exponential`."""
+    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise.sample_exponential`."""
     z = (lane + 1).to(tl.uint32) * _GOLDEN32 + key.to(tl.uint32)
     z ^= z >> 16
     z *= _LOW1
@@ -99,5 +99,5 @@ def exponential_from_uniform(u):
 
 @triton.jit
 def exponential_from_key(key, lane):
-    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise.exponential`."""
+    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise.sample_exponential`."""
     return exponential_from_uniform(lane_uniforms(key, lane))

@@ -114,8 +114,8 @@ def exponential(u: Tensor) -> Tensor:
     """-log(1 - u) of float32 u in (0, 1), as a fixed sequence of IEEE operations that gives the same bits on every device.
 
     With 1 - u = m 2^e, m in [0.75, 1.5), and s = (m - 1) / (m + 1), the result is -e log 2 - 2 atanh(s), with six terms of the
-    series of atanh. `vargen.decoding.noise.exponential` uses torch's logarithm, which is several times faster on a CPU and
-    differs by at most 3 units in the last place.
+    series of atanh. `vargen.decoding.noise.sample_exponential` uses torch's logarithm, which is several times faster on a CPU
+    and differs by at most 3 units in the last place.
     """
     rest, near = 1.0 - u, u < 0.25  # near: m equals 1 - u, so m - 1 is -u without rounding
     exponent = torch.where(near, 0, (rest.view(torch.int32) - 0x3F400000) >> 23)

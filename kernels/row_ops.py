@@ -1,8 +1,8 @@
 """Operations on rows of V values: categorical sampling and order statistics, with fast paths for CPUs.
 
-Gumbel-max sampling (`vargen.decoding.noise.race`) needs one random number per token of the vocabulary. Where a sample need not
-be coupled with another one, one uniform per row suffices: the cumulative sum is inverted in two steps, and only the sums of
-blocks are accumulated over the whole row.
+Gumbel-max sampling (`vargen.decoding.noise.sample_gumbel_max`) needs one random number per token of the vocabulary. Where a
+sample need not be coupled with another one, one uniform per row suffices: the cumulative sum is inverted in two steps, and only
+the sums of blocks are accumulated over the whole row.
 
 For a row of 4,096 float32 values on a CPU with AVX2, torch's top-k takes about 20 to 60 microseconds and NumPy's partition 5;
 torch's sort takes 170 and NumPy's 20.
@@ -22,22 +22,22 @@ _BLOCK = 64
 _BELOW_ONE = 1 - 2.0**-50
 
 
-def sample_categorical(weights: Tensor, coins: Tensor) -> Tensor:
+def sample_categorical(weights: Tensor, uniforms: Tensor) -> Tensor:
     """int64 `[...]`: i with probability weights_i / sum(weights).
 
     An index of weight 0 is never sampled. Rows that are all 0 or contain NaN give an arbitrary valid index.
 
     Args:
         weights: float32 `[..., V]`, nonnegative, not necessarily normalized.
-        coins: float64 `[...]`, uniform on (0, 1).
+        uniforms: float64 `[...]`, uniform on (0, 1).
     """
     V = weights.shape[-1]
     K = _BLOCK if V % _BLOCK == 0 and V > _BLOCK else V
     if is_eager_cpu(weights):
-        return torch.from_numpy(_use_numpy(weights.detach().numpy(), coins.numpy(), K))
+        return torch.from_numpy(_use_numpy(weights.detach().numpy(), uniforms.numpy(), K))
     blocks = weights.unflatten(-1, (V // K, K))
     upto = blocks.sum(-1).cumsum(-1, dtype=torch.float64)
-    target = coins[..., None] * upto[..., -1:]
+    target = uniforms[..., None] * upto[..., -1:]
     block = torch.searchsorted(upto, target, right=True).clamp_(max=V // K - 1)
     before = torch.where(block > 0, upto.gather(-1, (block - 1).clamp(min=0)), 0.0)
     inside = blocks.gather(-2, block[..., None].expand(*block.shape, K))[..., 0, :].cumsum(-1, dtype=torch.float64)
@@ -46,13 +46,13 @@ def sample_categorical(weights: Tensor, coins: Tensor) -> Tensor:
     return (block * K + torch.searchsorted(inside, rest, right=True).clamp_(max=K - 1))[..., 0]
 
 
-def _use_numpy(weights: np.ndarray, coins: np.ndarray, K: int) -> np.ndarray:
+def _use_numpy(weights: np.ndarray, uniforms: np.ndarray, K: int) -> np.ndarray:
     """The same in NumPy, whose small operations take a fifth of the time of torch's."""
     V = weights.shape[-1]
     blocks = weights.reshape(-1, V // K, K)
     row = np.arange(len(blocks))
     upto = blocks.sum(-1).cumsum(-1, dtype=np.float64)
-    target = coins.reshape(-1) * upto[:, -1]
+    target = uniforms.reshape(-1) * upto[:, -1]
     block = np.minimum((upto <= target[:, None]).sum(-1), V // K - 1)
     before = np.where(block > 0, upto[row, block - 1], 0.0)
     inside = blocks[row, block].cumsum(-1, dtype=np.float64)

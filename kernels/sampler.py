@@ -236,7 +236,7 @@ def sample_from_logits(
 
 
 def sample_gumbel_max(probs: Tensor, noise: NoiseStream) -> Tensor:
-    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, not necessarily normalized: `vargen.decoding.noise.race`.
+    """Sample tokens int64 `[B, T]` from float32 weights `[B, T, V]`, which need not sum to 1, as `vargen.decoding.noise` does.
 
     Raises:
         ValueError: for a larger vocabulary than a program can hold.

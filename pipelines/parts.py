@@ -132,7 +132,7 @@ def check_defaults(defaults: Any, vocab_size: int | None = None) -> None:
     try:
         _, sampling = checks.check_sampling({name: value for name, value in defaults.items() if value is not None})
         if vocab_size is not None:
-            sampling.check_vocabulary(vocab_size)
+            sampling.validate_top_k(vocab_size)
     except (ValueError, TypeError) as error:
         raise ValueError(f"defaults: {error}") from error
 

@@ -21,7 +21,7 @@ from vargen.decoding import (
     Threshold,
     VideoMethod,
 )
-from vargen.decoding.noise import gaussian
+from vargen.decoding.noise import sample_normal
 from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
 from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 
@@ -48,11 +48,11 @@ def noise_of(model: BlockModel, number: int):
 
 def test_noise_depends_on_seed_block_and_step_alone() -> None:
     seeds = torch.tensor([1, 2])
-    drawn = gaussian(seeds, 3, 1001, 2)
-    assert torch.equal(drawn[1:], gaussian(seeds[1:], 3, 1001, 2)) and drawn.shape == (2, 1001)
-    others = [gaussian(seeds, 3, 1001, 1), gaussian(seeds, 2, 1001, 2), gaussian(seeds + 5, 3, 1001, 2)]
+    drawn = sample_normal(seeds, 3, 1001, 2)
+    assert torch.equal(drawn[1:], sample_normal(seeds[1:], 3, 1001, 2)) and drawn.shape == (2, 1001)
+    others = [sample_normal(seeds, 3, 1001, 1), sample_normal(seeds, 2, 1001, 2), sample_normal(seeds + 5, 3, 1001, 2)]
     assert all(abs(float((drawn * other).mean())) < 0.1 for other in others)
-    many = gaussian(torch.tensor([5]), 0, 200_000)
+    many = sample_normal(torch.tensor([5]), 0, 200_000)
     assert abs(float(many.mean())) < 0.01 and abs(float(many.std()) - 1) < 0.01
     assert abs(float((many**4).mean()) - 3) < 0.1 and float(many.abs().max()) < 6.7
 

@@ -167,7 +167,7 @@ def test_a_callback_sees_every_pass_and_may_change_the_newest_scale() -> None:
     model, seen = tables(), []
 
     def change(progress: Progress) -> None:
-        seen.append((progress.step, int(progress.length[0]), int(progress.accepted[0])))
+        seen.append((progress.step, int(progress.length[0]), int(progress.num_committed[0])))
         if progress.step == 1:
             progress.tokens[:, 0] = 1
 
@@ -185,7 +185,7 @@ def test_statistics_say_what_each_scale_took() -> None:
     assert [scale["tokens"] for scale in scales] == [1, 2, 2] and stats.tokens == 64 * 5
     assert scales[0]["drafted"] == 64 and 0 < scales[0]["kept"] < 64 and scales[2]["drafted"] == 0
     assert sum(stats.draft_fed.values()) >= 2 and stats.to_dict()["draft_fed"] and stats.relaxation == [0.0] * 64
-    both = type(stats).joined([stats, stats])
+    both = type(stats).merge([stats, stats])
     assert both.by_scale[0]["drafted"] == 128 and both.by_scale[0]["tokens"] == 1
 
 

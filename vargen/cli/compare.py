@@ -174,7 +174,7 @@ def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any],
     opened = describe(model)
     if opened.condition != "text":
         raise ValueError("model must draw from text, and this one draws classes")
-    sampling.check_vocabulary(opened.vocab)
+    sampling.validate_top_k(opened.vocab)
     for name, method in list(methods.items()):
         try:
             pipeline_class(opened.pipeline).check_method(opened, method)

@@ -59,7 +59,7 @@ def draw(
             runs.append(result.stats)
             before = len(images)
             for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                said = {key: job.subject, **result.stats.picture(number)}
+                said = {key: job.subject, **result.stats.describe_image(number)}
                 try:
                     path = save_image(image, job.target, {**said, **parameters})
                 except OSError as error:

@@ -226,7 +226,7 @@ def _parameters(pipe: Any, model: str, options: dict[str, Any], dtype: Any) -> d
 def _document(images: list[dict[str, Any]], said: dict[str, Any], runs: list[Any]) -> dict[str, Any]:
     from vargen.decoding import DecodeStats
 
-    return {"images": images, **said, "stats": DecodeStats.joined(runs).to_dict()}
+    return {"images": images, **said, "stats": DecodeStats.merge(runs).to_dict()}
 
 
 def _check_settings(given: dict[str, Any], negative_prompt: str | None, num_images: int) -> None:
@@ -256,7 +256,7 @@ def _check_against(
     model = describe(name)
     kind = pipeline_class(model.pipeline)
     method = resolve_method(kind.default_method if accelerator is None else accelerator, kind.paradigm)
-    Sampling(top_k=given.get("top_k")).check_vocabulary(model.vocab)
+    Sampling(top_k=given.get("top_k")).validate_top_k(model.vocab)
     if model.condition == "class" and not by_class:
         raise ValueError(f"this model draws classes: give --class-label 0 to {model.num_classes - 1} instead of a prompt")
     if model.condition == "class" and negative_prompt is not None:

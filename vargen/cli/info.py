@@ -137,7 +137,7 @@ def thread_choice() -> str:
     """Return the number of CPU threads that passes use, and the reason."""
     import torch
 
-    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
+    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, is_worth_doubling, list_thread_choices
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:
@@ -147,7 +147,7 @@ def thread_choice() -> str:
     ]
     for network, width, seconds in list_thread_choices(torch.device("cpu")):
         best = 1
-        while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):
+        while 2 * best in seconds and is_worth_doubling(seconds[2 * best], seconds[best]):
             best *= 2
         told = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
         lines.append(f"{best} for {network}, {width} tokens a pass: {told}")

@@ -45,7 +45,7 @@ class Sampling:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 
-    def check_vocabulary(self, vocab: int) -> None:
+    def validate_top_k(self, vocab: int) -> None:
         """Raise ValueError if `top_k` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(

@@ -36,7 +36,7 @@ from vargen.decoding import (
     exact,
 )
 from vargen.decoding.next_scale.acceptance import scale_rule
-from vargen.decoding.noise import race
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
@@ -206,14 +206,16 @@ def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
     """Lumina-mGPT 2.0: a rejected token is resampled from p instead of the residual."""
     verdict = exact(probs, draft, noise, relaxation)
     row = probs[torch.arange(len(probs)), verdict.count - 1]
-    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
+    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).sample(row[:, None], Purpose.RESIDUAL)[:, 0])
 
 
 @acceptance_rule(exact=True)
 def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
     verdict = exact(probs, draft, noise, relaxation)
-    drawn = race(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
+    drawn = sample_gumbel_max(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[
+        :, 0
+    ]
     return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], drawn, verdict.next_token))
 
 
@@ -228,14 +230,14 @@ def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
     """A rejected token is resampled from p instead of the residual."""
     at = draft[..., None]
     accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
-    return torch.where(accepted, draft, noise.draw(p, Purpose.RESIDUAL)), accepted.all(1)
+    return torch.where(accepted, draft, noise.sample(p, Purpose.RESIDUAL)), accepted.all(1)
 
 
 @scale_rule(exact=True)
 def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """lijrjyan/SDVAR: a scale is accepted if half of its tokens are the target's most probable ones."""
     kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
-    return torch.where(kept[:, None], draft, noise.draw(p, Purpose.RESIDUAL)), kept
+    return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
 
 
 WRONG_SCALES = {

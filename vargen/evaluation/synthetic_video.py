@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding import BlockView
-from vargen.decoding.noise import Purpose, gaussian, uniform
+from vargen.decoding.noise import Purpose, sample_normal, sample_uniform
 from vargen.decoding.video.denoising import shifted_levels
 
 SHAPE = (3, 3, 8, 8)
@@ -30,7 +30,7 @@ _SIZE = 192  # of the matrices whose products simulate work
 def _numbers(seed: int, block: int, what: int) -> Tensor:
     """Return standard normal numbers `[1, *SHAPE]` determined by the arguments; callers must not modify them in place."""
     count = int(torch.Size(SHAPE).numel())
-    return gaussian(torch.tensor([seed]), block, count, 1000 + what).reshape(1, *SHAPE)
+    return sample_normal(torch.tensor([seed]), block, count, 1000 + what).reshape(1, *SHAPE)
 
 
 @lru_cache(maxsize=1024)
@@ -47,7 +47,7 @@ OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
     """Return the size of the draft model's own error, by `errors`; each pair of consecutive blocks has one error range."""
     places = torch.tensor([[block // 2, block + 1000]])
-    kind, size = uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
+    kind, size = sample_uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
     low, high = next((low, high) for share, low, high in errors if kind <= share)
     return low + (high - low) * size
 

@@ -169,7 +169,7 @@ class TableLowRes:
 
     def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
-        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
+        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
         return condition, picture, picture
 
     def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from vargen.decoding import Sampling
 from vargen.decoding.noise import Purpose
-from vargen.decoding.noise import race as reference_race
+from vargen.decoding.noise import sample_gumbel_max as reference_race
 from vargen.decoding.sampling import to_probs
 from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB

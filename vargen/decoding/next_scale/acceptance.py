@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise import Noise, Purpose, coins, uniform
+from vargen.decoding.noise import Noise, Purpose, sample_uniform, sample_uniform64
 from vargen.kernels.row_ops import sample_categorical
 
 VerifyScaleFunction = Callable[[Tensor, Tensor, Tensor, Noise], tuple[Tensor, Tensor]]
@@ -58,15 +58,15 @@ def joint_coupling(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
     """
     log_p, log_q = _sum_log_probs(p, draft), _sum_log_probs(q, draft)
     first = noise.position[:, :1]
-    accepted = uniform(noise.seeds, first, Purpose.ACCEPT, noise.step)[:, 0].log() + log_q < log_p
+    accepted = sample_uniform(noise.seeds, first, Purpose.ACCEPT, noise.step)[:, 0].log() + log_q < log_p
     tokens, rejected = draft, ~accepted
     for step in range(_MAX_ATTEMPTS):
         if not rejected.any():
             break
-        attempt = sample_categorical(p, coins(noise.seeds, noise.position, Purpose.RESIDUAL, step))
+        attempt = sample_categorical(p, sample_uniform64(noise.seeds, noise.position, Purpose.RESIDUAL, step))
         tokens = torch.where(rejected[:, None], attempt, tokens)
         ratio = (_sum_log_probs(q, attempt) - _sum_log_probs(p, attempt)).exp()  # Q / P
-        rejected = rejected & (uniform(noise.seeds, first, Purpose.REDRAW_ACCEPT, step)[:, 0] >= 1 - ratio)
+        rejected = rejected & (sample_uniform(noise.seeds, first, Purpose.REDRAW_ACCEPT, step)[:, 0] >= 1 - ratio)
     return tokens, accepted
 
 
@@ -76,7 +76,7 @@ def shared_noise(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Ten
 
     The draft is sampled from q with the same noise, which couples it to the tokens sampled from p.
     """
-    tokens = noise.draw(p, Purpose.TOKEN)
+    tokens = noise.sample(p, Purpose.TOKEN)
     return tokens, (tokens == draft).all(1)
 
 

@@ -75,7 +75,7 @@ def decode_scales(
         raise TypeError(f"model must be a ScaleModel, got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
     _validate_fixed_scales(fixed_scales, model, len(seeds))
-    sampling.check_vocabulary(model.vocab)
+    sampling.validate_top_k(model.vocab)
     stages = method.bind(model)
     run = Run(model.device, sum(model.scale_tokens), callback, profile)
     images = ImageState(seeds.to(model.device), model, stages, sampling, fixed_scales, fixed_tokens)

@@ -34,7 +34,7 @@ NEXT_SCALE_METHODS: tuple[ScaleSchedule, ...] = (
     ScaleSchedule(
         name="economy",
         stages=(Stage(until=-1), Stage(guidance=0)),
-        summary="the last scale without guidance, which halves its work",
+        summary="the last scale without guidance, at half the cost",
         source="as plain",
         experimental=True,
     ),

@@ -25,7 +25,7 @@ class Stage:
         num_drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them,
             and samples the next scale if all are accepted.
         rule: verifies drafted scales; see `vargen.decoding.next_scale.acceptance`.
-        guidance: factor on the guidance scale; 0 skips the unconditional rows, which halves the work.
+        guidance: factor on the guidance scale; 0 skips the unconditional rows, which is half of the work.
 
     Raises:
         ValueError, TypeError: if a value is invalid.

@@ -131,7 +131,7 @@ class ImageState:
         for scale in range(self.scale, min(self.scale + stage.num_drafted, self.stage_end(stage) - 1)):
             logits = models.run("draft", [*self.inputs, *drafts.inputs], 1, [stage.guidance])[0]
             probs = self.compute_probs(logits, scale, canvas)
-            tokens = self.make_noise(scale).draw(probs, stage.rule.draft_noise)
+            tokens = self.make_noise(scale).sample(probs, stage.rule.draft_noise)
             at = self.token_slice(scale)
             tokens = torch.where((self.length >= at.stop)[:, None], self.tokens[:, at], tokens)
             canvas, following = self.model.add(canvas, tokens, scale)
@@ -164,7 +164,7 @@ class ImageState:
                 draft = drafts.tokens[i]
                 tokens, same = stage.rule(probs, drafts.probs[i], draft, noise)
                 if not drafted.all():
-                    sampled = noise.draw(probs, Purpose.TOKEN)
+                    sampled = noise.sample(probs, Purpose.TOKEN)
                     tokens = torch.where(drafted[:, None], tokens, sampled)
                     same = torch.where(drafted, same, (sampled == draft).all(1))
                 canvas = drafts.canvases[i]
@@ -172,7 +172,7 @@ class ImageState:
                 self.by_scale[scale]["kept"] += int((undecided & drafted & same).sum())
             else:
                 undecided = undecided & ~drafted  # not for images that draft this scale in the next pass
-                tokens, same = noise.draw(probs, Purpose.TOKEN), ongoing
+                tokens, same = noise.sample(probs, Purpose.TOKEN), ongoing
             self.by_scale[scale]["passes"] += 1
             self.tokens[:, at] = torch.where(undecided[:, None], tokens, self.tokens[:, at])
             self.length = torch.where(undecided, at.stop, self.length)

@@ -67,13 +67,13 @@ def decode(
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
     read_kernel_setting()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
-    captured.read_kernel_setting(torch.device("cpu"))
+    captured.asked_for(torch.device("cpu"))
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
         raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
-    sampling.check_vocabulary(model.vocab)
+    sampling.validate_top_k(model.vocab)
     max_fed = 1 if method.drafter is None else method.drafter.max_fed
     with use_best_threads(model, condition, len(seeds), max_fed) as threads, inference_mode_for(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
@@ -89,7 +89,7 @@ def _loop(run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerato
     passes, out = prefill(run, model, condition, seeds, accelerator, sampling)
     images = passes.images
     images.begin(run, out.logits, to_probs(out.logits, sampling))
-    replayed = passes.captured(_refused(run, model)) if captured.read_kernel_setting(seeds.device) else None
+    replayed = passes.captured(_refused(run, model)) if captured.asked_for(seeds.device) else None
     widths: Counter[int] = Counter()
     while not run.finished:
         logits, position, count = replayed() if replayed else passes(run.passes + 1)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding.noise import gaussian
+from vargen.decoding.noise import sample_normal
 from vargen.decoding.video.protocols import BlockModel
 
 TIMESTEPS = 1000  # timestep = noise level * TIMESTEPS
@@ -70,7 +70,7 @@ def make_block_noise(seed: int, block: int, step: int, shape: tuple[int, ...], d
     """
     seeds = torch.tensor([seed], dtype=torch.int64, device=device)
     count = int(torch.Size(shape).numel())
-    return gaussian(seeds, block, count, step).reshape(1, *shape)
+    return sample_normal(seeds, block, count, step).reshape(1, *shape)
 
 
 def step_noise_level(model: BlockModel, noisy: Tensor, clean: Tensor, step: int, noise: Callable[[int], Tensor]) -> Tensor:

@@ -130,7 +130,7 @@ class BlockStream(Iterator[VideoBlock]):
         record = BlockRecord(self._number, self.stats.seed)
         latents, frames = self._generate(record)
         self._add_finished(latents, last=self._number + 1 == self.blocks)
-        record.seconds = self._clock.now() - self._clock.started
+        record.seconds = self._clock.read() - self._clock.started
         record.seconds_by_part = {name: seconds for name, seconds in self._clock.parts.items() if seconds > 0}
         record.passes = {name: count - passes.get(name, 0) for name, count in self._count_passes().items()}
         record.blocks_fed = {name: count - blocks_fed.get(name, 0) for name, count in self._count_blocks_fed().items()}
@@ -176,9 +176,9 @@ class BlockStream(Iterator[VideoBlock]):
     def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
         generator = self._generators()[name]
         shape, device = generator.model.block_shape, generator.model.device
-        with self._clock.part("commit"):
+        with self._clock.measure("commit"):
             generator.update_cache()
-        with self._clock.part(name):
+        with self._clock.measure(name):
             return generator.generate(
                 lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device), first, draft
             )
@@ -200,9 +200,9 @@ class BlockStream(Iterator[VideoBlock]):
     def _score_latents(self, latents: Tensor) -> ScoreResult:
         assert self._score is not None
         decoder = self._preview or self._full
-        with self._clock.part("decode"):
+        with self._clock.measure("decode"):
             frames = decoder.decode(latents).frames
-        with self._clock.part("score"):
+        with self._clock.measure("score"):
             view = BlockView(self._number, latents[0], frames, decoder.last_frame)
             return score_block(self._score, self.method.aggregate, view)
 
@@ -214,14 +214,14 @@ class BlockStream(Iterator[VideoBlock]):
                 f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
                 "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
             )
-        with self._clock.part("decode"):
+        with self._clock.measure("decode"):
             if self._preview is not None:
                 self._preview.accept(latents)
             return self._full.accept(latents)
 
     def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
-        with self._clock.part("commit"):
+        with self._clock.measure("commit"):
             for generator in self._generators().values():
                 generator.add_finished(latents, last)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from vargen.decoding.noise import Purpose, coins
+from vargen.decoding.noise import Purpose, sample_uniform64
 from vargen.decoding.video.stats import BLOCK_SOURCES, BlockRecord
 from vargen.deprecation import renamed_fields
 from vargen.values import parse_float, parse_int, short_repr
@@ -259,7 +259,9 @@ class RandomShare(Policy):
 
     def start(self, seed: int) -> PolicyState:
         seeds = torch.tensor([seed])
-        return _PlacementState(lambda block: float(coins(seeds, torch.tensor([[block]]), Purpose.CHOICE)) < self.acceptance)
+        return _PlacementState(
+            lambda block: float(sample_uniform64(seeds, torch.tensor([[block]]), Purpose.CHOICE)) < self.acceptance
+        )
 
 
 @renamed_fields(makers="sources")

@@ -130,7 +130,7 @@ def siblings(probs: Tensor, count: int, drawing: Drawing, noise: Noise) -> tuple
         if drawing == "independent":
             ranks = torch.arange(count, device=probs.device).repeat(F)
             places = torch.arange(F, device=probs.device).repeat_interleave(count)
-            coins = noise.branch(places * count + ranks).coins(Purpose.DRAFT)
+            coins = noise.branch(places * count + ranks).uniform64(Purpose.DRAFT)
             drawn = sample_categorical(probs.repeat_interleave(count, 1), coins).view(B, F, count)
             return drawn, probs.gather(2, drawn)
         order = probs / slots.exponential(V, Purpose.DRAFT)
