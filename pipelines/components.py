@@ -100,7 +100,7 @@ def check_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> No
     try:
         _, sampling = check_sampling({name: value for name, value in defaults.items() if value is not None})
         if transformer:
-            sampling.check_vocabulary(transformer["vocab_size"])
+            sampling.validate_top_k(transformer["vocab_size"])
     except (ValueError, TypeError) as error:
         raise ValueError(f"defaults: {error}") from error
 

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.decoding import Noise, Output, Sampling, Tree, decode
-from vargen.decoding.noise import Purpose, derived
+from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -188,7 +188,7 @@ class LowResolutionDrafter:
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> _Small:
         rows, columns = self.model.grid
-        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
+        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
         return _Small(condition, own, sampling, low, self._larger(low), torch.zeros_like(seeds))
 
