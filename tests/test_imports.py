@@ -39,7 +39,7 @@ _ALLOWED: dict[str, set[str]] = {
 }
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
-    "vargen", "assets", "compat", "device", "files", "model_files", "options", "reading", "specs", "values",
+    "vargen", "assets", "compat", "deprecation", "device", "files", "model_files", "options", "reading", "specs", "values",
     "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")

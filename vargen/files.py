@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from vargen.model_files import model_files, stale_weight_files
+from vargen.model_files import list_model_files, stale_weight_files
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PREFIX, _SUFFIX = ".vargen-", ".writing"
@@ -119,7 +119,7 @@ def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator
             raise FileExistsError(f"{output} is not a model folder, so it is not overwritten; choose another")
         if any(path.resolve().is_relative_to(target) for path in inputs):
             raise FileExistsError(f"{output} holds what is to be converted; choose another folder")
-    with disk_errors(output), _replacement(target, lambda new: map(target.joinpath, model_files(target, new))) as new:
+    with disk_errors(output), _replacement(target, lambda new: map(target.joinpath, list_model_files(target, new))) as new:
         yield new
 
 

@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.decoding import Noise, Output, Sampling, Tree, decode
-from vargen.decoding.noise import Purpose, derived
+from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
 from vargen.device import normal_tensors
 from vargen.models.condition import Condition
@@ -23,6 +23,7 @@ from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel
+from vargen.pipelines.components import require_equal
 
 
 class Target(Protocol):
@@ -187,7 +188,7 @@ class LowResolutionDrafter:
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> _Small:
         rows, columns = self.model.grid
-        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
+        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
         return _Small(condition, own, sampling, low, self._larger(low), torch.zeros_like(seeds))
 
@@ -245,6 +246,22 @@ class LowResolutionDrafter:
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
         return to_probs(self.upsampler(state.larger, tokens[:, :N], known, position), state.sampling)
+
+
+def check_low_res(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
+    if low is None and configs.get("upsampler") is not None:
+        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
+    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
+        )
+    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 
 def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:

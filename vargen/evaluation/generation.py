@@ -114,7 +114,7 @@ class GenerationPlan:
         info = describe(self.model)
         family = pipeline_class(info.pipeline)
         _, sampling = check_sampling(self.sampling)
-        sampling.check_vocabulary(info.vocab)
+        sampling.validate_top_k(info.vocab)
         check_batch(self.batch)
         by_class = info.condition == "class"
         if any(isinstance(prompt, str) == by_class for prompt in self.prompts):

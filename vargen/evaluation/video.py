@@ -193,11 +193,11 @@ def _summarize(
 ) -> VideoComparison:
     base = results[pipe.baseline]
     steps = len(pipe.block_model().levels)
-    scored = [name for name, method in methods.items() if method.policy.scored]
+    scored = [name for name, method in methods.items() if method.policy.needs_scores]
     costs = None
     if "draft" in methods and scored:
         scored_runs = [run for name in scored for run in results[name].runs]
-        if any(row.verdict == "rejected" for run in scored_runs for row in run.blocks):
+        if any(row.outcome == "rejected" for run in scored_runs for row in run.blocks):
             costs = estimate_block_costs(base.runs, results["draft"].runs, scored_runs)
     ends = [float(torch.cat(results[name].scores).mean()) for name in ("draft", pipe.baseline) if name in results]
     rows = []
@@ -207,8 +207,8 @@ def _summarize(
         row.seconds = statistics.median(run.seconds for run in result.runs)
         row.speedup = statistics.median(b.seconds / a.seconds for a, b in zip(result.runs, base.runs, strict=True) if a.seconds)
         row.acceptance = mean_acceptance(result.runs)
-        makers = [maker for run in result.runs for maker in run.makers]
-        row.target_fraction = 1 - makers.count("draft") / max(1, len(makers))
+        sources = [source for run in result.runs for source in run.sources]
+        row.target_fraction = 1 - sources.count("draft") / max(1, len(sources))
         scores = torch.cat(result.scores)
         row.score, row.worst_frame_score = float(scores.mean()), statistics.mean(float(each.min()) for each in result.scores)
         if len(ends) == 2 and ends[1] != ends[0]:
@@ -218,7 +218,8 @@ def _summarize(
         row.block_discontinuity = statistics.mean(result.discontinuities)
         row.distance = _distance(result, base)
         if costs is not None:
-            ratios = [costs.predicted(run, method.policy.scored) / run.seconds for run in result.runs if run.seconds]
+            scored = method.policy.needs_scores
+            ratios = [costs.predict_seconds(run, scored) / run.seconds for run in result.runs if run.seconds]
             row.predicted_over_measured_seconds = statistics.median(ratios)
         row.passes = {who: statistics.mean(run.passes.get(who, 0) for run in result.runs) for who in ("target", "draft")}
         row.failures = sum(len(run.failures) for run in result.runs)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vargen.decoding.noise import Noise
 from vargen.device import normal_tensors
-from vargen.kernels.ancestors import packed
+from vargen.kernels.attention import pack_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,7 +80,7 @@ class Tree:
 
         Bit j % 64 of word j // 64 is `ancestors[..., j]`.
         """
-        return packed(self.ancestors)
+        return pack_bits(self.ancestors)
 
     @cached_property
     @normal_tensors()
