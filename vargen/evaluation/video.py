@@ -218,8 +218,8 @@ def _summarize(
         row.block_discontinuity = statistics.mean(result.discontinuities)
         row.distance = _distance(result, base)
         if costs is not None:
-            scored = method.policy.needs_scores
-            ratios = [costs.predict_seconds(run, scored) / run.seconds for run in result.runs if run.seconds]
+            needs_scores = method.policy.needs_scores
+            ratios = [costs.predict_seconds(run, needs_scores) / run.seconds for run in result.runs if run.seconds]
             row.predicted_over_measured_seconds = statistics.median(ratios)
         row.passes = {who: statistics.mean(run.passes.get(who, 0) for run in result.runs) for who in ("target", "draft")}
         row.failures = sum(len(run.failures) for run in result.runs)
