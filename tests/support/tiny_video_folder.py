@@ -8,14 +8,14 @@ from pathlib import Path
 from tiny_video import SHAPE, randomised
 
 import vargen.assets
-from recipes.emoji_video.batches import encoder_digest
+from recipes.emoji_video.batches import hash_encoder
 from recipes.package import package_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 
-LENDER = vargen.assets.packaged_model_path("emoji")
+SHARED_FROM = vargen.assets.packaged_model_path("emoji")
 OWN = {**SHAPE, "dim": 64, "text_dim": 384, "motion_levels": 2}
 HOW = {"levels": list(shifted_levels()), "euler": False, "guidance": 1.0}
 
@@ -33,8 +33,8 @@ def video_folder(runs: Path) -> Path:
         network.save_pretrained(runs / name / "transformer")
         (runs / name / "sampling.json").write_text(json.dumps(HOW))
         (runs / name / "log.jsonl").write_text(json.dumps(figures) + "\n")
-        (runs / name / f"latents-{encoder_digest(vae)}.npy").write_bytes(b"")
+        (runs / name / f"latents-{hash_encoder(vae)}.npy").write_bytes(b"")
     randomised(PreviewDecoder(4, (16, 16)), 5).save_pretrained(runs / "preview" / "preview")
     (runs / "preview" / "log.jsonl").write_text(json.dumps({"step": 3, "seconds": 60.0, "psnr": 22.0}) + "\n")
-    parts = (runs / "vae", runs / "target", runs / "out", LENDER, runs / "drafter", runs / "preview")
+    parts = (runs / "vae", runs / "target", runs / "out", SHARED_FROM, runs / "drafter", runs / "preview")
     return package_video(*parts, defaults={"num_blocks": 3, "tau": -0.5})
