@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from vargen.decoding import Output, Tree
 from vargen.models.condition import Condition
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.modes import normal_tensors
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
 
 class LlamaGenTokenModel:
@@ -35,7 +34,7 @@ class LlamaGenTokenModel:
         step: callable for the passes after prefill: the transformer or its compiled version.
         codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
         draft_model: a smaller model with the same vocabulary, for speculative decoding.
-        eagle, medusa: drafters trained on this transformer's features.
+        draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         low_res: a low-resolution model whose images predict drafts.
         examples: integers `[M, N]`, example tokens for lookup drafters.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
@@ -53,8 +52,7 @@ class LlamaGenTokenModel:
         draft_model: LlamaGenTokenModel | None = None,
         examples: Tensor | None = None,
         device: torch.device | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
+        draft_heads: Mapping[str, Callable[[LlamaGenTokenModel], Any]] | None = None,
         low_res: LowResolutionDrafter | None = None,
     ):
         self.transformer = transformer
@@ -64,13 +62,12 @@ class LlamaGenTokenModel:
         self.compress_prefix = compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
-        self.eagle = None if eagle is None else EagleModel(eagle, self)
-        self.medusa = None if medusa is None else MedusaHeads(medusa, self)
         self.examples, self.low_res = examples, low_res
         self.halves = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # set by accelerate and by diffusers
         self._hooked = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
+        self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
         self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
 

@@ -20,9 +20,9 @@ from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji_var.data import LatentBatch, LatentBatches, LatentStore, SelfCorrection
 from recipes.emoji_var.generate import NextScaleEvaluation, sample_tokens, save_sample_sheet
 from vargen.device import preferred_dtype
+from vargen.models.component_files import check_network_files
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
-from vargen.pipelines.loading import check_component
 from vargen.training.augment import SamplingWeights
 from vargen.training.config import Schedule, at_least, check_fractions
 from vargen.training.dataset import CaptionBank
@@ -205,7 +205,7 @@ def _initial_model(config: NextScaleConfig, init_folder: Path | None) -> tuple[V
     model = VARTransformer(**options)
     if init_folder is None:
         return model, None
-    check_component(init_folder, VARTransformer)
+    check_network_files(init_folder, VARTransformer)
     start = VARTransformer.from_pretrained(init_folder)
     check_same_shape(init_folder, start, model, list(options))
     model.load_state_dict(start.state_dict())
@@ -226,9 +226,9 @@ class NextScaleTrainer(Trainer):
         teacher_folder: Path | None,
         init_folder: Path | None,
     ):
-        check_component(tokenizer_folder, MultiScaleVQModel)
+        check_network_files(tokenizer_folder, MultiScaleVQModel)
         if teacher_folder is not None:
-            check_component(teacher_folder, VARTransformer)
+            check_network_files(teacher_folder, VARTransformer)
         torch.manual_seed(config.seed)
         model, init = _initial_model(config, init_folder)
         self.vq = vq = MultiScaleVQModel.from_pretrained(tokenizer_folder).to(device).eval().requires_grad_(False)

@@ -18,7 +18,7 @@ from recipes.emoji_var.tokenizer import save_rows
 from recipes.emoji_video.autoencoder import to_video
 from recipes.emoji_video.batches import EMPTY_CAPTION, encode_captions
 from recipes.emoji_video.clips import VideoDataset, motion_weights
-from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shifted_levels, warp
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shift_level, shifted_levels
 from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.causal_video_cache import TextCache
@@ -36,7 +36,7 @@ _STATIC = 0.2  # of the real motion
 
 def euler_levels(config: VideoConfig) -> list[float]:
     """Return the noise levels of a flow's steps, from 1 down, without 0."""
-    return [warp(1 - i / config.euler_steps, config.shift) for i in range(config.euler_steps)]
+    return [shift_level(1 - i / config.euler_steps, config.shift) for i in range(config.euler_steps)]
 
 
 def sampling_settings(config: VideoConfig) -> dict[str, object]:

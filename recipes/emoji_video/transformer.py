@@ -21,8 +21,8 @@ from recipes.emoji_video.losses import VideoLoss
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.files import atomic_file
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.component_files import check_network_files
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines.loading import check_component
 from vargen.training.config import Schedule, at_least, check_fractions
 from vargen.training.dataset import CaptionBank
 from vargen.training.optimizers import split_optimizers
@@ -98,7 +98,7 @@ def check_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data: Vi
 
 
 def _load(folder: Path, vae: CausalVideoVAE, data: VideoDataset, device: torch.device) -> CausalVideoTransformer:
-    check_component(folder, CausalVideoTransformer)
+    check_network_files(folder, CausalVideoTransformer)
     model = CausalVideoTransformer.from_pretrained(folder).to(device).eval().requires_grad_(False)
     check_video_fit(model, vae, data)
     return model
@@ -122,7 +122,7 @@ class VideoTrainer(Trainer):
             raise ValueError(
                 f"teacher must be given for the objective 'consistency' and for no other, got {config.objective!r}"
             )
-        check_component(vae_folder, CausalVideoVAE)
+        check_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(config.seed)
         vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
         model = CausalVideoTransformer(**config.model).to(device)

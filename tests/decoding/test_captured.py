@@ -109,7 +109,7 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool,
 
 
 def test_a_small_picture_that_is_refreshed_is_run_one_by_one(graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture) -> None:
-    """Each pass draws it anew, which is a run with passes of its own."""
+    """Each pass draws it force, which is a run with passes of its own."""
     method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), exact)
     model = tiny(low_res=tiny_low_res(True))
     expected = drawn(method, model=model)

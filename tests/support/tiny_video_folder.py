@@ -27,7 +27,7 @@ def video_folder(runs: Path) -> Path:
     (runs / "vae" / "log.jsonl").write_text(json.dumps({
         "step": 30, "seconds": 7200.0, "psnr": 27.5, "seen_psnr": 29.25, "motion": 0.97, "flicker": 0.012}) + "\n")  # fmt: skip
     losses = {"loss_seen": 0.25, "loss_held_out": 0.5}
-    figures = {"step": 40, "seconds": 3600.0, **losses, "motion": 0.8, "frozen": 0.1, "recall": 19.5}
+    figures = {"step": 40, "seconds": 3600.0, **losses, "motion": 0.8, "static_fraction": 0.1, "recall": 19.5}
     for number, (name, width) in enumerate((("target", 64), ("drafter", 32))):
         network = randomised(CausalVideoTransformer(**{**OWN, "dim": width}), number)
         network.save_pretrained(runs / name / "transformer")

@@ -110,7 +110,7 @@ def gather() -> dict[str, Any]:
     from vargen.decoding.next_token import captured
     from vargen.device import preferred_dtype
     from vargen.evaluation.machine import describe_machine
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}
@@ -126,7 +126,7 @@ def gather() -> dict[str, Any]:
         "threads": thread_choice(),
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
-        "kernels": ": ".join(explain(device)),
+        "kernels": ": ".join(explain_kernels(device)),
         "graphs": captured.explain(torch.device(device)),
         "models": models,
         "presets": presets(),
@@ -137,7 +137,7 @@ def thread_choice() -> str:
     """Return the number of CPU threads that passes use, and the reason."""
     import torch
 
-    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
+    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, is_worth_doubling, list_thread_choices
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:
@@ -147,7 +147,7 @@ def thread_choice() -> str:
     ]
     for network, width, seconds in list_thread_choices(torch.device("cpu")):
         best = 1
-        while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):
+        while 2 * best in seconds and is_worth_doubling(seconds[2 * best], seconds[best]):
             best *= 2
         told = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
         lines.append(f"{best} for {network}, {width} tokens a pass: {told}")

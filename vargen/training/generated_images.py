@@ -145,7 +145,7 @@ class GeneratedImages:
     def __init__(self, folder: Path, pipe: LlamaGenPipeline, prompts: PromptSource, config: HeadConfig):
         self.folder, self.pipe, self.prompts, self.config = folder, pipe, prompts, config
         self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **config.sampling})
-        self.sampling.check_vocabulary(pipe.vocab)
+        self.sampling.validate_top_k(pipe.vocab)
         self.fingerprint = (
             f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {prompts.name}, "
             f"seed {config.seed}, batches of {config.generation_batch_size}, {config.validation_images} for validation, "

@@ -1,8 +1,7 @@
-"""Train a drafter on the features of a frozen transformer: an EAGLE layer, or Medusa heads.
+"""Train a drafter on the features of a frozen transformer, such as an EAGLE layer.
 
 The target runs teacher-forced over images that it generated, with both CFG rows, and the drafter learns its *guided* and
-filtered probabilities, against which drafts are verified. The EAGLE layer is also trained on its own outputs, which it receives
-as inputs when drafting (EAGLE-3, arXiv:2503.01840).
+filtered probabilities, against which drafts are verified. What the drafter returns in training is its own `training_outputs`.
 
 Shape suffixes: B images, R rows (2 B with guidance, conditional first), N tokens, D width, V vocabulary.
 """
@@ -20,30 +19,27 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
+from vargen.decoding import Accelerator, decode, exact
 from vargen.decoding.sampling import to_probs
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
 from vargen.options import OPTIONS
-from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
+from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.registry import describe, open_pipeline
+from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.registry import open_pipeline
 from vargen.training.config import Schedule, at_least, check_fractions
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.run import Trainer, export, fit
 from vargen.weight_files import weights_digest
 
-KINDS: dict[str, type] = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
 _SLOTS = 1024  # positions per chunk of logits: a whole batch would exceed a CPU's cache, and some memories
 _GENERATED = 4  # validation images generated with the trained drafter
 _EVALUATED = 32  # validation images per point of the curve
-
-Drafter = EagleDrafter | MedusaDrafter
+_DEPTH = 4  # consecutive drafts of a drafter that can make any number
 
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """How to train an `EagleDrafter` or a `MedusaDrafter`. `model`: constructor arguments other than the target's sizes."""
+    """How to train a drafter. `model`: constructor arguments other than the target's sizes."""
 
     model: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)
@@ -86,29 +82,33 @@ class HeadConfig:
         return replace(self, num_images=count, validation_images=min(self.validation_images, max(1, count // 10)))
 
 
-def build_head(kind: str, target: Any, settings: dict[str, Any]) -> Drafter:
+def find_drafter(kind: str) -> Component:
+    """Return the registration of a trained drafter; ValueError for an unknown kind."""
+    known = LlamaGenPipeline.family.drafters
+    if kind not in known:
+        raise ValueError(f"kind must be {' or '.join(map(repr, known))}, got {kind!r}")
+    return known[kind]
+
+
+def build_head(kind: str, target: Any, settings: dict[str, Any]) -> Any:
     """Create a drafter for a target's config.
 
     Args:
-        kind: `"eagle"` or `"medusa"`. settings: constructor arguments other than the target's sizes.
+        kind: name of a trained drafter, such as `"eagle"`. settings: constructor arguments other than the target's sizes.
 
     Raises:
         ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be {' or '.join(map(repr, KINDS))}, got {kind!r}")
-    sizes: dict[str, Any] = {name: target[name] for name in ("dim", "vocab_size", "grid_size")}
-    if kind == "eagle":
-        sizes |= {name: target[name] for name in ("n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base")}
+    network_class = find_drafter(kind).network_class
     try:
-        return KINDS[kind](**{**sizes, **settings})
+        return network_class(**{**{name: target[name] for name in network_class.target_settings}, **settings})
     except TypeError as error:
-        raise ValueError(f"model has a setting that {KINDS[kind].__name__} lacks: {error}") from error
+        raise ValueError(f"model has a setting that {network_class.__name__} lacks: {error}") from error
 
 
 def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
     """Load a LlamaGen to draft for in float32, packaged or from a folder; ValueError for a model of another family."""
-    if describe(model).pipeline != "LlamaGenPipeline":
+    if check_model_folder(model).family is not LlamaGenPipeline.family:
         raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
     return open_pipeline(model, torch_dtype=torch.float32).to(device)
 
@@ -126,7 +126,7 @@ def train_head(
     The weights are saved to `folder/drafter`.
 
     Args:
-        kind: `"eagle"` or `"medusa"`. pipe: the target, on the training device; its weights do not change.
+        kind: name of a trained drafter, such as `"eagle"`. pipe: the target, on the training device; its weights do not change.
         prompts: the conditions to generate images from. images_folder: where these are stored; default: `folder/generated`.
 
     Returns:
@@ -195,23 +195,6 @@ class HeadTrainer(Trainer):
         probs = to_probs(output.logits.float() / temperature[:, None, None].clamp(min=1e-5), plain)
         return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
 
-    def draft_features(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """Return the drafter's features `[R, N - 1 - s, D]` for each depth s.
-
-        Row i drafts token i + 1 + s, with the tokens up to i known to the target.
-        """
-        if isinstance(self.model, EagleDrafter):
-            above = None
-            if self.model.config.above:
-                above, columns = torch.zeros_like(hidden), self.target.config.grid_size
-                reach = max(columns - 2, 0)
-                above[:, max(columns - 1, 0) :] = hidden[:, max(columns - 1, 0) - reach : hidden.shape[1] - reach]
-            steps = min(self.config.unroll_steps, hidden.shape[1] - 1)
-            unrolled = self.model.unrolled(hidden, embeddings, steps, above)
-            return [output[:, step:-1] for step, output in enumerate(unrolled)]
-        drafted = self.model(hidden, embeddings)
-        return [drafted[:, : hidden.shape[1] - 1 - i, i] for i in range(min(drafted.shape[2], hidden.shape[1] - 1))]
-
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns its losses."""
         config = self.config
@@ -223,16 +206,16 @@ class HeadTrainer(Trainer):
         total = 0.0
         with self.amp():
             hidden, embeddings, probs = self.teacher_outputs(numbers)
-            for depth, drafted in enumerate(self.draft_features(hidden, embeddings)):
+            for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
                 weight, first = config.weight(depth), depth + 1
                 total += weight
                 divergence = divergence + weight * self._kl_divergence(drafted, probs[:, first:], temperature)
-                if self.kind == "eagle" and config.feature_weight:
+                if self.model.trains_features and config.feature_weight:
                     features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
         loss = (divergence + config.feature_weight * features) / total
         self.update(step, loss)
         losses = {"loss": loss.detach(), "divergence": divergence.detach() / total}
-        return losses | ({"features": features.detach() / total} if self.kind == "eagle" else {})
+        return losses | ({"features": features.detach() / total} if self.model.trains_features else {})
 
     def _kl_divergence(self, drafted: Tensor, probs: Tensor, temperature: Tensor) -> Tensor:
         """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`.
@@ -271,7 +254,7 @@ class HeadTrainer(Trainer):
             hidden, embeddings, probs = self.teacher_outputs(numbers)
             temperature = self.images.temperature(numbers, self.device)[:, None, None].clamp(min=1e-5)
             tokens = torch.from_numpy(self.images.tokens[numbers]).to(self.device)
-            for depth, drafted in enumerate(self.draft_features(hidden, embeddings)):
+            for depth, drafted in enumerate(self.model.training_outputs(hidden, embeddings, self.config.unroll_steps)):
                 logits = self.target.head(drafted.to(self.target.dtype), self._guidance)
                 q = to_probs(logits / temperature, replace(self.images.sampling, temperature=1.0))
                 acceptance = torch.minimum(probs[:, depth + 1 :], q).sum(-1)
@@ -287,14 +270,10 @@ class HeadTrainer(Trainer):
         """Return the tokens per pass of a chain of drafts, for validation prompts and seeds that no training image has."""
         self.model.eval()
         model = self.pipe.token_model(self.images.scale)
-        longest = self.pipe.tokens - 1
         numbers = list(range(self.images.training, self.config.num_images))[:_GENERATED]
-        drafter: Any
-        if isinstance(self.model, EagleDrafter):
-            drafter = Eagle(min(4, longest), model=EagleModel(self.model, model))
-        else:
-            heads = MedusaHeads(self.model, model)
-            drafter = Medusa(min(heads.heads, longest), model=heads)
+        component = find_drafter(self.kind)
+        depth = min(self.model.config.get("heads", _DEPTH), self.pipe.tokens - 1)
+        drafter = component.drafter(depth, model=component.adapter(self.model, model))
         method = Accelerator(self.kind, drafter, exact)
         seeds = torch.arange(len(numbers)) + (1 << 50)
         return decode(model, self.images.condition(numbers), seeds, method, self.images.sampling).stats.tokens_per_pass

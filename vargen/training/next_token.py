@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vargen.models.component_files import check_network_files
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.loading import check_component
 from vargen.training.augment import SamplingWeights
 from vargen.training.config import Schedule, at_least, check_fractions
 from vargen.training.dataset import CaptionBank, CaptionedImages, take_evenly
@@ -129,7 +129,7 @@ def load_or_init(config: NextTokenConfig, init_folder: Path | None) -> tuple[Lla
     model = LlamaGenTransformer(**{"dropout": config.dropout, **options})
     if init_folder is None:
         return model, None
-    check_component(init_folder, LlamaGenTransformer)
+    check_network_files(init_folder, LlamaGenTransformer)
     start = LlamaGenTransformer.from_pretrained(init_folder)
     check_same_shape(init_folder, start, model, [name for name in options if name != "grid_size"])  # no weight depends on it
     model.load_state_dict(start.state_dict())

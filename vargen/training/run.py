@@ -68,6 +68,7 @@ class TrainingRun:
         self._lock()
         path = find_checkpoint(self.folder)
         if not path.is_file():
+            self._trim_log(0)  # of a run that was killed before its first checkpoint
             return None
         state = read_checkpoint(path, map_location)
         if state["settings"] != self.settings:

@@ -29,7 +29,7 @@ from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
-from vargen.kernels.dispatch import asked_for
+from vargen.kernels.dispatch import read_kernel_setting
 from vargen.modes import inference_mode_for, normal_tensors
 from vargen.values import short_repr
 
@@ -66,14 +66,14 @@ def decode(
         TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    asked_for()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
+    read_kernel_setting()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
     captured.asked_for(torch.device("cpu"))
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
         raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
-    sampling.check_vocabulary(model.vocab)
+    sampling.validate_top_k(model.vocab)
     max_fed = 1 if method.drafter is None else method.drafter.max_fed
     with use_best_threads(model, condition, len(seeds), max_fed) as threads, inference_mode_for(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)

@@ -28,17 +28,19 @@ def judged_chain(
     tightening: float = 0.0,
 ) -> Verdict:
     """Verdict of `exact` on a chain or, given acceptance probabilities `wanted` `[B, T - 1]`, of a relaxed rule."""
-    from vargen.kernels.accept_chain import verify_chain
+    from vargen.kernels.verify_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
-    count, next_token, spent = verify_chain(*given, wanted=wanted, relaxation=relaxation, budget=budget, tightening=tightening)
+    count, next_token, spent = verify_chain(
+        *given, accept_prob=wanted, relaxation=relaxation, budget=budget, tightening=tightening
+    )
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
 
 
 def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `recursive_rejection`."""
-    from vargen.kernels.accept_tree import verify_recursive_rejection
+    from vargen.kernels.verify_tree import verify_recursive_rejection
 
     given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.longest)
     return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
@@ -46,7 +48,7 @@ def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
 
 def matched(drawn: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
-    from vargen.kernels.accept_tree import verify_shared_noise
+    from vargen.kernels.verify_tree import verify_shared_noise
 
     path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
     return Verdict(path, count, next_token, drawn=drawn)
@@ -54,7 +56,7 @@ def matched(drawn: Tensor, draft: Draft) -> Verdict:
 
 def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `traversal`."""
-    from vargen.kernels.accept_traversal import verify_traversal
+    from vargen.kernels.verify_traversal import verify_traversal
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)

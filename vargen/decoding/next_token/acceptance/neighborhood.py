@@ -95,7 +95,7 @@ class NeighborhoodRule(RelaxedRule):
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         if self.nearest is not None and fused.applies(p):
-            from vargen.kernels.accept_wanted import neighborhood_accept_prob
+            from vargen.kernels.relaxed_probs import neighborhood_accept_prob
 
             return neighborhood_accept_prob(p, q, tokens, self.nearest, self.ratio, self.delta)
         own_p, own_q = probability(p, tokens), probability(q, tokens)

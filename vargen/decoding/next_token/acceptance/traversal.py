@@ -45,7 +45,7 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
             q = draft.probs[:, slot - 1]
             chance, rest = own / q.gather(1, token)[:, 0], (reachable - q).clamp_min_(0)
         total = rest.sum(1)
-        fixed = torch.where((total > 0) | (r < 1), total / (total + 1 - r), 1.0)  # p equals q: the child is never rejected
+        fixed = torch.where((total > 0) | (r < 1), total / (total + (1 - r)), 1.0)  # p equals q: the child is never rejected
         rest = torch.where(total[:, None] > 0, rest / total[:, None], p)
         chance = chance.clamp(max=1.0).nan_to_num(0.0)  # q is 0 for tokens that were not sampled
         if draft.valid is not None:

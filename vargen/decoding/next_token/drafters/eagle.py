@@ -23,7 +23,7 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow
 from vargen.decoding.next_token.trees.search import TreeController, search_best_tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import interpolate_cost, timed
+from vargen.decoding.pass_costs import interpolate_cost, time_call
 from vargen.decoding.sampling import Sampling, to_probs
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)  # level widths at which the cost of a pass is measured
@@ -121,7 +121,7 @@ def _level_seconds(model: AutoregressiveHead, first: Output, images: int, total:
         model.commit(held, torch.full((images,), widest, dtype=torch.int64, device=device))
     least: dict[int, float] = {}
     for fed in [fed for fed in _WIDTHS if fed <= widest] * 3:
-        seconds, _ = timed(feeds(fed), device)
+        seconds, _ = time_call(feeds(fed), device)
         model.commit(held, torch.zeros(images, dtype=torch.int64, device=device))
         least[fed] = min(seconds, least.get(fed, seconds))
     return least

@@ -21,7 +21,7 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import timed
+from vargen.decoding.pass_costs import time_call
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import short_repr
 
@@ -87,4 +87,4 @@ def _seconds(heads: ParallelHeads, first: Output, images: int) -> float:
     """Measure the seconds of one evaluation of the heads."""
     features = there(first.features)
     root = torch.zeros(images, dtype=torch.int64, device=features.device)
-    return min(timed(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))
+    return min(time_call(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))

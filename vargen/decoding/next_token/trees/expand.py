@@ -19,7 +19,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Tree
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.categorical import categorical
+from vargen.kernels.row_ops import sample_categorical
 from vargen.modes import normal_tensors
 from vargen.values import short_repr
 
@@ -130,8 +130,8 @@ def siblings(probs: Tensor, count: int, drawing: Drawing, noise: Noise) -> tuple
         if drawing == "independent":
             ranks = torch.arange(count, device=probs.device).repeat(F)
             places = torch.arange(F, device=probs.device).repeat_interleave(count)
-            coins = noise.branch(places * count + ranks).coins(Purpose.DRAFT)
-            drawn = categorical(probs.repeat_interleave(count, 1), coins).view(B, F, count)
+            coins = noise.branch(places * count + ranks).uniform64(Purpose.DRAFT)
+            drawn = sample_categorical(probs.repeat_interleave(count, 1), coins).view(B, F, count)
             return drawn, probs.gather(2, drawn)
         order = probs / slots.exponential(V, Purpose.DRAFT)
     value, token = order.topk(count, dim=-1)
