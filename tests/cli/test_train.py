@@ -36,7 +36,10 @@ caption_dim = 48
 cls_token_num = 16
 multiple_of = 32
 """
-HEAD = "num_images = 500\nvalidation_images = 4\ngeneration_batch_size = 4\nbatch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n"
+HEAD = (
+    "num_images = 500\nvalidation_images = 4\ngeneration_batch_size = 4\n"
+    "batch_size = 2\n[schedule]\nsteps = 500\nwarmup_steps = 1\n"
+)
 
 
 def test_a_low_resolution_model_is_trained_on_images_of_anyones(run: Any, images: Path, text_model: Any) -> None:
