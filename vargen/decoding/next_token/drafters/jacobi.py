@@ -155,13 +155,14 @@ class Jacobi:
             drafted, probs = _shifted(state, state.last, tokens, length, noise)
         return Draft(drafted, Tree.of_chain(S, device), probs, valid)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         T = step.probs.shape[1]
         if T > 1:
             coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
             own = torch.full_like(step.count, T) if state.own is None else state.own
             state.last = _Pass(step.probs, coupling(step), step.verdict.count, own)
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+        return state
 
 
 def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
