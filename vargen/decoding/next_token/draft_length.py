@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, measure_pass_costs
+from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import parse_float, parse_int, short_repr, suggest_names
 
@@ -162,11 +162,9 @@ class Auto:
         max_fed = min(self.max_fed, model.grid[0] * model.grid[1])
         if model.device.type != "cpu":
             return Fixed(max_fed)
-        candidates = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if w < max_fed] + [max_fed]
         growth = Growth(self.promising, self.memory)
-        return _ControlledWindow(
-            WidthController(measure_pass_costs(model, condition, images, candidates), growth, self.probes, least=4, margin=1.1)
-        )
+        costs = measure_pass_costs(model, condition, images, candidate_widths(max_fed))
+        return _ControlledWindow(WidthController(costs, growth, self.probes, least=4, margin=1.1))
 
 
 @dataclass

@@ -22,8 +22,7 @@ from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.captured import CUDAGraph, Graph, Replayed
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
-from vargen.decoding.next_token.drafters import Sequential
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, MovingModel, TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
@@ -74,8 +73,8 @@ def decode(
         raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
-    max_fed = 1 if method.drafter is None else method.drafter.max_fed
-    with use_best_threads(model, condition, len(seeds), max_fed) as threads, inference_mode_for(torch.device(model.device)):
+    max_width = method.drafter.max_width
+    with use_best_threads(model, condition, len(seeds), max_width) as threads, inference_mode_for(torch.device(model.device)):
         run = Run(model.device, model.grid[0] * model.grid[1], callback, profile)
         image = _loop(run, model, condition, seeds.to(model.device), method, sampling)
         stats = image.stats(method.name, threads)
@@ -103,11 +102,11 @@ def prefill(
     run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
 ) -> tuple[Passes, Output]:
     """Run the prefill. Returns the `Passes` that continue from it, and its output, from which token 0 is sampled."""
-    drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
+    drafter, rule = accelerator.drafter.bind(model), accelerator.acceptance.bind(model)
     with run.part("prefill"):
-        cache, out = model.prefill(condition, drafter.max_fed)
+        cache, out = model.prefill(condition, drafter.max_width)
         state = drafter.start(model, condition, seeds, sampling, out)
-    images = _Images(seeds, run.total, drafter.max_fed, model)
+    images = _Images(seeds, run.total, drafter.max_width, model)
     return Passes(run, model, cache, drafter, state, rule, sampling, images), out
 
 
@@ -118,7 +117,7 @@ class Passes:
     run: Run
     model: TokenModel
     cache: Any
-    drafter: Drafter[Any]
+    drafter: Drafter
     state: Any
     rule: AcceptanceRule
     sampling: Sampling
@@ -169,16 +168,16 @@ def _refused(run: Run, model: TokenModel) -> str | None:
     if run.timed_by_part:
         return "their parts are timed"
     for each in (model, model.draft_model):
-        if isinstance(each, MovingModel) and each.moving:
-            return each.moving
+        if each is not None and each.capture_blocker:
+            return each.capture_blocker
     return None
 
 
 def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
-    """Add `Draft.soft` to the draft if the rule is relaxed and sampling is greedy; otherwise return it unchanged."""
+    """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
     if rule.exact or not sampling.greedy:
         return draft
-    return replace(draft, soft=to_probs(logits, replace(sampling, temperature=1.0)))
+    return replace(draft, unfiltered_probs=to_probs(logits, replace(sampling, temperature=1.0)))
 
 
 class _Images:
@@ -211,7 +210,7 @@ class _Images:
         if len(logits) != B:
             raise ValueError(f"condition must have a row for each of the {B} seeds, got {len(logits)}")
         position = torch.zeros(B, 1, dtype=torch.int64, device=self.seeds.device)
-        empty = Draft.empty(B, self.model.vocab, self.seeds.device)
+        empty = Draft.make_empty(B, self.model.vocab, self.seeds.device)
         self.tokens[:, 0] = shared_noise(probs, empty, Noise(self.seeds, position, own=self.own), self.relaxation).next_token
         self.histogram[1] += B
         run.record(logits, position, self.tokens[:, : self.total], self.length, torch.ones_like(self.length))
@@ -231,13 +230,13 @@ class _Images:
             The number of tokens committed, `[B]`; 0 for a finished image.
         """
         count = torch.minimum(verdict.count, self.total - self.length)
-        committed = verdict.committed(fed)
+        committed = verdict.gather_committed(fed)
         self.tokens.scatter_(1, self.length[:, None] + torch.arange(committed.shape[1], device=fed.device), committed)
         self.histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation += verdict.relaxation * (count > 0)
-        if not draft.tree.chain:
-            ranks = draft.tree.widest
+        if not draft.tree.is_chain:
+            ranks = draft.tree.max_children
             self.siblings = _longer(self.siblings, ranks)
             self.siblings[:ranks] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
         self.length = self.length + count

@@ -11,8 +11,8 @@ Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N to
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -28,13 +28,13 @@ from vargen.decoding.next_token.drafters.initial import (
     from_low_res,
     low_res_model,
 )
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.protocols import Drafter, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import resolve_name, short_repr
 
-Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
+Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 
 
 @dataclass
@@ -69,7 +69,7 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Jacobi:
+class Jacobi(Drafter):
     """Draft a chain from the output of the previous pass.
 
     Args:
@@ -77,9 +77,9 @@ class Jacobi:
             its name: `"adaptive"` or `"auto"`.
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), `"judged"`
             (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
-        initial: first draft token of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from
-            a low-resolution image), `"low-res-refreshed"` (from one that is updated with the committed tokens), or a function
-            like those in `vargen.decoding.next_token.drafters.initial`.
+        initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), `"low-res-refreshed"`
+            (from one that is updated with the committed tokens), or a function like those in
+            `vargen.decoding.next_token.drafters.initial`.
 
     Raises:
         ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
@@ -89,7 +89,6 @@ class Jacobi:
     window: int | str | Window = 16
     coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
     initial: Initial | InitialDraft = "uniform"
-    topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
         policy = parse_window(self.window)
@@ -99,31 +98,31 @@ class Jacobi:
         resolve_name("initial", self.initial, INITIAL_DRAFTS)
 
     @property
-    def max_fed(self) -> int:
+    def max_width(self) -> int:
         return parse_window(self.window).max_fed
 
-    def bind(self, model: TokenModel) -> Jacobi:
+    def bind(self, model: TokenModel) -> Self:
         """Return this drafter.
 
         Raises:
             ValueError: if the window exceeds the grid and cannot be shortened.
         """
-        self.check_grid(model.grid[0] * model.grid[1])
+        self.validate_grid(model.grid[0] * model.grid[1])
         if self.initial in LOW_RES:
             low_res_model(model)
         return self
 
-    def check_grid(self, tokens: int) -> None:
+    def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
         window = parse_window(self.window)
         if window.max_fed > tokens and not window.shrinks:
             raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_fed)}")
 
-    def fitted(self, tokens: int) -> Jacobi:
+    def fit_to_grid(self, tokens: int) -> Self:
         """Return the drafter with a window of at most `tokens` tokens."""
         return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
 
-    def resized(self, window: int | str) -> Jacobi:
+    def with_window(self, window: int | str) -> Self:
         """Return the drafter with another window; see `window` above."""
         return replace(self, window=window)
 
@@ -141,7 +140,7 @@ class Jacobi:
         S, device = T - 1, tokens.device
         if S == 0:  # no draft; if the window widens again, start from initial draft tokens
             state.last = None
-            return Draft.empty(len(tokens), state.vocab, device)
+            return Draft.make_empty(len(tokens), state.vocab, device)
         slots = torch.arange(S, device=device)
         position = length[:, None] + slots
         valid = position < state.total
@@ -153,7 +152,7 @@ class Jacobi:
             probs = probs.expand(len(tokens), S, -1)
         else:
             drafted, probs = _shifted(state, state.last, tokens, length, noise)
-        return Draft(drafted, Tree.of_chain(S, device), probs, valid)
+        return Draft(drafted, Tree.make_chain(S, device), probs, valid)
 
     def observe(self, state: _State, step: Step) -> _State:
         T = step.probs.shape[1]
@@ -226,13 +225,13 @@ def gumbel(step: Step) -> Tensor:
     The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). If the rule is
     `shared_noise`, it has already sampled these tokens.
     """
-    drawn = step.verdict.drawn
+    drawn = step.verdict.sampled
     return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
 
 
 def judged(step: Step) -> Tensor:
-    """Use the tokens that the rule kept or resampled (`Verdict.drawn` of `PooledRule`); without them, use `maximal`."""
-    return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
+    """Use the tokens that the rule kept or resampled (`Verdict.sampled` of `PooledRule`); without them, use `maximal`."""
+    return maximal(step) if step.verdict.sampled is None else step.verdict.sampled
 
 
 COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel, "judged": judged}

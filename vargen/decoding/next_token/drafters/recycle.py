@@ -5,17 +5,18 @@ Shape suffixes: B images, T tokens fed in one pass, K candidates kept, V vocabul
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
+from vargen.decoding.next_token.drafters.base import ChainDrafter
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
-from vargen.values import parse_int, short_repr
+from vargen.values import number_field, validate_fields
 
 
 @dataclass
@@ -34,62 +35,31 @@ class _State:
 
 
 @dataclass(frozen=True)
-class Recycle:
+class Recycle(ChainDrafter):
     """Draft from the target's latest distribution after the same token (Luo et al. 2024, token recycling).
 
-    Every pass predicts what follows each fed token, including rejected draft tokens. The `kept` most probable candidates are
+    Every pass predicts what follows each fed token, including rejected draft tokens. The `top_k` most probable candidates are
     stored per token, within the image. When the token occurs again, a draft token is sampled from them, and another one after
     that. The paper takes the most probable candidates and builds a tree; sampling with recorded probabilities is accepted more
     often where no token is likely, as in images. There is no draft after a token that has not occurred in the image.
 
     Args:
-        drafts: draft tokens per pass, at least 1.
-        kept: candidates stored per token, at least 1.
+        length: draft tokens per pass, at least 1.
+        top_k: candidates stored per token, at least 1.
 
     Raises:
         ValueError: if a value is out of range. `bind` raises it if the chain does not fit the grid.
     """
 
-    drafts: int = 3
-    kept: int = 64
-    topology: str = field(default="chain", init=False)
+    length: int = number_field(3, 1, is_integer=True)
+    top_k: int = number_field(64, 1, is_integer=True)
 
     def __post_init__(self) -> None:
-        for name in ("drafts", "kept"):
-            number = parse_int(getattr(self, name), 1)
-            if number is None:
-                raise ValueError(f"{name} must be a whole number of at least 1, got {short_repr(getattr(self, name))}")
-            object.__setattr__(self, name, number)
-
-    @property
-    def max_fed(self) -> int:
-        return self.drafts + 1
-
-    def bind(self, model: TokenModel) -> Recycle:
-        """Return this drafter.
-
-        Raises:
-            ValueError: if the chain does not fit after the first token of the grid.
-        """
-        self.check_grid(model.grid[0] * model.grid[1])
-        return self
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
-        if self.drafts >= tokens:
-            raise ValueError(f"drafts must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.drafts}")
-
-    def fitted(self, tokens: int) -> Recycle:
-        """Return the drafter with a chain that fits after the first token of a grid of `tokens` tokens."""
-        return replace(self, drafts=min(self.drafts, tokens - 1))
-
-    def resized(self, window: int | str) -> Recycle:
-        """Return this drafter unchanged: numbers apply to windows, and a chain has none."""
-        return self
+        validate_fields(self)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         rows, columns = model.grid
-        shape = (len(seeds), model.vocab, min(self.kept, model.vocab))
+        shape = (len(seeds), model.vocab, min(self.top_k, model.vocab))
         candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
         return _State(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device), seeds[:, None])
 
@@ -98,7 +68,7 @@ class Recycle:
         fed, probs = [tokens.gather(1, length[:, None] - 1)[:, 0]], []
         known = torch.ones_like(length, dtype=torch.bool)
         valid = []
-        for slot in range(self.drafts):
+        for slot in range(self.length):
             weights = state.weights[image, fed[-1]]  # [B, K]
             known = known & (weights.sum(1) > 0) & (length + slot < state.total)
             q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
@@ -108,7 +78,9 @@ class Recycle:
             probs.append(q)
             valid.append(known)
         state.fed = torch.stack(fed, 1)
-        return Draft(state.fed[:, 1:], Tree.of_chain(self.drafts, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1))
+        return Draft(
+            state.fed[:, 1:], Tree.make_chain(self.length, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1)
+        )
 
     def observe(self, state: _State, step: Step) -> _State:
         """Store the target's most probable tokens after each fed token.

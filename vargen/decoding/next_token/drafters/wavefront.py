@@ -10,7 +10,7 @@ Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.jacobi import Jacobi
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
-from vargen.values import parse_int, short_repr
+from vargen.values import number_field, short_repr, validate_fields
 
 
 @dataclass
@@ -52,16 +52,13 @@ class Wavefront(Jacobi):
 
     window: Any = 48
     coupling: Any = "judged"
-    reach: int = field(default=4)
+    reach: int = number_field(4, 0, is_integer=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reach = parse_int(self.reach, 0)
-        if reach is None:
-            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {short_repr(self.reach)}")
+        validate_fields(self)
         if self.coupling != "judged":
             raise ValueError(f"coupling of a wavefront must be 'judged', got {short_repr(self.coupling)}")
-        object.__setattr__(self, "reach", reach)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
         rows, columns = model.grid
@@ -73,7 +70,7 @@ class Wavefront(Jacobi):
         draft = super().propose(state.jacobi, tokens, length, step)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
         state.length = length
-        return replace(draft, kept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
+        return replace(draft, force_accept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
 
     def observe(self, state: Any, step: Step) -> Any:
         """Mark the tokens that this pass sampled with enough settled context as kept."""
