@@ -42,16 +42,12 @@ METHODS = {
     "gumbel-tree": PRESETS["gumbel-tree"],
     "speculative": PRESETS["speculative"],
     "speculative, coupled": Accelerator(drafter=Speculative(4, shared_noise=True), acceptance=shared_noise),
-    "dynamic, drawn, traversal": Accelerator(drafter=SpeculativeTree(DYNAMIC, "without-replacement"), acceptance=traversal),
-    "dynamic, drawn, recursive": Accelerator(
-        drafter=SpeculativeTree(DYNAMIC, "without-replacement"), acceptance=recursive_rejection
-    ),
+    "dynamic, drawn, traversal": Accelerator(drafter=SpeculativeTree(DYNAMIC), acceptance=traversal),
+    "dynamic, drawn, recursive": Accelerator(drafter=SpeculativeTree(DYNAMIC), acceptance=recursive_rejection),
     "dynamic, coupled": Accelerator(drafter=SpeculativeTree(DYNAMIC, "shared-noise"), acceptance=shared_noise),
     "dynamic, most probable (EAGLE-2)": Accelerator(drafter=SpeculativeTree(DYNAMIC, "top-k"), acceptance=recursive_rejection),
-    "static, drawn, traversal": Accelerator(drafter=SpeculativeTree("wide-15", "without-replacement"), acceptance=traversal),
-    "static, drawn, recursive": Accelerator(
-        drafter=SpeculativeTree("wide-15", "without-replacement"), acceptance=recursive_rejection
-    ),
+    "static, drawn, traversal": Accelerator(drafter=SpeculativeTree("wide-15"), acceptance=traversal),
+    "static, drawn, recursive": Accelerator(drafter=SpeculativeTree("wide-15"), acceptance=recursive_rejection),
     "static, with replacement, K-SEQ": Accelerator(drafter=SpeculativeTree("wide-15", "with-replacement"), acceptance=k_seq),
     "static, coupled": Accelerator(drafter=SpeculativeTree("wide-15", "shared-noise"), acceptance=shared_noise),
     "jacobi tree, auto": Accelerator(drafter=JacobiTree("auto", "gumbel"), acceptance=shared_noise),

@@ -28,7 +28,7 @@ from vargen.decoding import (
     shared_noise,
     speculative_sampling,
 )
-from vargen.decoding.next_token.acceptance import acceptance_rule, chances, judged, residual
+from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
 from vargen.decoding.next_token.draft_length import Adaptive
 from vargen.decoding.next_token.drafters.jacobi import maximal
 from vargen.decoding.noise import Purpose
@@ -142,7 +142,9 @@ def least_of_two(p, draft, noise, relaxation):
 def surplus(step):
     """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
     p, draft, noise = step.probs, step.draft, step.noise
-    accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
+    accepted = (
+        (noise.uniform(Purpose.ACCEPT)[:, :-1] * gather_p_and_q(p, draft)[1] < gather_p_and_q(p, draft)[0]).cumprod(1).bool()
+    )
     resample_rejected = noise.draw(p, Purpose.REDRAW)
     return torch.cat([torch.where(accepted, draft.tokens, resample_rejected[:, :-1]), resample_rejected[:, -1:]], dim=1)
 
@@ -238,10 +240,10 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
 
 def test_an_empty_residual_falls_back_to_the_target():
     p = torch.tensor([[0.25, 0.75, 0.0]])
-    assert torch.equal(residual(p, p), p)
+    assert torch.equal(residual_weights(p, p), p)
     draft = Draft(torch.tensor([[1]]), Tree.make_chain(1), p[:, None])
     noise = Noise(torch.tensor([3]), torch.tensor([[0, 1]]))
-    verdict = judged(torch.tensor([[False]]), p[:, None].expand(1, 2, 3), draft, noise)
+    verdict = verify_chain(torch.tensor([[False]]), p[:, None].expand(1, 2, 3), draft, noise)
     assert verdict.next_token.item() in (0, 1)
 
 

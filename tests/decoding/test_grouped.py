@@ -33,7 +33,7 @@ def plain_group(p: list[float], token: int, size: int, delta: float) -> set[int]
 def test_groups_equal_a_plain_walk_over_ranks(size, delta):
     probs, draft, _ = window_of_laws(20, 12, 4)
     rule = GroupedRule(size=size, delta=delta)
-    member = rule.members(probs[:, :-1], draft.tokens)
+    member = rule.group_members(probs[:, :-1], draft.tokens)
     for image in range(20):
         for slot in range(4):
             token = int(draft.tokens[image, slot])
@@ -48,10 +48,10 @@ def test_the_distance_filter_leaves_out_codes_that_look_different():
     model.codebook = codes
     rule = GroupedRule(size=12, delta=1.0, distance=0.8).bind(model)
     assert rule == GroupedRule(size=12, delta=1.0, distance=0.8)  # a bound rule is still the same method
-    member = rule.members(probs[:, :-1], draft.tokens)
+    member = rule.group_members(probs[:, :-1], draft.tokens)
     gap = (codes[member] - codes[draft.tokens][..., None, :]).square().sum(-1)
     assert (gap < 0.8).all()
-    loose = GroupedRule(size=12, delta=1.0).members(probs[:, :-1], draft.tokens)
+    loose = GroupedRule(size=12, delta=1.0).group_members(probs[:, :-1], draft.tokens)
     assert (member != draft.tokens[..., None]).sum() < (loose != draft.tokens[..., None]).sum()
 
 
@@ -76,7 +76,7 @@ def test_mean_relaxation_bounds_the_one_step_total_variation():
     chance = torch.zeros(6, dtype=torch.float64)
     for d in range(6):
         draft = Draft(torch.tensor([[d]]), Tree.make_chain(1), q[:, None])
-        member = rule.members(p[:, None], draft.tokens)[0, 0]
+        member = rule.group_members(p[:, None], draft.tokens)[0, 0]
         group = [d, *{int(m) for m in member} - {d}]
         chance[d] = max(min(1.0, float(p[0, group].sum() / q[0, group].sum())), min(1.0, float(p[0, d] / q[0, d])))
     left = (p[0] - q[0]).clamp(min=0)

@@ -113,7 +113,7 @@ def with_residual(make):
     @acceptance_rule(exact=False)
     def wrong(probs, draft, noise, relaxation):
         verdict = rule(probs, draft, noise, relaxation)
-        p, near = probs[:, 0], rule.nearest[draft.tokens[:, 0]].long()
+        p, near = probs[:, 0], rule.neighbor_table[draft.tokens[:, 0]].long()
         mass = p.gather(1, near).cumsum(1)
         counted = mass <= 2.0 * p.gather(1, draft.tokens)
         left = make(p, draft.probs[:, 0], draft.tokens, near, counted)
@@ -227,7 +227,7 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
     q = torch.nn.functional.one_hot(tokens, 9).double()
     noise = Noise(torch.arange(400), 7 + tree.depth.expand(400, -1), 3)
     verdict = rule(hard, Draft(tokens, tree, q, unfiltered_probs=soft), noise, torch.zeros(400))
-    near, plain, loosened = rule.nearest.tolist(), soft.tolist(), 0
+    near, plain, loosened = rule.neighbor_table.tolist(), soft.tolist(), 0
     for i in range(400):
         path, spent, kept = [0], 0, True
         while kept:
@@ -325,7 +325,7 @@ def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
     draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.make_chain(5), drafted)
     loose, tight = (bound(dataclasses.replace(rule, tightening=nu), 9) for nu in (0.0, 0.7))
     siblings = Siblings(probs[:, :-1], drafted, draft.tokens, torch.arange(1, 6)[None])
-    all_alike, tapered = (rule.granted(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
+    all_alike, tapered = (rule.relaxation(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
     assert torch.allclose(all_alike, all_alike[:, :1].expand(-1, 5))  # the same draft of the same probabilities
     assert torch.allclose(tapered, all_alike * torch.tensor([math.exp(-0.7 * i) for i in range(5)]))
     assert all_alike.max() > 0.05
@@ -335,7 +335,7 @@ def test_a_ratio_that_tightens_falls_towards_one():
     """Granted beyond p / q, ratio w becomes 1 + (w - 1) exp(-nu i): Cool-SD's, but never below the exact rule."""
     p, q = torch.tensor([0.1, 0.9]), torch.tensor([0.6, 0.4])
     drafts = Siblings(p.expand(1, 3, 2), q.expand(1, 3, 2), torch.zeros(1, 3, dtype=torch.int64), torch.arange(1, 4)[None])
-    granted = RatioRule(2.0, tightening=0.5).granted(drafts, torch.arange(1, 4))
+    granted = RatioRule(2.0, tightening=0.5).relaxation(drafts, torch.arange(1, 4))
     assert torch.allclose(granted[0] / (0.1 / 0.6), torch.tensor([math.exp(-0.5 * i) for i in range(3)]))
 
 
@@ -397,7 +397,7 @@ def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache
         content = dict(stored)
     if damage == "another codebook":
         other = build_neighbor_table(codes(40, seed=8), 6)
-        content = {"codebook": neighbours.digest(codes(40, seed=8)), "nearest": other.numpy()}
+        content = {"codebook": neighbours.hash_codebook(codes(40, seed=8)), "nearest": other.numpy()}
     content["nearest"] = {"cut": content["nearest"][:-1], "out of range": content["nearest"] + 40,
                           "too narrow": content["nearest"][:, :5]}.get(damage, content["nearest"])  # fmt: skip
     np.savez(path, **content)
@@ -419,10 +419,10 @@ def test_a_neighbourhood_is_the_longest_prefix_within_its_bounds():
     p, _ = random_probs(50, 12, True).unbind(1)
     rule = bound(NeighborhoodRule(size=7, ratio=3.0, delta=0.3), 12)
     tokens = torch.arange(50)[:, None] % 12
-    found = rule.mass(p[:, None], tokens)[:, 0]
+    found = rule.neighbor_prob(p[:, None], tokens)[:, 0]
     for image in range(50):
         token, mass = image % 12, 0.0
-        for other in rule.nearest[token].tolist():
+        for other in rule.neighbor_table[token].tolist():
             if mass + p[image, other] > min(0.3, 2.0 * p[image, token]):
                 break
             mass += p[image, other]
@@ -486,7 +486,7 @@ def test_neighbourhoods_need_a_codebook_of_the_vocabulary():
     with pytest.raises(ValueError, match="finite"):
         NeighborhoodRule().bind(model)
     with pytest.raises(ValueError, match="bind"):
-        NeighborhoodRule().mass(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
+        NeighborhoodRule().neighbor_prob(torch.ones(1, 1, 4) / 4, torch.zeros(1, 1, dtype=torch.int64))
 
 
 def test_noise_is_not_touched_by_what_is_granted():

@@ -273,11 +273,11 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
 
     def generous(budget):
         def test(siblings):
-            chance = siblings.exact_chance
+            chance = siblings.exact_accept_prob
             granted = 1 - chance
-            if siblings.room is not None:
-                granted = torch.minimum(granted, siblings.room)
-            return acceptance.SiblingDecision(chance + granted, siblings.left, granted)
+            if siblings.max_relaxation is not None:
+                granted = torch.minimum(granted, siblings.max_relaxation)
+            return acceptance.SiblingDecision(chance + granted, siblings.residual, granted)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):

@@ -21,7 +21,9 @@ from torch import Tensor
 from vargen.decoding import (
     Accelerator,
     Draft,
+    Eagle,
     Jacobi,
+    Medusa,
     Method,
     Noise,
     Purpose,
@@ -64,7 +66,7 @@ class Case:
         model.codebook = torch.randn(3, 4, generator=generator)  # for rules that use similarity of tokens
         model.example_tokens = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
         model.draft_model = TableModel(seed=77, **arguments)
-        model.draft_heads = {"eagle": TableEagle(model.draft_model), "medusa": TableMedusa(model.draft_model)}
+        model.draft_heads = {Eagle.kind: TableEagle(model.draft_model), Medusa.kind: TableMedusa(model.draft_model)}
         model.low_res = TableLowRes(model.draft_model)
         return model
 

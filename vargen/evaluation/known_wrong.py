@@ -35,7 +35,7 @@ PAIRS = StaticTree(make_k_ary(2, 2))
 
 
 def _inverted(siblings: Siblings) -> SiblingDecision:
-    p, q = siblings.own
+    p, q = siblings.p_and_q
     assert siblings.q is not None
     return SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 

@@ -154,7 +154,7 @@ def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
         if isinstance(rule, GroupedRule):
             object.__setattr__(rule, "codebook", codes)
         else:
-            object.__setattr__(rule, "nearest", near[:, : rule.size].contiguous())
+            object.__setattr__(rule, "neighbor_table", near[:, : rule.size].contiguous())
     return rules
 
 
@@ -162,8 +162,8 @@ def wanted_by(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None,
     if isinstance(rule, GroupedRule):
         assert rule.codebook is not None
         return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
-    assert rule.nearest is not None
-    return neighborhood_accept_prob(p, q, tokens, rule.nearest.to(DEVICE), rule.ratio, rule.delta)
+    assert rule.neighbor_table is not None
+    return neighborhood_accept_prob(p, q, tokens, rule.neighbor_table.to(DEVICE), rule.ratio, rule.delta)
 
 
 @pytest.mark.parametrize("number", range(6))
@@ -176,14 +176,14 @@ def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> N
     probs, tokens, q, marks, seeds, position = case.there()
     for budget, tightening in ((None, 0.0), (0.5, 0.3)):
         limited = replace(rule, budget=budget, tightening=tightening)
-        for name in ("codebook", "nearest"):
+        for name in ("codebook", "neighbor_table"):
             if hasattr(rule, name):
                 object.__setattr__(limited, name, getattr(rule, name))
         spent = torch.tensor([0.0, 0.2, 0.6])
         expected = limited(case.probs, case.draft, case.noise, spent)
         wanted = wanted_by(limited, probs[:, :-1], q, tokens)
         torch.testing.assert_close(
-            wanted.cpu(), limited.wanted(case.probs[:, :-1], case.draft.probs, case.draft.tokens), atol=1e-5, rtol=1e-5
+            wanted.cpu(), limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens), atol=1e-5, rtol=1e-5
         )
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
         got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, wanted=wanted, **limits)  # type: ignore[arg-type]

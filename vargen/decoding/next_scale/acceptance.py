@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.exact import residual
+from vargen.decoding.next_token.acceptance.exact import residual_weights
 from vargen.decoding.noise import Noise, Purpose, coins, uniform
 from vargen.kernels.categorical import categorical
 
@@ -58,7 +58,7 @@ def token_wise(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tenso
     """
     at = draft[..., None]
     accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
-    redrawn = noise.draw(residual(p, q), Purpose.RESIDUAL)
+    redrawn = noise.draw(residual_weights(p, q), Purpose.RESIDUAL)
     return torch.where(accepted, draft, redrawn), accepted.all(1)
 
 

@@ -8,7 +8,8 @@ feature width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Protocol, Self
 
@@ -220,6 +221,33 @@ class AcceptanceRule:
             relaxation: float32 `[B]`, relaxation that the image spent in earlier passes. Ignored by exact rules.
         """
         raise NotImplementedError
+
+
+VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
+
+
+@dataclass(frozen=True)
+class FunctionRule(AcceptanceRule):
+    """An `AcceptanceRule` given by a single function that needs nothing from the model."""
+
+    function: VerifyFunction
+    exact: bool
+    topologies: tuple[str, ...] = ("chain",)
+    requires: tuple[str, ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        return self.function(probs, draft, noise, relaxation)
+
+
+def acceptance_rule(
+    *, exact: bool, topologies: tuple[str, ...] = ("chain",), requires: tuple[str, ...] = ()
+) -> Callable[[VerifyFunction], FunctionRule]:
+    """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
+    return lambda function: FunctionRule(function, exact, topologies, requires)
 
 
 class DraftHead:

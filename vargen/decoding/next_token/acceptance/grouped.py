@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.exact import probability
+from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.values import number_field
@@ -58,7 +58,7 @@ class GroupedRule(RelaxedRule):
         object.__setattr__(bound, "codebook", model.codebook)
         return bound
 
-    def members(self, p: Tensor, tokens: Tensor) -> Tensor:
+    def group_members(self, p: Tensor, tokens: Tensor) -> Tensor:
         """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`.
 
         Excluded members are replaced by the draft token itself.
@@ -76,16 +76,16 @@ class GroupedRule(RelaxedRule):
             joins &= gap.square().sum(-1) < self.distance
         return torch.where(joins, member, tokens[..., None])
 
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        if fused.applies(p):
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        if fused.is_available(p):
             from vargen.kernels.accept_wanted import grouped_accept_prob
 
             codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
             return grouped_accept_prob(p, q, tokens, self.size, self.delta, self.distance, codes)
-        member = self.members(p, tokens)
+        member = self.group_members(p, tokens)
         joined = member != tokens[..., None]
-        group_p = probability(p, tokens) + (p.gather(2, member) * joined).sum(2)
-        group_q = probability(q, tokens)
+        group_p = gather_prob(p, tokens) + (p.gather(2, member) * joined).sum(2)
+        group_q = gather_prob(q, tokens)
         if q is not None:
             group_q = group_q + (q.gather(2, member) * joined).sum(2)
         return torch.where(group_q > 0, group_p / group_q, 0.0)

@@ -17,13 +17,8 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.draft_model import Speculative
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.expand import (
-    CHILD_SAMPLING,
-    ChildSampling,
-    Frontier,
-    grow_tree,
-    validate_child_sampling,
-)
+from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
+from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise

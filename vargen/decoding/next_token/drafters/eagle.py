@@ -18,7 +18,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, gather_slots, require_features
-from vargen.decoding.next_token.protocols import AutoregressiveHead, TokenModel
+from vargen.decoding.next_token.protocols import AutoregressiveHead, DraftHead, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape
@@ -46,7 +46,7 @@ class Eagle(HeadDrafter):
     """Draft chains and trees with an EAGLE layer, one of its passes per level; see `HeadDrafter`."""
 
     kind: ClassVar[str] = "eagle"
-    head_class: ClassVar[type] = AutoregressiveHead
+    head_class: ClassVar[type[DraftHead]] = AutoregressiveHead
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
         head, shape, total, choice = self.find_head(model), self.tree_shape, model.grid[0] * model.grid[1], None

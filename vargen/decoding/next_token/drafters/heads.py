@@ -14,7 +14,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Output, Step
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.protocols import DraftHead, TokenModel
-from vargen.decoding.next_token.trees.expand import CHILD_SAMPLING, ChildSampling, validate_child_sampling
+from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.shapes import (
     MAX_TREE_WIDTH,
     AutoTree,

@@ -17,7 +17,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance import chances, resample_rejected
+from vargen.decoding.next_token.acceptance import gather_p_and_q, resample_rejected
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.draft_length import Fixed, Window, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
@@ -215,7 +215,7 @@ def maximal(step: Step) -> Tensor:
     The old and the new token agree with probability 1 - TV(p, q), the maximum over all couplings (SCD, section 4; SJD-PAC calls
     this step adaptive continuation). Slots without a valid draft token are sampled from p.
     """
-    p, q = chances(step.probs, step.draft)
+    p, q = gather_p_and_q(step.probs, step.draft)
     return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
 
 

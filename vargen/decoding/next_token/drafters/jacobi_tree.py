@@ -21,7 +21,7 @@ from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
 from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.expand import exclude_earlier_siblings
+from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, require_features
-from vargen.decoding.next_token.protocols import ParallelHeads, TokenModel
+from vargen.decoding.next_token.protocols import DraftHead, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
@@ -41,7 +41,7 @@ class Medusa(HeadDrafter):
 
     shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
-    head_class: ClassVar[type] = ParallelHeads
+    head_class: ClassVar[type[DraftHead]] = ParallelHeads
 
     def bind(self, model: TokenModel) -> Self:
         heads, shape = self.find_head(model).num_heads, self.tree_shape

@@ -11,35 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Tree
-from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, TreeShape, compute_depths
-from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.categorical import categorical
+from vargen.decoding.next_token.trees.children import ChildSampling, exclude_earlier_siblings, sample_children
+from vargen.decoding.next_token.trees.shapes import DynamicTree, StaticTree, TreeShape, compute_depths
+from vargen.decoding.noise import Noise
 from vargen.modes import normal_tensors
-from vargen.values import short_repr
-
-ChildSampling = Literal["top-k", "without-replacement", "with-replacement", "shared-noise"]
-CHILD_SAMPLING: dict[str, tuple[str, ...]] = {  # and what each provides to rules; see `Drafter.provides`
-    "top-k": ("independent-per-pass",),
-    "without-replacement": ("independent-per-pass",),
-    "with-replacement": ("independent-per-pass", "with-replacement"),
-    "shared-noise": (),
-}
-
-
-def validate_child_sampling(child_sampling: object, shape: TreeShape | AutoTree) -> None:
-    """Raise ValueError unless `child_sampling` is a known way to select children and applies to trees of this shape."""
-    if child_sampling not in CHILD_SAMPLING:
-        raise ValueError(f"child_sampling must be one of {', '.join(CHILD_SAMPLING)}, got {short_repr(child_sampling)}")
-    if child_sampling == "with-replacement" and isinstance(shape, DynamicTree):
-        raise ValueError(
-            "child_sampling 'with-replacement' needs a StaticTree: in a DynamicTree the number of siblings depends on them"
-        )
 
 
 @dataclass(frozen=True)
@@ -94,10 +75,7 @@ def grow_tree(
     Args:
         expand: called once per level, from the root down.
         shape: number and arrangement of slots.
-        child_sampling: how the K children of a slot are selected from its q. `"top-k"`: the K most probable tokens (EAGLE-2),
-            not sampled. `"without-replacement"`: the K largest values of log q + Gumbel noise (Kool et al. 2019), in descending
-            order. `"with-replacement"`: sampled independently of each other, for static trees only. `"shared-noise"`: the K
-            largest values of log q + G with the shared noise G, for the rule `shared_noise`.
+        child_sampling: how the children of a slot are selected; see `sample_children`.
         root: int64 `[B]`, the last committed tokens.
         noise: of the pass; its position `[B, 1]` is that of the token after the root.
         total: number of tokens of the grid; slots past it are invalid.
@@ -105,36 +83,6 @@ def grow_tree(
     if isinstance(shape, DynamicTree):
         return _grow_dynamic(expand, shape, child_sampling, root, noise, total)
     return _grow_static(expand, shape, child_sampling, root, noise, total)
-
-
-def sample_children(probs: Tensor, count: int, child_sampling: ChildSampling, noise: Noise) -> tuple[Tensor, Tensor]:
-    """Select the children of each slot.
-
-    Returns int64 `[B, F, K]`, in order, and the float `[B, F, K]` values that define the order, which are 0 where a slot has no
-    further child.
-
-    Args:
-        probs: float32 `[B, F, V]`.
-        count: K.
-        child_sampling: see `grow_tree`.
-        noise: its position `[B, 1]` is that of all these children.
-    """
-    B, F, V = probs.shape
-    if child_sampling == "top-k":
-        order = probs
-    elif child_sampling == "shared-noise":
-        order = probs / noise.exponential(V, Purpose.TOKEN)
-    else:
-        slots = noise.branch(torch.arange(F, device=probs.device))
-        if child_sampling == "with-replacement":
-            ranks = torch.arange(count, device=probs.device).repeat(F)
-            places = torch.arange(F, device=probs.device).repeat_interleave(count)
-            uniforms = noise.branch(places * count + ranks).coins(Purpose.DRAFT)
-            drafted = categorical(probs.repeat_interleave(count, 1), uniforms).view(B, F, count)
-            return drafted, probs.gather(2, drafted)
-        order = probs / slots.exponential(V, Purpose.DRAFT)
-    value, token = order.topk(count, dim=-1)
-    return token, value
 
 
 # -- static trees -------------------------------------------------------------------------------------------------------
@@ -317,15 +265,3 @@ def _child_probs(
     if child_sampling == "with-replacement":
         return q
     return exclude_earlier_siblings(q, tokens, tokens[:, None, :], tree.earlier_siblings[..., 1:, 1:].expand(B, S, S))
-
-
-def exclude_earlier_siblings(q: Tensor, tokens: Tensor, siblings: Tensor, earlier: Tensor) -> Tensor:
-    """Remove the earlier siblings of draft tokens `[B, S]` from q `[B, S, V]`, and renormalize.
-
-    Args:
-        siblings: tokens `[B, S, K]` or `[B, 1, K]`, which hold the siblings of each draft token.
-        earlier: bool, `[B, S, K]` or `[S, K]`, which of them are earlier siblings.
-    """
-    own = tokens[..., None]
-    rest = q.scatter(2, torch.where(earlier, siblings, own), 0.0).scatter(2, own, q.gather(2, own))
-    return rest / rest.sum(-1, keepdim=True).clamp_min(1e-30)
