@@ -382,7 +382,7 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
     first = build_neighbor_table(codes(40), 6)
     assert [path.suffix for path in own_cache.iterdir()] == [".npz"]
     neighbours._kept.cache_clear()  # as in another process
-    monkeypatch.setattr(neighbours, "_made", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(neighbours, "_build_table", lambda *_: pytest.fail("made again"))
     assert torch.equal(build_neighbor_table(codes(40), 6), first)
     assert torch.equal(build_neighbor_table(codes(40), 2), first[:, :2])  # fewer are the first columns
 
@@ -452,21 +452,21 @@ def test_a_bound_neighbourhood_is_the_same_method():
 @pytest.mark.parametrize(
     ("rule", "arguments", "message"),
     [
-        (NeighborhoodRule, {"size": 0}, "size.*whole number of at least 1, got 0"),
+        (NeighborhoodRule, {"size": 0}, "size"),
         (NeighborhoodRule, {"size": 2.5}, "size"),
-        (NeighborhoodRule, {"ratio": 1.0}, "ratio must be above 1"),
+        (NeighborhoodRule, {"ratio": 1.0}, "ratio"),
         (NeighborhoodRule, {"ratio": float("nan")}, "ratio"),
-        (NeighborhoodRule, {"delta": 0.0}, "delta must be in"),
-        (NeighborhoodRule, {"delta": 1.5}, "delta must be in"),
-        (NeighborhoodRule, {"ratio": None}, "None for both"),
+        (NeighborhoodRule, {"delta": 0.0}, "delta"),
+        (NeighborhoodRule, {"delta": 1.5}, "delta"),
+        (NeighborhoodRule, {"ratio": None}, "ratio, delta"),
         (NeighborhoodRule, {"budget": -1.0}, "budget"),
-        (RatioRule, {"ratio": 0.9}, "ratio must be at least 1"),
+        (RatioRule, {"ratio": 0.9}, "ratio"),
         (RatioRule, {"ratio": "2"}, "ratio"),
         (TypicalRule, {"epsilon": 0.0}, "epsilon"),
         (TypicalRule, {"epsilon": 1.1}, "epsilon"),
         (TypicalRule, {"alpha": 0.0}, "alpha"),
         (TypicalRule, {"budget": float("inf")}, "budget"),
-        (RatioRule, {"tightening": -0.1}, "tightening must be at least 0"),
+        (RatioRule, {"tightening": -0.1}, "tightening"),
         (GroupedRule, {"tightening": float("inf")}, "tightening"),
     ],
 )
@@ -477,7 +477,7 @@ def test_bad_parameters_are_named(rule, arguments, message):
 
 def test_neighbourhoods_need_a_codebook_of_the_vocabulary():
     model = TableModel(vocab=4, tokens=9)
-    with pytest.raises(ValueError, match="need a model with a codebook"):
+    with pytest.raises(ValueError, match="codebook"):
         NeighborhoodRule().bind(model)
     model.codebook = codes(5)
     with pytest.raises(ValueError, match="each of the 4 tokens, got 5"):
