@@ -17,7 +17,7 @@ from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode,
 from vargen.decoding.next_token import captured
 from vargen.decoding.next_token import loop as tokens
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
-from vargen.decoding.next_token.draft_length import Auto
+from vargen.decoding.next_token.draft_length import AutoWindow
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
@@ -62,10 +62,10 @@ def drawn(
 def graphs(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Lets the test turn graphs on. All runs take the passes of other devices than CPUs: neither NumPy nor changing shapes, nor
     windows that are chosen in each pass."""
-    on, chosen = SimpleNamespace(on=False, chosen=Auto.start), Auto.start
+    on, chosen = SimpleNamespace(on=False, chosen=AutoWindow.start), AutoWindow.start
     elsewhere = torch.device("cuda")
     monkeypatch.setattr(
-        Auto, "start", lambda self, model, *rest: chosen(self, SimpleNamespace(grid=model.grid, device=elsewhere), *rest)
+        AutoWindow, "start", lambda self, model, *rest: chosen(self, SimpleNamespace(grid=model.grid, device=elsewhere), *rest)
     )
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     monkeypatch.setattr(captured, "asked_for", lambda device: on.on)
@@ -199,7 +199,7 @@ def test_a_window_that_follows_measured_costs_is_run_one_by_one(
     graphs: SimpleNamespace, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a CPU, where it is chosen in each pass."""
-    monkeypatch.setattr(Auto, "start", graphs.chosen)
+    monkeypatch.setattr(AutoWindow, "start", graphs.chosen)
     costs = lambda model, condition, images, widths: {fed: 1 + 0.01 * fed for fed in widths}  # noqa: E731
     monkeypatch.setattr("vargen.decoding.next_token.draft_length.measure_pass_costs", costs)
     method = Accelerator("mine", Jacobi("auto", "gumbel"), resolve_method("gumbel").acceptance)

@@ -1,5 +1,8 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
+import warnings
+from typing import Any
+
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
@@ -22,7 +25,7 @@ from vargen.decoding.next_token.acceptance import (
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.next_token.draft_length import AutoWindow, FixedWindow
 from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
@@ -65,10 +68,9 @@ __all__ = [
     "SKIPPED_TOKEN",
     "Accelerator",
     "AcceptanceRule",
-    "Adaptive",
     "AdaptiveThreshold",
-    "Auto",
     "AutoTree",
+    "AutoWindow",
     "AutoregressiveHead",
     "Block",
     "BlockDecoder",
@@ -82,7 +84,7 @@ __all__ = [
     "DynamicTree",
     "Eager",
     "Eagle",
-    "Fixed",
+    "FixedWindow",
     "GroupedRule",
     "Jacobi",
     "JacobiTree",
@@ -143,3 +145,13 @@ __all__ = [
     "shared_noise",
     "traversal",
 ]
+
+_RENAMED = {"Auto": "AutoWindow", "Fixed": "FixedWindow"}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class under its name of vargen 0.1, with a warning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"vargen.decoding.{name} is renamed {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -93,8 +93,10 @@ def _qualified_name(part: Any) -> str:
 
 # Class names of vargen 0.1, which occur in the specs of old run folders.
 _RENAMED = {
+    "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
+    "Fixed": "FixedWindow",
     "Grouped": "GroupedRule",
     "Neighbourhood": "NeighborhoodRule",
     "Pooled": "PooledRule",

@@ -50,7 +50,7 @@ class Speculative:
     Args:
         length: draft tokens per pass, at least 1; each takes one pass of the draft model. `"auto"` selects up to 8, maximizing
             tokens per second according to measured pass costs of both models and recent acceptance; where drafting does not pay
-            off, it stops. This depends on timing and on the batch, like the window `Auto`: the distribution is unchanged, but
+            off, it stops. This depends on timing and on the batch, like an `AutoWindow`: the distribution is unchanged, but
             an image is reproducible only with the rule `shared_noise`. On a GPU the length is fixed before the first pass.
         model: the draft model. None: `draft_model` of the target, set by pipelines with a `draft_transformer`.
         shared_noise: sample draft tokens with the shared noise, which couples them to those of the target; for the rule
@@ -145,7 +145,7 @@ class Speculative:
             drafting = measure_pass_costs(small, condition, images, [1, 2])
             steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
             choice = WidthController(steps, GeometricEstimate())
-            length = choice.next() - 1
+            length = choice.choose() - 1
         held, _ = small.prefill(condition, max(2, self.longest))
         return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
 
@@ -190,7 +190,7 @@ class Speculative:
         """
         if state.choice and step.count.device.type == "cpu":
             state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
-            state.length = state.choice.next() - 1
+            state.length = state.choice.choose() - 1
 
 
 @dataclass(frozen=True)

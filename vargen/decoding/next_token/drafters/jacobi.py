@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import chances, resample_rejected
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
-from vargen.decoding.next_token.draft_length import Fixed, Window, WindowState, parse_window
+from vargen.decoding.next_token.draft_length import FixedWindow, WindowPolicy, WindowState, parse_window
 from vargen.decoding.next_token.drafters.initial import (
     INITIAL_DRAFTS,
     LOW_RES,
@@ -41,22 +41,17 @@ Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", 
 class _Pass:
     """Result of the last pass.
 
-    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, number of committed tokens `[B]`, and how many of the T fed tokens
-    belong to the image's own window, `[B]`.
+    Its probabilities `[B, T, V]`, resampled tokens `[B, T]`, and number of committed tokens `[B]`.
     """
 
     probs: Tensor
-    resample_rejected: Tensor
-    count: Tensor
-    own: Tensor
+    resampled: Tensor
+    num_committed: Tensor
 
 
 @dataclass
 class _State:
-    """State of B images.
-
-    `own`: how many tokens fed in the current pass belong to the image's own window, `[B]`; None: all.
-    """
+    """State of B images."""
 
     vocab: int
     total: int
@@ -64,7 +59,6 @@ class _State:
     seeds: Tensor
     window: WindowState
     initial: InitialDraft
-    own: Tensor | None = None
     last: _Pass | None = None
 
 
@@ -73,8 +67,8 @@ class Jacobi:
     """Draft a chain from the output of the previous pass.
 
     Args:
-        window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, a `Window`, or
-            its name: `"adaptive"` or `"auto"`.
+        window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, a
+            `WindowPolicy`, or `"auto"` for an `AutoWindow`.
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), `"judged"`
             (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
         initial: first draft token of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from
@@ -86,21 +80,21 @@ class Jacobi:
             exceeds the grid, or the low-resolution model is missing or has another vocabulary or grid.
     """
 
-    window: int | str | Window = 16
+    window: int | str | WindowPolicy = 16
     coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
     initial: Initial | InitialDraft = "uniform"
     topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
         policy = parse_window(self.window)
-        if isinstance(policy, Fixed):
-            object.__setattr__(self, "window", policy.max_fed)  # convert NumPy integers
+        if isinstance(policy, FixedWindow):
+            object.__setattr__(self, "window", policy.max_width)  # convert NumPy integers
         resolve_name("coupling", self.coupling, COUPLINGS)
         resolve_name("initial", self.initial, INITIAL_DRAFTS)
 
     @property
     def max_fed(self) -> int:
-        return parse_window(self.window).max_fed
+        return parse_window(self.window).max_width
 
     def bind(self, model: TokenModel) -> Jacobi:
         """Return this drafter.
@@ -116,8 +110,8 @@ class Jacobi:
     def check_grid(self, tokens: int) -> None:
         """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
         window = parse_window(self.window)
-        if window.max_fed > tokens and not window.shrinks:
-            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_fed)}")
+        if window.max_width > tokens and not window.fits_any_grid:
+            raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_width)}")
 
     def fitted(self, tokens: int) -> Jacobi:
         """Return the drafter with a window of at most `tokens` tokens."""
@@ -137,16 +131,12 @@ class Jacobi:
         return _State(model.vocab, rows * columns, columns, seeds, window, initial)
 
     def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        state.own, T = state.window.widths(length)
-        S, device = T - 1, tokens.device
+        S, device = state.window.choose_width() - 1, tokens.device
         if S == 0:  # no draft; if the window widens again, start from initial draft tokens
             state.last = None
             return Draft.empty(len(tokens), state.vocab, device)
-        slots = torch.arange(S, device=device)
-        position = length[:, None] + slots
+        position = length[:, None] + torch.arange(S, device=device)
         valid = position < state.total
-        if state.own is not None:
-            valid &= slots < state.own[:, None] - 1
         noise = Noise(state.seeds, position, step)
         if state.last is None:
             drafted, probs = state.initial(Context(state.vocab, state.columns, tokens, length, None, noise))
@@ -156,11 +146,9 @@ class Jacobi:
         return Draft(drafted, Tree.of_chain(S, device), probs, valid)
 
     def observe(self, state: _State, step: Step) -> None:
-        T = step.probs.shape[1]
-        if T > 1:
+        if step.probs.shape[1] > 1:
             coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
-            own = torch.full_like(step.count, T) if state.own is None else state.own
-            state.last = _Pass(step.probs, coupling(step), step.verdict.count, own)
+            state.last = _Pass(step.probs, coupling(step), step.verdict.count)
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
 
 
@@ -172,14 +160,14 @@ def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: 
     """
     (B, T_old, _), device = last.probs.shape, tokens.device
     at = torch.arange(B, device=device)
-    source = last.count[:, None] + torch.arange(noise.position.shape[1], device=device)
-    fresh = source >= last.own[:, None]
-    kept = last.resample_rejected.gather(1, source.clamp(max=T_old - 1))
+    source = last.num_committed[:, None] + torch.arange(noise.position.shape[1], device=device)
+    fresh = source >= T_old
+    kept = last.resampled.gather(1, source.clamp(max=T_old - 1))
     known = tokens.scatter(1, noise.position.clamp(max=tokens.shape[1] - 1), kept)  # undefined after the known ones
-    reach = length + (last.own - last.count).clamp(min=0)
+    num_known = length + (T_old - last.num_committed)
     first = _first_fresh(last, noise.position.shape[1])
     coins = replace(noise, position=noise.position[:, first:])
-    context = Context(state.vocab, state.columns, known, reach, last.probs[at, last.own - 1], coins, length)
+    context = Context(state.vocab, state.columns, known, num_known, last.probs[:, -1], coins, length)
     drafted, probs = state.initial(context)
     drafted = torch.where(fresh, torch.cat([kept[:, :first], drafted], dim=1), kept)
     if probs.shape[1] == 1:  # one row for all positions: indexing an appended row is cheaper than an element-wise select
@@ -196,9 +184,9 @@ def _first_fresh(last: _Pass, slots: int) -> int:
     At least one slot is computed, to know the shape. Off the eager CPU it returns 0: passes keep static shapes and the host
     does not wait for the device.
     """
-    if not is_eager_cpu(last.count):
+    if not is_eager_cpu(last.num_committed):
         return 0
-    return min(max(int((last.own - last.count).min()), 0), slots - 1)
+    return min(max(last.probs.shape[1] - int(last.num_committed.max()), 0), slots - 1)
 
 
 Coupling = Callable[[Step], Tensor]

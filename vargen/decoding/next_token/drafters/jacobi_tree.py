@@ -49,19 +49,19 @@ class _State:
 
 @dataclass
 class _Led:
-    """The window of first candidates (a `Window`), whose width follows the depth of the current tree."""
+    """The window of first candidates (a `WindowPolicy`), whose width follows the depth of the current tree."""
 
-    max_fed: int
-    shrinks: bool = True
+    max_width: int
+    fits_any_grid: bool = True
     present: int = 2
 
     def start(self, model: TokenModel, condition: Any, images: int) -> _Led:
         return self
 
-    def widths(self, length: Tensor) -> tuple[None, int]:
-        return None, self.present
+    def choose_width(self) -> int:
+        return self.present
 
-    def observe(self, count: Tensor, active: Tensor) -> None: ...
+    def observe(self, num_committed: Tensor, active: Tensor) -> None: ...
 
 
 class _Plan(NamedTuple):

@@ -143,14 +143,14 @@ class Ranks:
         """Return the parents of the best tree with `fed` slots."""
         return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
 
-    def tokens(self, fed: int) -> float:
+    def expected_tokens(self, fed: int) -> float:
         return compute_expected_tokens(self.tree(fed), self.rates)
 
-    def promising(self, fed: int) -> float:
+    def optimistic_tokens(self, fed: int) -> float:
         rates = [_HOPED[: self.policy.children]]
         return compute_expected_tokens(search_best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
 
-    def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
+    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
         """Do nothing: the counts do not distinguish siblings. See `see`."""
 
     def see(self, table: Tensor, images: int) -> None:
@@ -187,7 +187,7 @@ class TreeController:
                 ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])
                 steps[fed] = seconds[fed] + drafting(ranks.tree(fed))
         self.ranks, self.settled = ranks, settled
-        self.choice = WidthController(steps, ranks, probes=0 if settled else 4, margin=1.1)
+        self.choice = WidthController(steps, ranks, warmup_passes=0 if settled else 4, switch_margin=1.1)
         self.parents = self._chosen()
 
     @staticmethod
@@ -195,10 +195,10 @@ class TreeController:
         ranks: Ranks, fed: int, depth: int, seconds: Mapping[int, float], drafting: Callable[[tuple[int, ...]], float]
     ) -> float:
         ranks.depth[fed] = depth
-        return ranks.tokens(fed) / (seconds[fed] + drafting(ranks.tree(fed)))
+        return ranks.expected_tokens(fed) / (seconds[fed] + drafting(ranks.tree(fed)))
 
     def _chosen(self) -> tuple[int, ...]:
-        fed = self.choice.next()
+        fed = self.choice.choose()
         return (-1,) if fed == 1 else self.ranks.tree(fed)
 
     def next(self) -> tuple[int, ...]:
