@@ -148,10 +148,11 @@ class StaleProbs(Jacobi):
     """SCD as released for Lumina and Janus: drafts that the coupling kept are recorded with their old probabilities."""
 
     def observe(self, state, step):
-        super().observe(state, step)
+        state = super().observe(state, step)
         kept = state.last.resample_rejected[:, :-1] == step.draft.tokens
         state.last.probs = state.last.probs.clone()
         state.last.probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, state.last.probs[:, :-1])
+        return state
 
 
 class Spiky(Jacobi):

@@ -286,6 +286,7 @@ def test_statistics_count_siblings_by_rank():
     class Seen(SpeculativeTree):
         def observe(self, state, step):
             seen.append(step)
+            return state
 
     method = Accelerator(drafter=Seen(StaticTree((-1, 0, 0, 0, 1, 1, 2))), acceptance=traversal)
     stats = decode(model, torch.zeros(40, dtype=torch.int64), torch.arange(40), method).stats

@@ -33,5 +33,6 @@ class GuessingDrafter:
         drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
         return Draft(drafted[:, 1:], self.tree)
 
-    def observe(self, state, step) -> None:
+    def observe(self, state, step):
         self.verdicts.append(step.verdict)
+        return state

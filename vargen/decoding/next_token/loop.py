@@ -144,7 +144,7 @@ class Passes:
         with run.part("commit"):
             count = images.commit(fed, draft, verdict)
             model.commit(cache, verdict.path, count, draft.tree)
-            drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
+            self.state = drafter.observe(state, Step(draft, probs, out.features, verdict, noise, count))
         return out.logits, noise.position, count
 
     def captured(self, refused: str | None = None, graph: type[Graph] = CUDAGraph) -> Replayed:

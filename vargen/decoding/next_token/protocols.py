@@ -174,8 +174,8 @@ class Drafter(Protocol[State]):
             step: pass number, used by `Noise`; an int or a device tensor.
         """
 
-    def observe(self, state: State, step: Step) -> None:
-        """Update the state with the result of the pass."""
+    def observe(self, state: State, step: Step) -> State:
+        """Return the state for the next pass, given the result of this one."""
 
 
 @runtime_checkable

@@ -32,8 +32,8 @@ class Sequential:
     def propose(self, state: Draft, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         return state
 
-    def observe(self, state: Draft, step: Step) -> None:
-        pass
+    def observe(self, state: Draft, step: Step) -> Draft:
+        return state
 
 
 class TreeDrafter:

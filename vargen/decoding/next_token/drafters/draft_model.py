@@ -183,7 +183,7 @@ class Speculative:
         valid = length[:, None] + slots < state.total
         return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         """Update the controller.
 
         Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
@@ -191,6 +191,7 @@ class Speculative:
         if state.choice and step.count.device.type == "cpu":
             state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
             state.length = state.choice.choose() - 1
+        return state
 
 
 @dataclass(frozen=True)

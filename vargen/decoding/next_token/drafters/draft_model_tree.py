@@ -156,10 +156,11 @@ class SpeculativeTree(TreeDrafter):
         model.commit(held, slots.expand(len(tokens), W), root, last)
         return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         """Update the controller.
 
         Draft tokens need no handling: the next proposal feeds what was committed.
         """
         if state.choice is not None:
             state.choice.observe(step, state.total)
+        return state

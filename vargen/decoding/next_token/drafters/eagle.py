@@ -81,10 +81,11 @@ class Eagle(HeadDrafter):
         model.commit(held, state.features.count.clamp(max=1))  # the root, after which the levels were fed
         return draft
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         state.features.observe(step)
         if state.choice is not None:
             state.choice.observe(step, state.total)
+        return state
 
     def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the layer's passes for a draft; tree construction is excluded."""

@@ -145,11 +145,12 @@ class Jacobi:
             drafted, probs = _shifted(state, state.last, tokens, length, noise)
         return Draft(drafted, Tree.of_chain(S, device), probs, valid)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         if step.probs.shape[1] > 1:
             coupling: Coupling = resolve_name("coupling", self.coupling, COUPLINGS)
             state.last = _Pass(step.probs, coupling(step), step.verdict.count)
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
+        return state
 
 
 def _shifted(state: _State, last: _Pass, tokens: Tensor, length: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:

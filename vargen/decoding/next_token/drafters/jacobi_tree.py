@@ -197,12 +197,12 @@ class JacobiTree(TreeDrafter):
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
         plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
         state.choice.observe(step, state.total)
         if len(state.parents) == 1:
-            return
+            return state
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
         slots = plan.onwards[last]  # [B, L + 1]
@@ -219,7 +219,8 @@ class JacobiTree(TreeDrafter):
             verdict=replace(verdict, drawn=drawn),
             noise=replace(step.noise, position=position),
         )
-        state.drafter.observe(state.chain, seen)
+        state.chain = state.drafter.observe(state.chain, seen)
+        return state
 
 
 def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:

@@ -217,5 +217,6 @@ class Lookup:
             counts.scatter_add_(1, torch.where(taken < 0, state.vocab, taken), torch.ones_like(taken, dtype=torch.float32))
         return counts[:, :-1]
 
-    def observe(self, state: _State, step: Step) -> None:
-        """Do nothing: the next lookup reads the committed tokens directly."""
+    def observe(self, state: _State, step: Step) -> _State:
+        """Return the state unchanged: the next lookup reads the committed tokens directly."""
+        return state

@@ -77,10 +77,11 @@ class Medusa(HeadDrafter):
 
         return grow(expand, tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         state.features.observe(step)
         if state.choice is not None:
             state.choice.observe(step, state.total)
+        return state
 
 
 def _seconds(heads: ParallelHeads, first: Output, images: int) -> float:

@@ -110,7 +110,7 @@ class Recycle:
         state.fed = torch.stack(fed, 1)
         return Draft(state.fed[:, 1:], Tree.of_chain(self.drafts, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1))
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: _State, step: Step) -> _State:
         """Store the target's most probable tokens after each fed token.
 
         If a token was fed twice, the slot nearer to the root counts.
@@ -125,3 +125,4 @@ class Recycle:
             token, own = state.fed[:, slot], seen[:, slot, None]
             state.weights[image, token] = torch.where(own, weights[:, slot], state.weights[image, token])
             state.candidates[image, token] = torch.where(own, candidates[:, slot], state.candidates[image, token])
+        return state

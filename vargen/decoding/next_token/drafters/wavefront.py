@@ -75,7 +75,7 @@ class Wavefront(Jacobi):
         state.length = length
         return replace(draft, kept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
 
-    def observe(self, state: Any, step: Step) -> None:
+    def observe(self, state: Any, step: Step) -> Any:
         """Mark the tokens that this pass sampled with enough settled context as kept."""
         N, columns, device = state.rows * state.columns, state.columns, step.count.device
         place = torch.arange(N, device=device)
@@ -86,4 +86,5 @@ class Wavefront(Jacobi):
         over = settled[:, above.clamp(min=0)] | (place < columns)
         fed = place < state.length[:, None] + step.probs.shape[1]
         state.kept[:, :N] |= left & over & fed
-        super().observe(state.jacobi, step)
+        state.jacobi = super().observe(state.jacobi, step)
+        return state
