@@ -217,7 +217,7 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
         for coin, weight in ((chance * (1 - 1e-12), chance), (chance + 1e-12, 1 - chance)):
             coins = Coins(0.0, B, 2)
             coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
-            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, verdict.count)
+            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, one, one[:, None], one)
             token = maximal(step)[:, 0]
             left = coins.drawn_from[0][:, 0]
             resample_rejected = left / left.sum(-1, keepdim=True)

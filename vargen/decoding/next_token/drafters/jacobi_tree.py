@@ -19,10 +19,11 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
-from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
+from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.expand import check_vocabulary
-from vargen.decoding.next_token.trees.search import AlwaysTree, TreeController, sizes
+from vargen.decoding.next_token.trees.search import TreeController, sizes
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
@@ -30,38 +31,13 @@ from vargen.decoding.sampling import Sampling
 from vargen.modes import normal_tensors
 
 
+@register_state
 @dataclass
-class _State:
-    """State of B images.
+class JacobiTreeState:
+    """State of B images: that of the window of first candidates, and of what selects the tree, unless it is fixed."""
 
-    `chain`: state of `drafter`, which drafts the first candidates in a window set by `window`. `choice`: controller that
-    selects the tree of each pass. `parents`: the current tree.
-    """
-
-    seeds: Tensor
-    total: int
-    drafter: Jacobi
-    chain: Any
-    window: _Led
-    choice: TreeController | AlwaysTree
-    parents: tuple[int, ...] = (-1,)
-
-
-@dataclass
-class _Led:
-    """The window of first candidates (a `WindowPolicy`), whose width follows the depth of the current tree."""
-
-    max_width: int
-    fits_any_grid: bool = True
-    present: int = 2
-
-    def start(self, model: TokenModel, condition: Any, images: int) -> _Led:
-        return self
-
-    def choose_width(self) -> int:
-        return self.present
-
-    def observe(self, num_committed: Tensor, active: Tensor) -> None: ...
+    chain: JacobiState
+    controller: TreeController | None
 
 
 class _Plan(NamedTuple):
@@ -129,6 +105,7 @@ class JacobiTree(TreeDrafter):
     coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
     initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
     topology: str = field(default="tree", init=False)
+    jacobi: Jacobi = field(init=False, repr=False, compare=False)  # drafts the first candidates; `bind` binds it, too
 
     def __post_init__(self) -> None:
         tree = self.tree
@@ -136,7 +113,7 @@ class JacobiTree(TreeDrafter):
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
             )
-        Jacobi(2, self.coupling, self.initial)
+        object.__setattr__(self, "jacobi", Jacobi(2, self.coupling, self.initial))
 
     @property
     def tree(self) -> StaticTree | AutoTree:
@@ -147,33 +124,36 @@ class JacobiTree(TreeDrafter):
         return tree
 
     def bind(self, model: TokenModel) -> JacobiTree:
-        """Return this drafter; an automatic tree is limited to the grid."""
+        """Return the drafter for a model; an automatic tree is limited to the grid."""
         tokens = model.grid[0] * model.grid[1]
         check_vocabulary(self.tree, model.vocab)
         self.check_grid(tokens)
-        return self.fitted(tokens)
+        bound = replace(self.fitted(tokens))
+        object.__setattr__(bound, "jacobi", self.jacobi.bind(model))
+        return bound
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        tree, window = self.tree, _Led(self.tree.depth + 1)
-        drafter = Jacobi(window, self.coupling, self.initial)
-        chain = drafter.start(model, condition, seeds, sampling, first)
-        choice: TreeController | AlwaysTree
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
+        tree, controller = self.tree, None
         if isinstance(tree, AutoTree):
             seconds = measure_pass_costs(model, condition, len(seeds), sizes(tree))
-            choice = TreeController(tree, seconds, settled=model.device.type != "cpu")
-        else:
-            choice = AlwaysTree(tree.slots)
-        return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
+            controller = TreeController(tree, seconds, settled=model.device.type != "cpu")
+        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first), controller)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        state.parents = state.choice.next()
-        plan = _plan(state.parents, tokens.device)
-        state.window.present = len(plan.first) + 1
-        chain = state.drafter.propose(state.chain, tokens, length, step)
-        if len(state.parents) == 1:
+    def _parents(self, state: JacobiTreeState) -> tuple[int, ...]:
+        """Return the parents of the current tree."""
+        if state.controller is not None:
+            return state.controller.next()
+        assert isinstance(self.tree, StaticTree)
+        return self.tree.slots
+
+    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        parents = self._parents(state)
+        plan = _plan(parents, tokens.device)
+        chain = self.jacobi.propose_window(state.chain, len(plan.first) + 1, tokens, length, step)
+        if len(parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
-        noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
+        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
         candidates, there = self._candidates(chain, noise, plan)  # padded to the same number at every position
         drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
@@ -197,12 +177,14 @@ class JacobiTree(TreeDrafter):
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
-    def observe(self, state: _State, step: Step) -> _State:
+    def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
-        state.choice.observe(step, state.total)
-        if len(state.parents) == 1:
-            return state
+        parents, verdict, draft = self._parents(state), step.verdict, step.draft
+        plan = _plan(parents, step.probs.device)
+        if state.controller is not None:
+            state.controller.observe(step, state.chain.num_tokens)
+        if len(parents) == 1:
+            return replace(state, chain=self.jacobi.observe(state.chain, step))
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
         slots = plan.onwards[last]  # [B, L + 1]
@@ -219,8 +201,7 @@ class JacobiTree(TreeDrafter):
             verdict=replace(verdict, drawn=drawn),
             noise=replace(step.noise, position=position),
         )
-        state.chain = state.drafter.observe(state.chain, seen)
-        return state
+        return replace(state, chain=self.jacobi.observe(state.chain, seen))
 
 
 def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:

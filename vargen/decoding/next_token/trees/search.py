@@ -187,6 +187,7 @@ class TreeController:
                 ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])
                 steps[fed] = seconds[fed] + drafting(ranks.tree(fed))
         self.ranks, self.settled = ranks, settled
+        self.in_place = settled  # see `graphs.describe`
         self.choice = WidthController(steps, ranks, warmup_passes=0 if settled else 4, switch_margin=1.1)
         self.parents = self._chosen()
 
@@ -212,18 +213,6 @@ class TreeController:
         active = step.noise.position[:, 0] < total
         self.ranks.see(count_sibling_acceptance(step.draft, step.verdict, active), int(active.sum()))
         self.parents = self._chosen()
-
-
-class AlwaysTree:
-    """Selects the same tree in every pass."""
-
-    def __init__(self, parents: tuple[int, ...]):
-        self.parents = parents
-
-    def next(self) -> tuple[int, ...]:
-        return self.parents
-
-    def observe(self, step: Step, total: int) -> None: ...
 
 
 def sizes(policy: AutoTree) -> list[int]:
