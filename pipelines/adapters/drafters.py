@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import Noise, Output, Sampling, Tree, decode
+from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.next_token.protocols import DraftHead
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
@@ -62,32 +63,18 @@ class EagleCache:
     seen: Tensor | None
 
 
-class _OfTarget:
-    """Base of drafters, which share the vocabulary and the grid of their target."""
-
-    target: Target
-
-    @property
-    def vocab(self) -> int:
-        return self.target.vocab
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.target.grid
-
-
-class EagleModel(_OfTarget):
+class EagleModel(AutoregressiveHead):
     """`AutoregressiveHead` of an `EagleDrafter` and its target."""
 
     def __init__(self, drafter: EagleDrafter, target: Target):
-        self.drafter, self.target = drafter, target
+        self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
 
-    def start(self, images: int, max_fed: int) -> EagleCache:
+    def start(self, images: int, max_width: int) -> EagleCache:
         rows, device = images * self.target.halves, self.target.device
-        cache, seen = self.drafter.new_cache(rows, max_fed, device), None
+        cache, seen = self.drafter.new_cache(rows, max_width, device), None
         if self.drafter.config.above:
             with normal_tensors():
-                size = (rows, self.drafter.tokens + max_fed, self.drafter.config.dim)
+                size = (rows, self.drafter.tokens + max_width, self.drafter.config.dim)
                 seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
         return EagleCache(cache, seen)
 
@@ -98,7 +85,7 @@ class EagleModel(_OfTarget):
         depth = tree.depth[..., earlier:]
         position = cache.length[:B, None] + depth
         places = {}
-        if not tree.chain:
+        if not tree.is_chain:
             ancestors = tree.ancestors[..., earlier:, :]
             places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(halves, 1, 1)
             places["positions"] = position.repeat(halves, 1)
@@ -127,20 +114,25 @@ class EagleModel(_OfTarget):
         state.cache.advance(count.repeat(self.target.halves))
 
 
-class MedusaHeads(_OfTarget):
+class MedusaHeads(ParallelHeads):
     """`ParallelHeads` of a `MedusaDrafter` and its target."""
 
     def __init__(self, drafter: MedusaDrafter, target: Target):
-        self.drafter, self.target = drafter, target
-
-    @property
-    def heads(self) -> int:
-        return self.drafter.config.heads
+        self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
+        self.num_heads = drafter.config.heads
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
         hidden = self.drafter(features, self.target.embed(tokens[:, None]))[:, 0]
-        ahead = torch.arange(self.heads, device=position.device)
+        ahead = torch.arange(self.num_heads, device=position.device)
         return self.target.head(hidden, position[:, None] + ahead)
+
+
+_HEAD_ADAPTERS: dict[type, Callable[[Any, Target], DraftHead]] = {EagleDrafter: EagleModel, MedusaDrafter: MedusaHeads}
+
+
+def adapt_head(network: Any, target: Target) -> DraftHead:
+    """Return the adapter of a draft head's network."""
+    return _HEAD_ADAPTERS[type(network)](network, target)
 
 
 if TYPE_CHECKING:
@@ -234,7 +226,7 @@ class LowResolutionDrafter:
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
         T = min(int(news.max()) + _AHEAD * columns - 1, n)
-        tree, slots = Tree.of_chain(T - 1, device), torch.arange(T, device=device)
+        tree, slots = Tree.make_chain(T - 1, device), torch.arange(T, device=device)
         fed = state.shown[:, None] + slots
         first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
         behind, start = fed[images, first:] + 1, whole[images, None]

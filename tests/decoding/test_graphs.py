@@ -13,7 +13,7 @@ import torch
 from recorded_graph import HostReadError, RecordedGraph
 from tiny_models import tiny_transformer, tiny_vq
 
-from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode, exact, resolve_method
+from vargen.decoding import Accelerator, DecodeOutput, Jacobi, Sampling, decode, resolve_method, speculative_sampling
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.draft_length import AutoWindow, PowerLawEstimate, WidthController, _ControlledWindow
 from vargen.decoding.next_token.drafters.jacobi import JacobiState
@@ -26,7 +26,7 @@ from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
-MORE = ["eagle-same", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]
+MORE = ["eagle-gumbel", "eagle-2", "gumbel-tree", "speculative-tree", "layer-skip", "lookup", "recycle", "medusa"]
 GRID = 6  # so that windows of 16 reach beyond rows and, at the end, beyond the grid
 
 
@@ -38,7 +38,8 @@ def tiny(device: str = "cpu", low_res: LowResolutionDrafter | None = None) -> Ll
     eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
     medusa = MedusaDrafter(32, 64, 4).eval().to(device)
     transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
-    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa, low_res=low_res)
+    heads = {"eagle": eagle, "medusa": medusa}
+    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, draft_heads=heads, low_res=low_res)
 
 
 def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:
@@ -80,7 +81,7 @@ def same(found: DecodeOutput, expected: DecodeOutput) -> bool:
 @pytest.mark.parametrize("method", [*METHODS, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
 @pytest.mark.parametrize("images", [3, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
-    method = resolve_method(method).fitted(GRID**2)
+    method = resolve_method(method).fit_to_grid(GRID**2)
     expected = drawn(method, images)
     found = drawn(method, images, graphs=RecordedGraph)
     assert same(found, expected)
@@ -90,7 +91,7 @@ def test_a_captured_run_is_the_eager_one(method: str, images: int) -> None:
 @pytest.mark.parametrize("upsampled", [True, False])
 @pytest.mark.parametrize("method", ["mulo-exact", "mulo"])
 def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool) -> None:
-    method = resolve_method(method).fitted(GRID**2)
+    method = resolve_method(method).fit_to_grid(GRID**2)
     if isinstance(method.acceptance, PooledRule):  # with fewer neighbours, or so small a vocabulary stands in two passes
         method = replace(method, acceptance=PooledRule(size=2))
     model = tiny(low_res=tiny_low_res(upsampled))
@@ -100,7 +101,7 @@ def test_drafts_from_a_low_resolution_are_captured(method: str, upsampled: bool)
 
 
 def test_a_small_picture_that_is_refreshed_is_run_one_by_one(caplog: pytest.LogCaptureFixture) -> None:
-    method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), exact)
+    method = Accelerator("refreshed", Jacobi(16, "maximal", "low-res-refreshed"), speculative_sampling)
     model = tiny(low_res=tiny_low_res(True))
     expected = drawn(method, model=model)
     with caplog.at_level(logging.WARNING, "vargen"):
@@ -179,7 +180,7 @@ class Odd(Jacobi):
     ],
 )
 def test_what_cannot_be_captured_is_run_one_by_one(does: str, reason: str, caplog: pytest.LogCaptureFixture) -> None:
-    method = Accelerator("odd", Odd(6, "maximal", does=does), exact)
+    method = Accelerator("odd", Odd(6, "maximal", does=does), speculative_sampling)
     expected = drawn(method)
     with caplog.at_level(logging.WARNING, "vargen"):
         assert same(drawn(method, graphs=RecordedGraph), expected)
@@ -219,7 +220,7 @@ def test_what_fails_while_it_is_captured_is_run_one_by_one(
 
 def test_moved_weights_are_not_captured(caplog: pytest.LogCaptureFixture) -> None:
     expected, model = drawn("scd"), tiny()
-    model._hooked = True
+    model.capture_blocker = "weights are offloaded"
     with caplog.at_level(logging.WARNING, "vargen"):
         assert same(drawn("scd", model=model, graphs=RecordedGraph), expected)
     assert "weights are offloaded" in caplog.text and RecordedGraph.made == 0

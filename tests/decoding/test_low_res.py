@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree, Wavefront, decode, exact
+from vargen.decoding import Accelerator, Draft, Jacobi, Noise, PooledRule, Tree, Wavefront, decode, speculative_sampling
 from vargen.decoding.next_token.drafters import jacobi
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CASES, measure
@@ -24,7 +24,7 @@ def drafts(window: int = 4, coupling: str = "maximal", initial: str = "low-res")
     ("independent", "low-res"), ("maximal", "low-res"), ("maximal", "low-res-refreshed"),
 ])  # fmt: skip
 def test_drafts_from_a_low_resolution_are_exact(case, coupling, initial):
-    method = Accelerator(drafter=drafts(coupling=coupling, initial=initial), acceptance=exact)
+    method = Accelerator(drafter=drafts(coupling=coupling, initial=initial), acceptance=speculative_sampling)
     assert measure(method, case.model(), case.sampling, CHAINS).exact
 
 
@@ -38,7 +38,7 @@ class Misreporting(Jacobi):
 
 
 def test_a_wrong_q_is_found():
-    wrong = Accelerator(drafter=Misreporting(4, "maximal", "low-res"), acceptance=exact)
+    wrong = Accelerator(drafter=Misreporting(4, "maximal", "low-res"), acceptance=speculative_sampling)
     assert not measure(wrong, GRID.model(), GRID.sampling, CHAINS).exact
 
 
@@ -67,7 +67,7 @@ def test_what_a_refresh_does_to_q_has_to_be_recorded(monkeypatch):
     model.low_res = ReportsTheFirst(model.draft_model)
     draw = Noise.draw
     monkeypatch.setattr(Noise, "draw", lambda noise, probs, *rest: draw(noise, getattr(probs, "drawn_by", probs), *rest))
-    wrong = Accelerator(drafter=drafts(initial="low-res-refreshed"), acceptance=exact)
+    wrong = Accelerator(drafter=drafts(initial="low-res-refreshed"), acceptance=speculative_sampling)
     assert not measure(wrong, model, GRID.sampling, CHAINS).exact
 
 
@@ -76,7 +76,7 @@ def test_a_refresh_is_shown_what_is_committed_alone():
     model, asked = large(), []
     model.low_res.refresh = lambda state, tokens, committed: asked.append((tokens.clone(), committed.clone())) or state
     condition, seeds = torch.zeros(3, dtype=torch.int64), torch.arange(3)
-    method = Accelerator(drafter=drafts(16, initial="low-res-refreshed"), acceptance=exact)
+    method = Accelerator(drafter=drafts(16, initial="low-res-refreshed"), acceptance=speculative_sampling)
     found = decode(model, condition, seeds, method)
     assert len(asked) == found.stats.passes and len({tuple(each.tolist()) for _, each in asked}) > 4
     for tokens, committed in asked:
@@ -87,7 +87,9 @@ def test_a_refresh_is_shown_what_is_committed_alone():
 @pytest.mark.parametrize("coupling", ["maximal", "judged"])
 def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
     """The host skips those of which it knows that no image takes them; the drafts are the same."""
-    method = Accelerator(drafter=drafts(16, coupling), acceptance=exact if coupling == "maximal" else PooledRule(0, 0.3))
+    method = Accelerator(
+        drafter=drafts(16, coupling), acceptance=speculative_sampling if coupling == "maximal" else PooledRule(0, 0.3)
+    )
     asked = []
 
     def run():
@@ -136,9 +138,9 @@ def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
     probs = torch.full((B, 5, 2), 0.5)
     probs[:, 0] = torch.nn.functional.one_hot(1 - tokens[:, 0], 2)
     probs[:, 3] = torch.where(tokens[:, 2:3] == 0, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))
-    verdict = bound(probs, Draft(tokens, Tree.of_chain(4), q), noise, torch.zeros(B))
+    verdict = bound(probs, Draft(tokens, Tree.make_chain(4), q), noise, torch.zeros(B))
     assert (verdict.count == 1).all() and not verdict.relaxation.any()
-    assert (abs(verdict.drawn[:, 2].float().mean() - 0.5) < 0.01) == right
+    assert (abs(verdict.sampled[:, 2].float().mean() - 0.5) < 0.01) == right
 
 
 @pytest.mark.slow
@@ -158,7 +160,7 @@ def test_nothing_granted_is_a_maximal_coupling():
     rule = PooledRule(size=0, threshold=2.0)
     judged = Accelerator(drafter=drafts(6, "judged"), acceptance=rule)
     arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
-    plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=exact))
+    plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=speculative_sampling))
     found = decode(GRID.model(), *arguments, judged)
     assert torch.equal(plain.tokens, found.tokens) and not any(found.stats.relaxation)
 
@@ -210,7 +212,7 @@ def test_a_nearer_front_takes_fewer_passes_and_costs_more():
 
 def test_a_front_of_a_whole_row_is_the_exact_window():
     arguments = (torch.zeros(8, dtype=torch.int64), torch.arange(8))
-    plain = Accelerator(drafter=Jacobi(32, "maximal"), acceptance=exact)
+    plain = Accelerator(drafter=Jacobi(32, "maximal"), acceptance=speculative_sampling)
     assert torch.equal(decode(large(), *arguments, front(8, 32)).tokens, decode(large(), *arguments, plain).tokens)
 
 

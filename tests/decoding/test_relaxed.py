@@ -27,7 +27,7 @@ from vargen.decoding import (
     Tree,
     TypicalRule,
     decode,
-    exact,
+    speculative_sampling,
 )
 from vargen.decoding.next_token.acceptance import RelaxedRule, Siblings, acceptance_rule
 from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table
@@ -88,7 +88,7 @@ def test_what_is_reported_is_what_one_step_costs(rule):
     output, _ = one_step(rule, p, q)
     reported = torch.zeros(64, dtype=torch.float64)
     for d in range(9):
-        draft = Draft(torch.full((64, 1), d), Tree.of_chain(1), q[:, None])
+        draft = Draft(torch.full((64, 1), d), Tree.make_chain(1), q[:, None])
         verdict = rule(p[:, None].expand(-1, 2, -1), draft, Coins(0.5, 64, 2), torch.zeros(64))
         reported += q[:, d] * verdict.relaxation
     assert (total_variation(output, p) - reported).abs().max() < 1e-9
@@ -98,7 +98,7 @@ def test_what_is_reported_is_what_one_step_costs(rule):
 def test_deterministic_drafts_obey_the_same_law(rule):
     p, _ = random_probs(64, 9, False).unbind(1)
     rule = bound(rule, 9)
-    draft = Draft(torch.full((64, 1), 3), Tree.of_chain(1))
+    draft = Draft(torch.full((64, 1), 3), Tree.make_chain(1))
     one_hot = torch.zeros_like(p).index_fill_(1, torch.tensor([3]), 1.0)
     output, chance = one_step(rule, p, one_hot)
     verdict = rule(p[:, None].expand(-1, 2, -1), draft, Coins(0.5, 64, 2), torch.zeros(64))
@@ -153,7 +153,9 @@ def test_the_law_tells_the_residuals_of_released_code(wrong):
 def test_a_draft_refused_by_rounding_alone_is_redrawn_from_the_target(rule):
     p, _ = random_probs(16, 9, True).unbind(1)
     coins = Coins(1e300, 16, 2)
-    bound(rule, 9)(p[:, None].expand(-1, 2, -1), Draft(torch.zeros(16, 1).long(), Tree.of_chain(1), p[:, None]), coins, p[:, 0])
+    bound(rule, 9)(
+        p[:, None].expand(-1, 2, -1), Draft(torch.zeros(16, 1).long(), Tree.make_chain(1), p[:, None]), coins, p[:, 0]
+    )
     assert torch.equal(coins.drawn_from[0][:, 0], p)
 
 
@@ -194,10 +196,12 @@ def test_no_rule_spends_more_than_its_budget(rule, budget):
     assert max(spent.stats.relaxation) <= budget + 1e-5
     assert sum(free.stats.relaxation) / 64 > 1.0  # the budgets do bind
     if budget == 0:
-        assert torch.equal(spent.tokens, decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=exact)).tokens)
+        assert torch.equal(
+            spent.tokens, decode(*arguments, Accelerator(drafter=Jacobi(8), acceptance=speculative_sampling)).tokens
+        )
 
 
-# -- greedy drawing ---------------------------------------------------------------------------------------------------
+# -- greedy child_sampling ---------------------------------------------------------------------------------------------------
 
 GREEDY = Sampling(temperature=0.0)
 
@@ -214,7 +218,7 @@ def greedily_accepted(soft, token, near, ratio, delta):
 
 
 @pytest.mark.parametrize("rule", [each for name, each in RULES.items() if "neighbourhood" in name], ids=str)
-@pytest.mark.parametrize("tree", [Tree.of_chain(4), Tree.of((-1, 0, 0, 1, 1))], ids=["chain", "tree"])
+@pytest.mark.parametrize("tree", [Tree.make_chain(4), Tree.from_parents((-1, 0, 0, 1, 1))], ids=["chain", "tree"])
 def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule, tree):
     rule = bound(rule, 9)
     soft = random_probs(400 * 5, 9, True).unbind(1)[0].unflatten(0, (400, 5))
@@ -222,7 +226,7 @@ def test_greedy_neighbourhoods_ask_whether_the_draft_would_be_the_likeliest(rule
     tokens = torch.stack([torch.randperm(9, generator=torch.Generator().manual_seed(i))[:4] for i in range(400)])
     q = torch.nn.functional.one_hot(tokens, 9).double()
     noise = Noise(torch.arange(400), 7 + tree.depth.expand(400, -1), 3)
-    verdict = rule(hard, Draft(tokens, tree, q, soft=soft), noise, torch.zeros(400))
+    verdict = rule(hard, Draft(tokens, tree, q, unfiltered_probs=soft), noise, torch.zeros(400))
     near, plain, loosened = rule.nearest.tolist(), soft.tolist(), 0
     for i in range(400):
         path, spent, kept = [0], 0, True
@@ -260,9 +264,9 @@ def test_greedy_pictures_are_those_of_ar_but_for_what_the_budget_allows(drafter)
 # -- trees ------------------------------------------------------------------------------------------------------------
 
 TREES = {
-    "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "sampled"),
-    "drawn independently": SpeculativeTree(StaticTree(make_k_ary(2, 2)), "independent"),
-    "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "best"),
+    "drawn without replacement": SpeculativeTree(StaticTree((-1, 0, 0, 1, 1, 2, 4)), "without-replacement"),
+    "drawn independently": SpeculativeTree(StaticTree(make_k_ary(2, 2)), "with-replacement"),
+    "the likeliest, dynamic": SpeculativeTree(DynamicTree(nodes=5, depth=3, children=2), "top-k"),
     "of a window": JacobiTree((-1, 0, 0, 1, 2, 3), "maximal"),
 }
 
@@ -290,7 +294,7 @@ def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget)
     noise = Noise(torch.arange(500), torch.arange(5).expand(500, -1), 3)
     tokens = noise.draw(q, Purpose.DRAFT)[:, 1:]
     valid = torch.arange(4) < 2 + torch.arange(500)[:, None] % 3
-    chain, walk = Tree.of_chain(4), Tree.per_image(torch.arange(-1, 4).expand(500, -1), longest=5, widest=1)
+    chain, walk = Tree.make_chain(4), Tree.batched(torch.arange(-1, 4).expand(500, -1), max_path=5, max_children=1)
     rule, spent = bound(dataclasses.replace(rule, budget=budget, tightening=0.3), 9), torch.linspace(0, 0.5, 500)
     a, b = (rule(p, Draft(tokens, tree, q[:, 1:], valid), noise, spent) for tree in (chain, walk))
     assert torch.equal(a.count, b.count) and (a.count > 2).any()
@@ -318,7 +322,7 @@ def test_no_image_spends_more_than_its_budget_on_trees(rule):
 def test_a_tightening_rule_grants_late_drafts_exponentially_less(rule):
     p, q = random_probs(400, 9, False).float().unbind(1)
     probs, drafted = p[:, None].expand(-1, 6, -1), q[:, None].expand(-1, 5, -1)
-    draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.of_chain(5), drafted)
+    draft = Draft(torch.arange(400)[:, None].expand(-1, 5) % 9, Tree.make_chain(5), drafted)
     loose, tight = (bound(dataclasses.replace(rule, tightening=nu), 9) for nu in (0.0, 0.7))
     siblings = Siblings(probs[:, :-1], drafted, draft.tokens, torch.arange(1, 6)[None])
     all_alike, tapered = (rule.granted(siblings, draft.tree.depth[1:]) for rule in (loose, tight))
@@ -491,8 +495,8 @@ def test_noise_is_not_touched_by_what_is_granted():
     probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)
     noise = Noise(torch.arange(3000), torch.arange(4).expand(3000, -1), 7)
     tokens = noise.at(torch.zeros(3000).long()).draw(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
-    draft = Draft(tokens, Tree.of_chain(3), drafted)
-    strict = exact(probs, draft, noise, torch.zeros(3000))
+    draft = Draft(tokens, Tree.make_chain(3), drafted)
+    strict = speculative_sampling(probs, draft, noise, torch.zeros(3000))
     for rule in RULES.values():
         relaxed = bound(rule, 8)(probs, draft, noise, torch.zeros(3000))
         free = relaxed.relaxation == 0

@@ -78,15 +78,18 @@ def _acceptance(V: int, T: int, device: Any) -> list[Any]:
     import torch
 
     from vargen.decoding import Draft, Tree
-    from vargen.decoding.next_token.acceptance import exact, recursive_rejection
+    from vargen.decoding.next_token.acceptance import recursive_rejection, speculative_sampling
     from vargen.decoding.noise import Noise
     from vargen.evaluation.kernel_speed import acceptance_operation
 
     probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
     tokens = q.argmax(-1)
     seeds, spent = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
-    trees = {"chain": Tree.of_chain(T - 1, device), "tree": Tree.of((-1, *((slot - 1) // 2 for slot in range(1, T))), device)}
-    rules = {"chain": exact, "tree": recursive_rejection}
+    trees = {
+        "chain": Tree.make_chain(T - 1, device),
+        "tree": Tree.from_parents((-1, *((slot - 1) // 2 for slot in range(1, T))), device),
+    }
+    rules = {"chain": speculative_sampling, "tree": recursive_rejection}
     return [
         acceptance_operation(
             kind, V, T, device, partial(rules[kind], probs, Draft(tokens, tree, q), Noise(seeds, tree.depth[None], 1), spent)

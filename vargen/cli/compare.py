@@ -155,7 +155,7 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
     size: Any = int(window) if window is not None and number else window
     found: dict[str, Any] = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
-    return found if size is None else {name: method.resized(size) for name, method in found.items()}
+    return found if size is None else {name: method.with_window(size) for name, method in found.items()}
 
 
 def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any], leave_out: bool = False) -> None:

@@ -18,10 +18,10 @@ from vargen.decoding.next_token.acceptance import (
     RelaxedRule,
     TypicalRule,
     acceptance_rule,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
@@ -38,6 +38,7 @@ from vargen.decoding.next_token.drafters import (
     SpeculativeTree,
     Wavefront,
 )
+from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
@@ -77,6 +78,7 @@ __all__ = [
     "BlockModel",
     "BlockRecord",
     "BlockStream",
+    "ChainDrafter",
     "DecodeOutput",
     "DecodeStats",
     "Draft",
@@ -123,6 +125,7 @@ __all__ = [
     "Threshold",
     "TokenModel",
     "Tree",
+    "TreeDrafter",
     "TypicalRule",
     "Verdict",
     "VideoMethod",
@@ -134,7 +137,6 @@ __all__ = [
     "decode",
     "decode_scales",
     "decode_video",
-    "exact",
     "k_seq",
     "last",
     "list_methods",
@@ -143,14 +145,15 @@ __all__ = [
     "recursive_rejection",
     "resolve_method",
     "shared_noise",
+    "speculative_sampling",
     "traversal",
 ]
 
-_RENAMED = {"Auto": "AutoWindow", "Fixed": "FixedWindow"}
+_RENAMED = {"Auto": "AutoWindow", "Fixed": "FixedWindow", "exact": "speculative_sampling"}
 
 
 def __getattr__(name: str) -> Any:
-    """Return a class under its name of vargen 0.1, with a warning."""
+    """Return a class or rule under its name of vargen 0.1, with a warning."""
     if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     warnings.warn(f"vargen.decoding.{name} is renamed {_RENAMED[name]}", DeprecationWarning, stacklevel=2)

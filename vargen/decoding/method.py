@@ -84,14 +84,32 @@ def describe_part(part: Any) -> Any:
 
 def same_spec(one: Any, other: Any) -> bool:
     """Return whether two specs describe the same method. Accepts specs of vargen 0.1, which name the modules of parts."""
-    return _without_modules(one) == _without_modules(other)
+    return _normalize(one) == _normalize(other)
 
 
 def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
-# Class names of vargen 0.1, which occur in the specs of old run folders.
+# Names of vargen 0.1, which occur in the specs of old run folders and in method strings.
+_RENAMED_SETTINGS = {
+    "counted": "max_matches",
+    "drafts": "length",
+    "drawing": "child_sampling",
+    "judge": "function",
+    "kept": "top_k",
+    "needs": "requires",
+    "own": "image_weight",
+}
+_RENAMED_VALUES = {
+    "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
+    "child_sampling": {
+        "best": "top-k",
+        "sampled": "without-replacement",
+        "independent": "with-replacement",
+        "coupled": "shared-noise",
+    },
+}
 _RENAMED = {
     "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
@@ -105,16 +123,30 @@ _RENAMED = {
     "RunningQuantile": "QuantileThreshold",
     "Typical": "TypicalRule",
     "Unscored": "SingleModel",
+    "exact": "speculative_sampling",
+    "fresh": "independent-per-pass",
+    "replacement": "with-replacement",
+    "speculative-sampling": "speculative_sampling",
 }
 
 
-def _without_modules(spec: Any) -> Any:
-    if isinstance(spec, str) and spec.startswith("vargen."):
-        name = spec.rpartition(".")[2]
+def rename_setting(name: str, value: Any) -> tuple[str, Any]:
+    """Return the current name and value of a setting of vargen 0.1; others unchanged."""
+    name = _RENAMED_SETTINGS.get(name, name)
+    return name, _RENAMED_VALUES.get(name, {}).get(value, value) if isinstance(value, str) else value
+
+
+def _normalize(spec: Any) -> Any:
+    """Bring a spec to the names and the form of today: without modules, without `topology`, and with a drafter."""
+    if isinstance(spec, str):
+        name = spec.rpartition(".")[2] if spec.startswith("vargen.") else spec
         return _RENAMED.get(name, name)
     if isinstance(spec, Mapping):
-        return {name: _without_modules(value) for name, value in spec.items()}
-    return [_without_modules(each) for each in spec] if isinstance(spec, list | tuple) else spec
+        renamed = dict(rename_setting(name, value) for name, value in spec.items() if name != "topology")
+        if "drafter" in renamed and renamed["drafter"] is None:
+            renamed["drafter"] = {"name": "Sequential"}
+        return {name: _normalize(value) for name, value in renamed.items()}
+    return [_normalize(each) for each in spec] if isinstance(spec, list | tuple) else spec
 
 
 def init_fields(part: Any) -> dict[str, Any]:

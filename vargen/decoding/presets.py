@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from vargen.decoding.method import Method
+from vargen.decoding.method import Method, rename_setting
 from vargen.decoding.next_scale.presets import NEXT_SCALE_METHODS
 from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
@@ -26,6 +27,7 @@ _NAMED: dict[str, Mapping[str, Any]] = {
     "commit": {"eager": Eager(), "lazy": Lazy(), "window": Window()},
 }
 _NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental")
+_RENAMED_PRESETS = {"eagle-same": "eagle-gumbel"}  # names of vargen 0.1
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
@@ -62,9 +64,14 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     given = accelerator
     if isinstance(accelerator, str):
         name, options = read_spec(accelerator)
-        if name not in PRESETS:
+        if name in _RENAMED_PRESETS:
+            new = _RENAMED_PRESETS[name]
+            warnings.warn(f"preset {name} is now {new}", DeprecationWarning, stacklevel=2)
+            accelerator = replace(PRESETS[new], name=name)  # under this name in run folders
+        elif name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
-        accelerator = PRESETS[name]
+        else:
+            accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
         wanted = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}.get(
             paradigm, "a VideoMethod"
@@ -89,6 +96,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     Raises:
         ValueError, TypeError: if a setting is unknown, or a part rejects its value.
     """
+    options = _rename_settings(options)
     parts, whole = _parts(method, options)
     allowed = {
         part: {f"{field}.{part}" if isinstance(method, ScaleSchedule) else field: field for field in _settable(value)}
@@ -115,6 +123,15 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
         return replace(method, stages=tuple(parts.values()))
     changed = parts.pop("", method)
     return replace(changed, **parts)
+
+
+def _rename_settings(options: Mapping[str, str]) -> dict[str, str]:
+    """Return settings with the names and values of today, with a warning if those of vargen 0.1 were given."""
+    renamed = dict(rename_setting(*each) for each in options.items())
+    if renamed != options:
+        said, new = (",".join(f"{name}={value}" for name, value in each.items()) for each in (options, renamed))
+        warnings.warn(f"{said} is now {new}", DeprecationWarning, stacklevel=4)
+    return renamed
 
 
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

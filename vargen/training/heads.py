@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
+from vargen.decoding import Accelerator, Eagle, Medusa, decode, speculative_sampling
 from vargen.decoding.sampling import to_probs
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
@@ -283,7 +283,7 @@ class _Trainer:
         else:
             heads = MedusaHeads(self.drafter, model)
             drafter = Medusa(min(heads.heads, longest), model=heads)
-        method = Accelerator(self.kind, drafter, exact)
+        method = Accelerator(self.kind, drafter, speculative_sampling)
         seeds = torch.arange(len(held)) + (1 << 50)
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass
 

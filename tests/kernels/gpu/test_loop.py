@@ -9,7 +9,7 @@ from tiny_models import tiny_transformer
 
 from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_method
 from vargen.decoding.harness import Run
-from vargen.decoding.next_token.acceptance import exact, recursive_rejection, shared_noise
+from vargen.decoding.next_token.acceptance import recursive_rejection, shared_noise, speculative_sampling
 from vargen.decoding.next_token.drafters import JacobiTree
 from vargen.decoding.next_token.graphs import GraphedPass, Outputs
 from vargen.decoding.next_token.loop import count_on_device, prefill
@@ -22,7 +22,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = (-1, 0, 0, 1, 1)
 METHODS = {
     "one token a pass": Accelerator(name="a"),
-    "chain, p/q": Accelerator(name="b", drafter=Jacobi(window=4, coupling="maximal"), acceptance=exact),
+    "chain, p/q": Accelerator(name="b", drafter=Jacobi(window=4, coupling="maximal"), acceptance=speculative_sampling),
     "chain, own noise": Accelerator(name="c", drafter=Jacobi(window=4, coupling="gumbel"), acceptance=shared_noise),
     "chain, grouped": Accelerator(name="d", drafter=Jacobi(window=4), acceptance=resolve_method("gsd").acceptance),
     "tree, own noise": Accelerator(name="e", drafter=JacobiTree(TREE, coupling="gumbel"), acceptance=shared_noise),
@@ -52,7 +52,7 @@ def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "recycle", "speculative-tree"])
 def test_pictures_of_presets_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, fitted = {"grid_size": 3, "n_layer": 1}, resolve_method(method).fitted(9)
+    small, fitted = {"grid_size": 3, "n_layer": 1}, resolve_method(method).fit_to_grid(9)
     expected = drawn(fitted, 2, **small)
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     assert torch.equal(drawn(fitted, 2, **small), expected)
@@ -110,11 +110,13 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     counts itself, and puts what it made in its place."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     monkeypatch.setattr(OnMeta, "captured", 0)
-    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fitted(16)
+    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fit_to_grid(16)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))
     codes = torch.empty(64, 8, device=meta)
-    model = LlamaGenTokenModel(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, eagle=eagle)
+    model = LlamaGenTokenModel(
+        tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, draft_heads={"eagle": eagle}
+    )
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, measure_pass_costs
-from vargen.values import parse_float, parse_int, short_repr, suggest_names
+from vargen.decoding.pass_costs import DRAFTING_EFFICIENCY, candidate_widths, measure_pass_costs
+from vargen.values import number_field, parse_int, short_repr, suggest_names, validate_fields
 
 MAX_WINDOW = 4096  # larger than any grid
 
@@ -79,37 +79,26 @@ class AutoWindow:
 
     Args:
         max_width: maximum number of tokens fed, at least 2.
-        ema_decay: weight of the past in the running acceptance, in [0, 1).
+        ema_decay: weight of the past in the running acceptance, from 0 to 0.999.
         warmup_passes: number of first passes that always draft, to measure acceptance.
         optimistic_rate: acceptance at which a trial is worthwhile, above 0; 0.2 is typical, 0.4 twice that. See
             `PowerLawEstimate`.
     """
 
-    max_width: int = 32
-    ema_decay: float = 0.9
-    warmup_passes: int = 4
-    optimistic_rate: float = 0.4
+    max_width: int = number_field(32, 2, MAX_WINDOW, is_integer=True)
+    ema_decay: float = number_field(0.9, 0, 0.999)
+    warmup_passes: int = number_field(4, 0, is_integer=True)
+    optimistic_rate: float = number_field(0.4, 0, open_below=True)
     fits_any_grid: bool = field(default=True, init=False)
 
     def __post_init__(self) -> None:
-        decay, rate = parse_float(self.ema_decay), parse_float(self.optimistic_rate)
-        parsed = {
-            "max_width": (parse_int(self.max_width, 2, MAX_WINDOW), f"a whole number from 2 to {MAX_WINDOW}"),
-            "ema_decay": (decay if decay is not None and 0 <= decay < 1 else None, "in [0, 1)"),
-            "warmup_passes": (parse_int(self.warmup_passes, 0), "a whole number of at least 0"),
-            "optimistic_rate": (rate if rate is not None and rate > 0 else None, "above 0"),
-        }
-        for name, (value, allowed) in parsed.items():
-            if value is None:
-                raise ValueError(f"{name} must be {allowed}, got {short_repr(getattr(self, name))}")
-            object.__setattr__(self, name, value)
+        validate_fields(self)
 
     def start(self, model: TokenModel, condition: Any, images: int) -> WindowState:
         max_width = min(self.max_width, model.grid[0] * model.grid[1])
         if model.device.type != "cpu":
             return FixedWindow(max_width)
-        widths = [w for w in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64) if w < max_width] + [max_width]
-        seconds = measure_pass_costs(model, condition, images, widths)
+        seconds = measure_pass_costs(model, condition, images, candidate_widths(max_width))
         estimate = PowerLawEstimate(self.optimistic_rate, self.ema_decay)
         return _ControlledWindow(WidthController(seconds, estimate, self.warmup_passes, 4, switch_margin=1.1))
 

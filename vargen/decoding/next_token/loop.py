@@ -21,9 +21,8 @@ from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import shared_noise
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.draft import Draft, Output, Step, Verdict
-from vargen.decoding.next_token.drafters import Sequential
 from vargen.decoding.next_token.graphs import CUDAGraph, Graph, GraphedPass, Outputs, read_graph_setting, register_state
-from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, MovingModel, TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.decoding.noise import Noise, TokenNoise
 from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
@@ -79,8 +78,8 @@ def decode(
         graphs = CUDAGraph
     validate_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
-    max_fed = 1 if method.drafter is None else method.drafter.max_fed
-    with use_best_threads(model, condition, len(seeds), max_fed) as threads, inference_mode_for(device):
+    max_width = 1 if method.drafter is None else method.drafter.max_width
+    with use_best_threads(model, condition, len(seeds), max_width) as threads, inference_mode_for(device):
         run = Run(device, model.grid[0] * model.grid[1], callback, profile)
         images, widths = run_loop(run, model, condition, seeds.to(device), method, sampling, graphs)
         stats = images.make_stats(method.name, threads, widths)
@@ -120,15 +119,15 @@ def prefill(
     run: Run, model: TokenModel, condition: Any, seeds: Tensor, accelerator: Accelerator, sampling: Sampling
 ) -> tuple[DecodePass, LoopState, Output]:
     """Run the prefill. Returns the pass that continues from it, its first state, and the output that predicts token 0."""
-    drafter, rule = (accelerator.drafter or Sequential()).bind(model), accelerator.acceptance.bind(model)
+    drafter, rule = accelerator.drafter.bind(model), accelerator.acceptance.bind(model)
     with run.part("prefill"):
-        cache, out = model.prefill(condition, drafter.max_fed)
+        cache, out = model.prefill(condition, drafter.max_width)
     with run.part("draft"):
         draft_state = drafter.start(model, condition, seeds, sampling, out)
     if len(out.logits) != len(seeds):
         raise ValueError(f"condition must have a row for each of the {len(seeds)} seeds, got {len(out.logits)}")
-    images = ImageState.start(seeds, run.total, drafter.max_fed)
-    token_noise = TokenNoise(seeds, run.total + drafter.max_fed)
+    images = ImageState.start(seeds, run.total, drafter.max_width)
+    token_noise = TokenNoise(seeds, run.total + drafter.max_width)
     return DecodePass(run, model, drafter, rule, sampling, token_noise), LoopState(images, draft_state, cache), out
 
 
@@ -148,7 +147,7 @@ class DecodePass:
 
     run: Run
     model: TokenModel
-    drafter: Drafter[Any]
+    drafter: Drafter
     rule: AcceptanceRule
     sampling: Sampling
     token_noise: TokenNoise
@@ -156,8 +155,8 @@ class DecodePass:
     def sample_first_token(self, images: ImageState, out: Output) -> None:
         """Sample token 0 from the output of the prefill."""
         seeds, position = images.seeds, torch.zeros_like(images.seeds)[:, None]
-        empty, noise = Draft.empty(len(seeds), self.model.vocab, seeds.device), Noise(seeds, position, own=self.token_noise)
-        probs = to_probs(out.logits, self.sampling)
+        empty = Draft.make_empty(len(seeds), self.model.vocab, seeds.device)
+        noise, probs = Noise(seeds, position, own=self.token_noise), to_probs(out.logits, self.sampling)
         images.tokens[:, 0] = shared_noise(probs, empty, noise, images.relaxation).next_token
         images.committed_histogram[1] += len(seeds)
         run = self.run
@@ -200,16 +199,16 @@ def find_capture_blocker(run: Run, model: TokenModel) -> str | None:
     if run.timed_by_part:
         return "their parts are timed"
     for each in (model, model.draft_model):
-        if isinstance(each, MovingModel) and each.moving:
-            return each.moving
+        if each is not None and each.capture_blocker:
+            return each.capture_blocker
     return None
 
 
 def add_unfiltered_probs(draft: Draft, rule: AcceptanceRule, logits: Tensor, sampling: Sampling) -> Draft:
-    """Add `Draft.soft` to the draft if the rule is relaxed and sampling is greedy; otherwise return it unchanged."""
+    """Add `Draft.unfiltered_probs` if the rule is relaxed and sampling is greedy; otherwise return the draft unchanged."""
     if rule.exact or not sampling.greedy:
         return draft
-    return replace(draft, soft=to_probs(logits, replace(sampling, temperature=1.0)))
+    return replace(draft, unfiltered_probs=to_probs(logits, replace(sampling, temperature=1.0)))
 
 
 @register_state
@@ -219,11 +218,11 @@ class ImageState:
 
     Attributes:
         seeds: int64 `[B]`.
-        tokens: int64 `[B, N + max_fed]`. The columns past the grid absorb what passes near its end write there.
+        tokens: int64 `[B, N + max_width]`. The columns past the grid absorb what passes near its end write there.
         length: int64 `[B]`, number of tokens committed so far.
         relaxation: float32 `[B]`, relaxation spent so far.
-        committed_histogram: int64 `[max_fed + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
-        sibling_counts: int64 `[max_fed, 2]`; see `DecodeStats.siblings`.
+        committed_histogram: int64 `[max_width + 1]`; entry k counts the (pass, image) pairs that committed k tokens.
+        sibling_counts: int64 `[max_width, 2]`; see `DecodeStats.siblings`.
         num_tokens: N.
         step: number of the next pass; the prefill is pass 1. A tensor if the device counts passes.
     """
@@ -238,18 +237,18 @@ class ImageState:
     step: int | Tensor = 2
 
     @classmethod
-    def start(cls, seeds: Tensor, num_tokens: int, max_fed: int) -> ImageState:
+    def start(cls, seeds: Tensor, num_tokens: int, max_width: int) -> ImageState:
         """Return the state in which token 0 has a place but no value yet."""
         B, device = len(seeds), seeds.device
         with normal_tensors():  # callbacks may write to this tensor
-            tokens = torch.zeros(B, num_tokens + max_fed, dtype=torch.int64, device=device)
+            tokens = torch.zeros(B, num_tokens + max_width, dtype=torch.int64, device=device)
         return cls(
             seeds=seeds,
             tokens=tokens,
             length=torch.ones(B, dtype=torch.int64, device=device),
             relaxation=torch.zeros(B, device=device),
-            committed_histogram=torch.zeros(max_fed + 1, dtype=torch.int64, device=device),
-            sibling_counts=torch.zeros(max_fed, 2, dtype=torch.int64, device=device),
+            committed_histogram=torch.zeros(max_width + 1, dtype=torch.int64, device=device),
+            sibling_counts=torch.zeros(max_width, 2, dtype=torch.int64, device=device),
             num_tokens=num_tokens,
         )
 
@@ -264,14 +263,14 @@ class ImageState:
             The next state, and the number of tokens committed, `[B]`; 0 for a finished image.
         """
         count = torch.minimum(verdict.count, self.num_tokens - self.length)
-        committed = verdict.committed(inputs)
+        committed = verdict.gather_committed(inputs)
         slots = torch.arange(committed.shape[1], device=inputs.device)
         self.tokens.scatter_(1, self.length[:, None] + slots, committed)
         self.committed_histogram.scatter_add_(0, count, torch.ones_like(count))
         if verdict.relaxation is not None:
             self.relaxation.add_(verdict.relaxation * (count > 0))
-        if not draft.tree.chain:
-            self.sibling_counts[: draft.tree.widest] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
+        if not draft.tree.is_chain:
+            self.sibling_counts[: draft.tree.max_children] += count_sibling_acceptance(draft, verdict, count > 0).sum(0)
         return replace(self, length=self.length + count, step=self.step + 1), count
 
     def make_stats(self, name: str, threads: int, widths: dict[int, int]) -> DecodeStats:

@@ -8,9 +8,9 @@ from vargen.decoding.next_token.acceptance import (
     GroupedRule,
     NeighborhoodRule,
     PooledRule,
-    exact,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.drafters import (
@@ -43,14 +43,14 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="sjd",
         drafter=Jacobi(window=16, coupling="independent"),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="a window of drafts, redrawn from the last pass; p/q acceptance",
         source="Teng et al. 2024, arXiv 2410.01699",
     ),
     Accelerator(
         name="scd",
         drafter=Jacobi(window=16, coupling="maximal"),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="sjd whose drafts survive by maximal coupling",
         source="SCD 2025, arXiv 2510.24211",
     ),
@@ -79,7 +79,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="mulo-exact",
         drafter=Jacobi(window=32, coupling="maximal", initial="low-res"),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="scd whose first drafts come from a low-resolution picture",
         source="MuLo-SD 2026, arXiv 2601.05149, with p/q acceptance",
     ),
@@ -101,7 +101,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="speculative",
         drafter=Speculative(),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="a small model drafts a chain; p/q acceptance",
         source="Leviathan et al. 2023, arXiv 2211.17192",
     ),
@@ -123,7 +123,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     ),
     Accelerator(
         name="speculative-tree",
-        drafter=SpeculativeTree(DynamicTree(nodes=15, depth=4, children=4), drawing="sampled"),
+        drafter=SpeculativeTree(DynamicTree(nodes=15, depth=4, children=4), child_sampling="without-replacement"),
         acceptance=traversal,
         summary="a small model draws a tree for each picture and pass; judged from its leaves",
         source="Weng et al. 2025, arXiv 2505.12398, on trees as Li et al. 2024, EAGLE-2, ranks them",
@@ -132,7 +132,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="layer-skip",
         drafter=LayerSkip(),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="the model drafts for itself, without some of its layers; p/q acceptance",
         source="Zhang et al. 2023, Draft & Verify, arXiv 2309.08168",
         experimental=True,
@@ -140,7 +140,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="lookup",
         drafter=Lookup(),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="drafts what followed the same surroundings, in this picture and in stored ones; p/q acceptance",
         source="Saxena 2023, prompt lookup, and He et al. 2024, REST, arXiv 2311.08252, in two dimensions",
         experimental=True,
@@ -148,21 +148,21 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     Accelerator(
         name="recycle",
         drafter=Recycle(),
-        acceptance=exact,
+        acceptance=speculative_sampling,
         summary="drafts what the model held likely behind the same token before; p/q acceptance",
         source="Luo et al. 2024, token recycling, arXiv 2408.08696",
         experimental=True,
     ),
     Accelerator(
         name="eagle",
-        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
+        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), child_sampling="without-replacement"),
         acceptance=traversal,
         summary="a trained layer grows a tree of drawn drafts; judged by whole paths",
         source="Li et al. 2024, arXiv 2401.15077 and 2406.16858, with traversal verification",
     ),
     Accelerator(
-        name="eagle-same",
-        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="coupled"),
+        name="eagle-gumbel",
+        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), child_sampling="shared-noise"),
         acceptance=shared_noise,
         summary="the same picture as ar for the same seed, by a trained layer's tree that shares its noise",
         source="as eagle, with shared-noise acceptance",
@@ -170,7 +170,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     ),
     Accelerator(
         name="eagle-2",
-        drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), drawing="best"),
+        drafter=Eagle(DynamicTree(nodes=23, depth=5, children=8), child_sampling="top-k"),
         acceptance=recursive_rejection,
         summary="a trained layer proposes its likeliest tokens, undrawn; for comparison",
         source="Li et al. 2024, EAGLE-2, arXiv 2406.16858",
@@ -178,14 +178,14 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     ),
     Accelerator(
         name="lantern",
-        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), drawing="sampled"),
+        drafter=Eagle(DynamicTree(nodes=23, depth=8, children=3, frontier=3), child_sampling="without-replacement"),
         acceptance=NeighborhoodRule(),
         summary="the tree of eagle, each draft judged by the mass of the tokens that look like it",
         source="Jang et al. 2024, LANTERN, arXiv 2410.03355, and Park et al. 2025, LANTERN++, arXiv 2502.06352",
     ),
     Accelerator(
         name="medusa",
-        drafter=Medusa(DynamicTree(nodes=15, depth=3, children=3), drawing="sampled"),
+        drafter=Medusa(DynamicTree(nodes=15, depth=3, children=3), child_sampling="without-replacement"),
         acceptance=traversal,
         summary="trained heads draft several tokens at once, as a tree; judged by whole paths",
         source="Cai et al. 2024, arXiv 2401.10774, with traversal verification",

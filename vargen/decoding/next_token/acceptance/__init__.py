@@ -4,12 +4,12 @@ from vargen.decoding.next_token.acceptance.base import FunctionRule, acceptance_
 from vargen.decoding.next_token.acceptance.exact import (
     chances,
     dense_draft_probs,
-    exact,
     judged,
     probability,
     resample_rejected,
     residual,
     shared_noise,
+    speculative_sampling,
 )
 from vargen.decoding.next_token.acceptance.grouped import GroupedRule
 from vargen.decoding.next_token.acceptance.multi_draft import k_seq, recursive_rejection
@@ -22,13 +22,13 @@ from vargen.decoding.next_token.protocols import AcceptanceRule
 
 # Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {
-    "exact": exact,
+    "speculative-sampling": speculative_sampling,
     "shared-noise": shared_noise,
     "recursive-rejection": recursive_rejection,
     "k-seq": k_seq,
     "traversal": traversal,
     "grouped": GroupedRule(),
-    "neighbourhood": NeighborhoodRule(),
+    "neighborhood": NeighborhoodRule(),
     "pooled": PooledRule(),
     "typical": TypicalRule(),
     "ratio": RatioRule(),
@@ -50,7 +50,6 @@ __all__ = [
     "cap_to_budget",
     "chances",
     "dense_draft_probs",
-    "exact",
     "judged",
     "k_seq",
     "probability",
@@ -58,6 +57,7 @@ __all__ = [
     "resample_rejected",
     "residual",
     "shared_noise",
+    "speculative_sampling",
     "sum_relaxation",
     "traversal",
     "verify_siblings",

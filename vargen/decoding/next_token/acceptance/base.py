@@ -8,40 +8,31 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Verdict
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise
 
-Judge = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
+VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
 
 
 @dataclass(frozen=True)
-class FunctionRule:
+class FunctionRule(AcceptanceRule):
     """An `AcceptanceRule` given by a single function that needs nothing from the model."""
 
-    judge: Judge
+    function: VerifyFunction
     exact: bool
-    topologies: tuple[str, ...]
-    needs: tuple[str, ...] = ()  # what it requires of the drafter's sampling; see `OfferingDrafter`
+    topologies: tuple[str, ...] = ("chain",)
+    requires: tuple[str, ...] = ()
 
     @property
     def __name__(self) -> str:
-        return self.judge.__name__
-
-    def bind(self, model: TokenModel) -> FunctionRule:
-        return self
+        return self.function.__name__
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        return self.judge(probs, draft, noise, relaxation)
+        return self.function(probs, draft, noise, relaxation)
 
 
 def acceptance_rule(
-    *, exact: bool, topologies: tuple[str, ...] = ("chain",), needs: tuple[str, ...] = ()
-) -> Callable[[Judge], FunctionRule]:
-    """Decorate a function as an `AcceptanceRule`.
-
-    Args:
-        exact: whether the output is distributed as the target.
-        topologies: which drafts it can verify, of `"chain"` and `"tree"`.
-        needs: what it requires of how drafts are sampled; see `OfferingDrafter`.
-    """
-    return lambda judge: FunctionRule(judge, exact, topologies, needs)
+    *, exact: bool, topologies: tuple[str, ...] = ("chain",), requires: tuple[str, ...] = ()
+) -> Callable[[VerifyFunction], FunctionRule]:
+    """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
+    return lambda function: FunctionRule(function, exact, topologies, requires)

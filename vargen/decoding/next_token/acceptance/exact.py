@@ -16,7 +16,7 @@ from vargen.decoding.noise import Noise, Purpose
 
 
 @acceptance_rule(exact=True)
-def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Speculative sampling: accept draft token d if u < p(d) / q(d); at the first rejection, sample from norm((p - q)+).
 
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. If the whole draft is accepted, the next token is sampled
@@ -113,8 +113,8 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     tree = draft.tree
     agrees = drawn.new_ones(drawn.shape).bool()
     agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))
-    if tree.widest > 1:  # siblings may hold the same token: accept only the first
-        agrees = agrees & ~(agrees[:, None, :] & tree.elders).any(-1)
+    if tree.max_children > 1:  # siblings may hold the same token: accept only the first
+        agrees = agrees & ~(agrees[:, None, :] & tree.earlier_siblings).any(-1)
     path, count, _ = followed(agrees, tree)
     last = path.gather(1, count[:, None] - 1)
-    return Verdict(path=path, count=count, next_token=drawn.gather(1, last)[:, 0], drawn=drawn)
+    return Verdict(path=path, count=count, next_token=drawn.gather(1, last)[:, 0], sampled=drawn)

@@ -27,7 +27,7 @@ def judged_chain(
     budget: float | None = None,
     tightening: float = 0.0,
 ) -> Verdict:
-    """Verdict of `exact` on a chain or, given acceptance probabilities `wanted` `[B, T - 1]`, of a relaxed rule."""
+    """Verdict of `speculative_sampling` on a chain, or of a relaxed rule with acceptance probabilities `wanted` `[B, T - 1]`."""
     from vargen.kernels.accept_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
@@ -40,7 +40,7 @@ def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `recursive_rejection`."""
     from vargen.kernels.accept_tree import verify_recursive_rejection
 
-    given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.longest)
+    given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.max_path)
     return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
 
 
@@ -48,8 +48,8 @@ def matched(drawn: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
     from vargen.kernels.accept_tree import verify_shared_noise
 
-    path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
-    return Verdict(path, count, next_token, drawn=drawn)
+    path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.max_path)
+    return Verdict(path, count, next_token, sampled=drawn)
 
 
 def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
@@ -58,4 +58,4 @@ def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)
-    return Verdict(*verify_traversal(*given, tree.longest, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_traversal(*given, tree.max_path, noise.seeds, noise.position, noise.step))

@@ -21,8 +21,8 @@ def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: T
     al. 2024, Sequoia. Not sampled, q being one on the token itself, so that x is accepted with probability p(x) and then
     removed from p: Li et al. 2024, EAGLE-2.
 
-    On a chain it equals `exact`. The output is distributed as the target provided that each q is the distribution its sibling
-    was actually sampled from. Arguments: see `AcceptanceRule`.
+    On a chain it equals `speculative_sampling`. The output is distributed as the target provided that each q is the
+    distribution its sibling was actually sampled from. Arguments: see `AcceptanceRule`.
     """
     if fused.applies(probs):
         return fused.walked(probs, draft, noise)
@@ -37,7 +37,7 @@ def _test(siblings: Siblings) -> SiblingDecision:
 _HALVINGS = 30  # bisection steps on [1, K]: beyond the resolution of float32
 
 
-@acceptance_rule(exact=True, topologies=("chain", "tree"), needs=("replacement",))
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("with-replacement",))
 def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Accept the first of K siblings, all sampled from one q, with u < p(x) / (rho q(x)).
 
@@ -46,24 +46,24 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     sampled from p - min(q, p / rho) a / beta, which is nonnegative where a <= rho beta. The smallest such rho in [1, K] is
     found by bisection, for all slots at once.
 
-    With one child per slot it equals `exact`. The number of siblings of a slot must not depend on the samples. Arguments: see
-    `AcceptanceRule`.
+    With one child per slot it equals `speculative_sampling`. The number of siblings of a slot must not depend on the samples.
+    Arguments: see `AcceptanceRule`.
     """
     if draft.probs is None:
         raise ValueError("k_seq judges siblings that were drawn, and this draft has no probabilities; use recursive_rejection")
     B, T, _ = probs.shape
     image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
-    parents = tree.parents_of_rank[0] if tree.widest else torch.zeros(1, dtype=torch.int64, device=probs.device)
+    parents = tree.slots_with_rank[0] if tree.max_children else torch.zeros(1, dtype=torch.int64, device=probs.device)
     children = tree.children.expand(B, T, -1)[:, parents]  # [B, R, K], for the slots that have children
     at = (children - 1).clamp(min=0)
     there = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
     p = probs[:, parents]
-    q = draft.probs[image, at[..., 0]] if tree.widest else p  # shared by all siblings of a slot
+    q = draft.probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
     number = there.sum(-1).to(probs.dtype)
     rho, beta = _factor(p, q, number)
     tokens = draft.tokens[image[..., None], at]
     chance = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
-    coins = [noise.branch(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.widest)]
+    coins = [noise.branch(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
     hit = there & (torch.stack(coins, -1) < chance) if coins else there
     hit = hit & (hit.cumsum(-1) == 1)  # only the first
     stands = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))

@@ -22,7 +22,7 @@ from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.files import atomic_file, cache_folder
 from vargen.modes import normal_tensors
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,15 @@ class NeighborhoodRule(RelaxedRule):
         ValueError: if a value is out of range, or neither bound is set.
     """
 
-    size: int = 10
-    ratio: float | None = 5.0
-    delta: float | None = None
+    size: int = number_field(10, 1, is_integer=True, meaning="the maximum number of neighbors")
+    ratio: float | None = number_field(5.0, 1, open_below=True, optional=True)
+    delta: float | None = number_field(None, 0, 1, open_below=True, optional=True)
     nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, ratio, delta = parse_int(self.size, 1), parse_float(self.ratio), parse_float(self.delta)
-        if size is None:
-            raise ValueError(
-                f"size, most neighbours of a token, must be a whole number of at least 1, got {short_repr(self.size)}"
-            )
-        if self.ratio is not None and (ratio is None or ratio <= 1):
-            raise ValueError(f"ratio must be above 1, or None to bound by delta alone, got {short_repr(self.ratio)}")
-        if self.delta is not None and (delta is None or not 0 < delta <= 1):
-            raise ValueError(f"delta must be in (0, 1], or None to bound by ratio alone, got {short_repr(self.delta)}")
-        if ratio is None and delta is None:
-            raise ValueError("a neighbourhood needs a bound of its mass: ratio, delta or both, got None for both")
-        for name, value in (("size", size), ("ratio", ratio), ("delta", delta)):
-            object.__setattr__(self, name, value)
+        if self.ratio is None and self.delta is None:
+            raise ValueError("ratio, delta or both must be a number, which bounds the neighborhood, got None for both")
 
     def bind(self, model: TokenModel) -> NeighborhoodRule:
         """Return the rule with the neighbor table of the model's codebook, which is computed on first use.

@@ -20,7 +20,7 @@ from vargen.decoding.next_token.acceptance.siblings import Siblings
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class PooledRule(RelaxedRule):
     whether they pass or not (the paper's local expansion). Tokens before it are left alone: their p does not depend on it, and
     letting a later token decide about an earlier one would bias the output.
 
-    Draft tokens that the drafter marks in `Draft.kept`, as `Wavefront` does, are always accepted; this counts as relaxation.
+    Draft tokens that the drafter marks in `Draft.force_accept`, as `Wavefront` does, are always accepted, which counts as
+    relaxation.
 
     Args:
         size: number of neighbors, at least 0; limited by the size of the codebook.
@@ -53,25 +54,11 @@ class PooledRule(RelaxedRule):
 
     topologies = ("chain",)
 
-    size: int = 10
-    threshold: float = 0.3
-    radius: int = 0
+    size: int = number_field(10, 0, is_integer=True, meaning="the number of neighbors")
+    threshold: float = number_field(0.3, 0, open_below=True)
+    radius: int = number_field(0, 0, is_integer=True)
     nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
     columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, set by `bind`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size, threshold, radius = parse_int(self.size, 0), parse_float(self.threshold), parse_int(self.radius, 0)
-        if size is None:
-            raise ValueError(
-                f"size, the neighbours of a token, must be a whole number of at least 0, got {short_repr(self.size)}"
-            )
-        if threshold is None or threshold <= 0:
-            raise ValueError(f"threshold, the mass that lets a draft stand, must be above 0, got {short_repr(self.threshold)}")
-        if radius is None:
-            raise ValueError(f"radius must be a whole number of at least 0 (the draft alone), got {short_repr(self.radius)}")
-        for name, value in (("size", size), ("threshold", threshold), ("radius", radius)):
-            object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> PooledRule:
         """Return the rule with the grid and the neighbor table of the model's codebook, which is computed on first use."""
@@ -97,11 +84,11 @@ class PooledRule(RelaxedRule):
         return granted if siblings.kept is None else torch.where(siblings.kept, 1 - siblings.exact_chance, granted)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`. `Verdict.drawn` holds the draft tokens, with rejected ones replaced."""
+        """See `AcceptanceRule`. `Verdict.sampled` holds the draft tokens, with rejected ones replaced."""
         verdict, drafted, granted = self.along_chain(probs, draft, noise, relaxation)
         kept, again = self._standing(verdict, drafted, granted, draft, noise)
         drawn = resample_rejected(probs, draft, noise, kept, again)
-        return replace(verdict, drawn=drawn, relaxation=(granted * ~again).sum(1))
+        return replace(verdict, sampled=drawn, relaxation=(granted * ~again).sum(1))
 
     def _standing(
         self, verdict: Verdict, drafted: Siblings, granted: Tensor, draft: Draft, noise: Noise

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -24,13 +23,13 @@ from vargen.decoding.next_token.acceptance import fused
 from vargen.decoding.next_token.acceptance.exact import judged, probability
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
 from vargen.decoding.next_token.draft import Draft, Tree, Verdict
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import parse_float, short_repr
+from vargen.values import number_field, validate_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelaxedRule:
+class RelaxedRule(AcceptanceRule):
     """Base class of relaxed rules. A subclass defines `wanted`, its acceptance probability for a draft token.
 
     Args:
@@ -43,23 +42,14 @@ class RelaxedRule:
         ValueError: if a value is out of range.
     """
 
-    exact: ClassVar[bool] = False
-    topologies: ClassVar[tuple[str, ...]] = ("chain", "tree")
+    exact = False
+    topologies = ("chain", "tree")
 
-    budget: float | None = None
-    tightening: float = 0.0
+    budget: float | None = number_field(None, 0, optional=True, meaning="the maximum relaxation per image")
+    tightening: float = number_field(0.0, 0)
 
     def __post_init__(self) -> None:
-        budget, tightening = parse_float(self.budget), parse_float(self.tightening)
-        if self.budget is not None and (budget is None or budget < 0):
-            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {short_repr(self.budget)}")
-        if tightening is None or tightening < 0:
-            raise ValueError(f"tightening must be at least 0 (all drafts alike), got {short_repr(self.tightening)}")
-        object.__setattr__(self, "budget", budget)
-        object.__setattr__(self, "tightening", tightening)
-
-    def bind(self, model: TokenModel) -> Self:
-        return self
+        validate_fields(self)
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         """Probability f of accepting each draft token of `tokens` `[B, S]`, clamped to between the exact probability and 1.
@@ -89,12 +79,16 @@ class RelaxedRule:
         As in `recursive_rejection`, a later sibling is tested against the p that remains after the rejection of earlier
         siblings.
         """
-        if not draft.tree.chain:
+        if not draft.tree.is_chain:
             test = partial(self._test, draft.tree)
             return verify_siblings(test, probs, draft, noise, relaxation, self.budget)
         if fused.applies(probs) and type(self).granted is RelaxedRule.granted and draft.tokens.shape[1]:
             given = (probs[:, :-1], draft.probs, draft.tokens)
-            wanted = self.wanted(*given) if draft.soft is None else self.wanted_greedily(*given, draft.soft[:, :-1])
+            wanted = (
+                self.wanted(*given)
+                if draft.unfiltered_probs is None
+                else self.wanted_greedily(*given, draft.unfiltered_probs[:, :-1])
+            )
             return fused.judged_chain(probs, draft, noise, wanted, relaxation, self.budget, self.tightening)
         verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
         return replace(verdict, relaxation=sum_relaxation(granted, verdict, draft))
@@ -102,8 +96,8 @@ class RelaxedRule:
     def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
         """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
-        soft = None if draft.soft is None else draft.soft[:, :-1]
-        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.kept)
+        soft = None if draft.unfiltered_probs is None else draft.unfiltered_probs[:, :-1]
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.force_accept)
         granted = cap_to_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
         accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
         return judged(accepted, probs, draft, noise), drafted, granted  # as on a tree, but without its copies of p
@@ -158,14 +152,7 @@ class RatioRule(RelaxedRule):
         ValueError: if a value is out of range.
     """
 
-    ratio: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ratio = parse_float(self.ratio)
-        if ratio is None or ratio < 1:
-            raise ValueError(f"ratio must be at least 1, which is exact, got {short_repr(self.ratio)}")
-        object.__setattr__(self, "ratio", ratio)
+    ratio: float = number_field(2.0, 1)
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         return self.ratio * probability(p, tokens) / probability(q, tokens).clamp_min(1e-30)
@@ -189,18 +176,8 @@ class TypicalRule(RelaxedRule):
         ValueError: if a value is out of range.
     """
 
-    epsilon: float = 0.09
-    alpha: float = 0.3
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        epsilon, alpha = parse_float(self.epsilon), parse_float(self.alpha)
-        if epsilon is None or not 0 < epsilon <= 1:
-            raise ValueError(f"epsilon must be in (0, 1], got {short_repr(self.epsilon)}")
-        if alpha is None or alpha <= 0:
-            raise ValueError(f"alpha must be above 0, got {short_repr(self.alpha)}")
-        object.__setattr__(self, "epsilon", epsilon)
-        object.__setattr__(self, "alpha", alpha)
+    epsilon: float = number_field(0.09, 0, 1, open_below=True)
+    alpha: float = number_field(0.3, 0, open_below=True)
 
     def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)

@@ -136,7 +136,7 @@ def _judge(test: SiblingRule, probs: Tensor, draft: Draft, noise: Noise, room: T
     taken = torch.zeros(B, T, dtype=torch.bool, device=probs.device)
     stands, examined, granted = torch.zeros_like(taken), torch.zeros_like(taken), torch.zeros_like(probs[..., 0])
     p = probs
-    for rank, slots in enumerate(tree.parents_of_rank):
+    for rank, slots in enumerate(tree.slots_with_rank):
         if rank == 0 and len(slots) < T:
             p = probs[:, slots]
         child = tree.children[..., slots, rank].expand(B, -1)
@@ -149,8 +149,8 @@ def _judge(test: SiblingRule, probs: Tensor, draft: Draft, noise: Noise, room: T
         taken = taken.index_copy(1, slots, taken[:, slots] | hit)
         if tested.granted is not None:
             granted = granted.scatter(1, child, tested.granted * there)
-        if rank + 1 < tree.widest:
-            further = tree.parents_of_rank[rank + 1]
+        if rank + 1 < tree.max_children:
+            further = tree.slots_with_rank[rank + 1]
             kept = torch.searchsorted(slots, further)  # a slot with a child of the next rank also has one of this rank
             p = _refused(siblings, tested, there, kept if len(further) < len(slots) else None)
     return _SlotDecisions(stands, examined, granted)
@@ -163,8 +163,8 @@ def _drafts_at(child: Tensor, p: Tensor, draft: Draft, room: Tensor | None) -> t
     image = torch.arange(len(at), device=at.device)[:, None]
     q = None if draft.probs is None else draft.probs[image, at]
     soft = None
-    if draft.soft is not None:
-        soft = draft.soft[image, draft.tree.parents.clamp(min=0).expand(len(at), -1).gather(1, child)]
+    if draft.unfiltered_probs is not None:
+        soft = draft.unfiltered_probs[image, draft.tree.parents.clamp(min=0).expand(len(at), -1).gather(1, child)]
     return Siblings(p, q, draft.tokens.gather(1, at), child, None if room is None else room.gather(1, child), soft), there
 
 
@@ -186,7 +186,7 @@ def _left_behind(test: SiblingRule, probs: Tensor, draft: Draft, slot: Tensor, r
     B, T, _ = probs.shape
     image = torch.arange(B, device=probs.device)[:, None]
     children, p = draft.tree.children.expand(B, T, -1)[image, slot], probs[image, slot]
-    for rank in range(draft.tree.widest):
+    for rank in range(draft.tree.max_children):
         siblings, there = _drafts_at(children[..., rank], p, draft, room)
         p = _refused(siblings, test(siblings), there)
     return p
@@ -198,7 +198,7 @@ def _rooms(granted: Tensor, tree: Tree, allowed: Tensor) -> Tensor:
     The budget is spent in the order of the tests: earlier siblings of a token and of its ancestors come first.
     """
     T = granted.shape[1]
-    tested = tree.elders.float() + torch.eye(T, device=granted.device)
+    tested = tree.earlier_siblings.float() + torch.eye(T, device=granted.device)
     tested[..., 0, :] = 0  # the root is not a draft token
     before = tree.ancestors.float() @ tested  # [.., T, T]: the tests up to the acceptance of a draft token, its own included
     upto = (before.to(granted.dtype) @ granted[..., None])[..., 0]
@@ -213,9 +213,9 @@ def followed(stands: Tensor, tree: Tree) -> tuple[Tensor, Tensor, Tensor]:
         stands: bool `[B, T]`, which slots pass; at most one per group of siblings. The entry of the root is ignored.
     """
     stands = stands.index_fill(1, torch.zeros(1, dtype=torch.int64, device=stands.device), True)
-    if tree.chain:
+    if tree.is_chain:
         accepted = stands.cumprod(1).bool()
-        return torch.arange(tree.longest, device=stands.device).expand_as(stands), accepted.sum(1), accepted
+        return torch.arange(tree.max_path, device=stands.device).expand_as(stands), accepted.sum(1), accepted
     accepted = (stands[:, None, :] | ~tree.ancestors).all(-1)  # the slot and all its ancestors pass
     return _path(accepted, tree), accepted.sum(1), accepted
 
@@ -228,7 +228,7 @@ def trace_path(slot: Tensor, tree: Tree) -> tuple[Tensor, Tensor]:
 
 def _path(accepted: Tensor, tree: Tree) -> Tensor:
     """List accepted slots first. The sort is stable, so parents precede children."""
-    return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.longest]
+    return accepted.to(torch.int64).argsort(dim=1, descending=True, stable=True)[:, : tree.max_path]
 
 
 def count_sibling_acceptance(draft: Draft, verdict: Verdict, active: Tensor) -> Tensor:
@@ -242,11 +242,11 @@ def count_sibling_acceptance(draft: Draft, verdict: Verdict, active: Tensor) -> 
     on_path = torch.arange(verdict.path.shape[1], device=active.device) < verdict.count[:, None]
     reached = torch.zeros(B, T, dtype=torch.int64, device=active.device)
     reached = reached.scatter_add(1, verdict.path, (on_path & active[:, None]).long()) > 0
-    children = tree.children.expand(B, T, tree.widest)
+    children = tree.children.expand(B, T, tree.max_children)
     there = (children > 0) & reached[..., None]
     if draft.valid is not None:
         there &= draft.valid.gather(1, (children - 1).clamp(min=0).flatten(1)).view_as(there)
     taken = there & reached.gather(1, children.flatten(1)).view_as(there)
     both = torch.stack([there, taken], -1).long()  # [B, T, widest, 2]
-    table = torch.zeros(tree.longest, *both.shape[2:], dtype=torch.int64, device=both.device)
+    table = torch.zeros(tree.max_path, *both.shape[2:], dtype=torch.int64, device=both.device)
     return table.index_add_(0, tree.depth.expand(B, T).flatten(), both.flatten(0, 1))

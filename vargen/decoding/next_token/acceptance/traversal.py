@@ -15,7 +15,7 @@ from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.noise import Noise, Purpose
 
 
-@acceptance_rule(exact=True, topologies=("chain", "tree"), needs=("fresh",))
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("independent-per-pass",))
 def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Accept the first path that passes, starting from the leaves (Weng et al. 2025, traversal verification).
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -29,13 +29,13 @@ from vargen.decoding.next_token.drafters.initial import (
     require_low_res_model,
 )
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import LowResModel, TokenModel
+from vargen.decoding.next_token.protocols import Drafter, LowResModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import resolve_name, short_repr
 
-Initial = Literal["uniform", "left", "above", "previous", "mixture", "low-res", "low-res-refreshed"]
+Initial = Literal["uniform", "low-res", "low-res-refreshed"]
 
 
 @register_state
@@ -73,7 +73,7 @@ class JacobiState:
 
 
 @dataclass(frozen=True)
-class Jacobi:
+class Jacobi(Drafter):
     """Draft a chain from the output of the previous pass.
 
     Args:
@@ -81,9 +81,9 @@ class Jacobi:
             `WindowPolicy`, or `"auto"` for an `AutoWindow`.
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), `"judged"`
             (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
-        initial: first draft token of a position: `"uniform"`, `"left"`, `"above"`, `"previous"`, `"mixture"`, `"low-res"` (from
-            a low-resolution image), `"low-res-refreshed"` (from one that is updated with the committed tokens), or a function
-            like those in `vargen.decoding.next_token.drafters.initial`.
+        initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), `"low-res-refreshed"`
+            (from one that is updated with the committed tokens), or a function like those in
+            `vargen.decoding.next_token.drafters.initial`.
 
     Raises:
         ValueError: if the window is below 2, or a name is unknown (suggests the nearest). `bind` raises it if the window
@@ -93,7 +93,6 @@ class Jacobi:
     window: int | str | WindowPolicy = 16
     coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
     initial: Initial | InitialDraft = "uniform"
-    topology: str = field(default="chain", init=False)
     low_res_model: LowResModel | None = field(default=None, init=False, repr=False, compare=False)  # set by `bind`
 
     def __post_init__(self) -> None:
@@ -104,33 +103,33 @@ class Jacobi:
         resolve_name("initial", self.initial, INITIAL_DRAFTS)
 
     @property
-    def max_fed(self) -> int:
+    def max_width(self) -> int:
         return parse_window(self.window).max_width
 
-    def bind(self, model: TokenModel) -> Jacobi:
+    def bind(self, model: TokenModel) -> Self:
         """Return the drafter with the low-resolution model, if it needs one.
 
         Raises:
             ValueError: if the window exceeds the grid and cannot be shortened, or there is no such model.
         """
-        self.check_grid(model.grid[0] * model.grid[1])
+        self.validate_grid(model.grid[0] * model.grid[1])
         if self.initial not in LOW_RES_DRAFTS:
             return self
         bound = replace(self)
         object.__setattr__(bound, "low_res_model", require_low_res_model(model))
         return bound
 
-    def check_grid(self, tokens: int) -> None:
+    def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the window fits, or can be shortened to, a grid of `tokens` tokens."""
         window = parse_window(self.window)
         if window.max_width > tokens and not window.fits_any_grid:
             raise ValueError(f"window must be from 2 to the grid's {tokens} tokens, got {short_repr(window.max_width)}")
 
-    def fitted(self, tokens: int) -> Jacobi:
+    def fit_to_grid(self, tokens: int) -> Self:
         """Return the drafter with a window of at most `tokens` tokens."""
         return replace(self, window=tokens) if isinstance(self.window, int) and self.window > tokens else self
 
-    def resized(self, window: int | str) -> Jacobi:
+    def with_window(self, window: int | str) -> Self:
         """Return the drafter with another window; see `window` above."""
         return replace(self, window=window)
 
@@ -145,7 +144,7 @@ class Jacobi:
     def propose_window(self, state: JacobiState, width: int, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Return the draft of a pass that feeds `width` tokens."""
         if width == 1:
-            return Draft.empty(len(tokens), state.vocab, tokens.device)
+            return Draft.make_empty(len(tokens), state.vocab, tokens.device)
         position = length[:, None] + torch.arange(width - 1, device=tokens.device)
         noise = Noise(state.seeds, position, step)
         initial: InitialDraft = resolve_name("initial", self.initial, INITIAL_DRAFTS)
@@ -157,7 +156,7 @@ class Jacobi:
             probs = probs.expand(len(tokens), width - 1, -1)
         else:
             drafted, probs = _shift_window(state, state.last, initial, tokens, length, noise)
-        return Draft(drafted, Tree.of_chain(width - 1, tokens.device), probs, position < state.num_tokens)
+        return Draft(drafted, Tree.make_chain(width - 1, tokens.device), probs, position < state.num_tokens)
 
     def observe(self, state: JacobiState, step: Step) -> JacobiState:
         state.window.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
@@ -236,13 +235,13 @@ def gumbel(step: Step) -> Tensor:
     The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). If the rule is
     `shared_noise`, it has already sampled these tokens.
     """
-    drawn = step.verdict.drawn
+    drawn = step.verdict.sampled
     return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
 
 
 def judged(step: Step) -> Tensor:
-    """Use the tokens that the rule kept or resampled (`Verdict.drawn` of `PooledRule`); without them, use `maximal`."""
-    return maximal(step) if step.verdict.drawn is None else step.verdict.drawn
+    """Use the tokens that the rule kept or resampled (`Verdict.sampled` of `PooledRule`); without them, use `maximal`."""
+    return maximal(step) if step.verdict.sampled is None else step.verdict.sampled
 
 
 COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel, "judged": judged}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from vargen.decoding.next_token.drafters.initial import InitialDraft
 from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.expand import check_vocabulary
-from vargen.decoding.next_token.trees.search import TreeController, sizes
+from vargen.decoding.next_token.trees.expand import exclude_earlier_siblings
+from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling
 from vargen.modes import normal_tensors
 
@@ -65,8 +64,12 @@ class _Plan(NamedTuple):
 @lru_cache(maxsize=16)
 @normal_tensors()
 def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
-    shape = Tree.of(parents)
-    depth, rank, children = shape.depth.tolist(), shape.rank.tolist(), shape.children[:, 0].tolist() if shape.widest else [0]
+    shape = Tree.from_parents(parents)
+    depth, rank, children = (
+        shape.depth.tolist(),
+        shape.sibling_rank.tolist(),
+        shape.children[:, 0].tolist() if shape.max_children else [0],
+    )
     first = [0]
     while children[first[-1]]:
         first.append(children[first[-1]])
@@ -78,10 +81,10 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
             at = children[at] or first[min(step + 1, len(first) - 1)]
         onwards.append(row)
     several = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
-    tree = Tree.of(parents, device)
+    tree = Tree.from_parents(parents, device)
     reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], onwards))
-    younger = (shape.rank[1:] > 0).nonzero()[:, 0].to(device)
-    return _Plan(tree, tree.depth[1:] - 1, tree.rank[1:], younger, reached, table, several)
+    younger = (shape.sibling_rank[1:] > 0).nonzero()[:, 0].to(device)
+    return _Plan(tree, tree.depth[1:] - 1, tree.sibling_rank[1:], younger, reached, table, several)
 
 
 @dataclass(frozen=True)
@@ -103,51 +106,40 @@ class JacobiTree(TreeDrafter):
 
     shape: StaticTree | AutoTree | str | tuple[int, ...]
     coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
-    initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
-    topology: str = field(default="tree", init=False)
+    initial: Literal["uniform"] | InitialDraft = "uniform"
     jacobi: Jacobi = field(init=False, repr=False, compare=False)  # drafts the first candidates; `bind` binds it, too
 
     def __post_init__(self) -> None:
-        tree = self.tree
-        if isinstance(tree, StaticTree) and (reached := len(_plan(tree.slots, torch.device("cpu")).first)) != tree.depth:
+        tree = self.tree_shape
+        reached = len(_plan(tree.parents_tuple, torch.device("cpu")).first) if isinstance(tree, StaticTree) else tree.depth
+        if reached != tree.depth:
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
             )
         object.__setattr__(self, "jacobi", Jacobi(2, self.coupling, self.initial))
 
     @property
-    def tree(self) -> StaticTree | AutoTree:
-        """The resolved shape."""
+    def tree_shape(self) -> StaticTree | AutoTree:
         tree = parse_shape(self.shape)
         if isinstance(tree, DynamicTree):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
-    def bind(self, model: TokenModel) -> JacobiTree:
-        """Return the drafter for a model; an automatic tree is limited to the grid."""
-        tokens = model.grid[0] * model.grid[1]
-        check_vocabulary(self.tree, model.vocab)
-        self.check_grid(tokens)
-        bound = replace(self.fitted(tokens))
+    def bind(self, model: TokenModel) -> Self:
+        bound = replace(super().bind(model))
         object.__setattr__(bound, "jacobi", self.jacobi.bind(model))
         return bound
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
-        tree, controller = self.tree, None
-        if isinstance(tree, AutoTree):
-            seconds = measure_pass_costs(model, condition, len(seeds), sizes(tree))
-            controller = TreeController(tree, seconds, settled=model.device.type != "cpu")
+        controller = self.make_controller(model, condition, len(seeds))
         return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first), controller)
 
-    def _parents(self, state: JacobiTreeState) -> tuple[int, ...]:
-        """Return the parents of the current tree."""
-        if state.controller is not None:
-            return state.controller.next()
-        assert isinstance(self.tree, StaticTree)
-        return self.tree.slots
+    def _next_parents(self, state: JacobiTreeState) -> tuple[int, ...]:
+        shape = self.next_shape(state.controller)
+        return shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
 
     def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        parents = self._parents(state)
+        parents = self._next_parents(state)
         plan = _plan(parents, tokens.device)
         chain = self.jacobi.propose_window(state.chain, len(plan.first) + 1, tokens, length, step)
         if len(parents) == 1:
@@ -159,14 +151,15 @@ class JacobiTree(TreeDrafter):
         probs = chain.probs[:, plan.depth]
         if len(plan.younger):
             rows = plan.younger
-            elder = candidates[:, plan.depth[rows]], plan.rank[rows]
-            probs = probs.index_copy_(1, rows, _less_elders(probs[:, rows], *elder))
+            earlier = torch.arange(candidates.shape[-1], device=rows.device) < plan.rank[rows, None]
+            siblings = candidates[:, plan.depth[rows]]
+            probs = probs.index_copy_(1, rows, exclude_earlier_siblings(probs[:, rows], drafted[:, rows], siblings, earlier))
         return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
 
     def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
         """Return the candidates of each position, `[B, L, K]`, that of the window first, and which of them exist."""
         assert chain.probs is not None
-        tokens, K, several = chain.tokens[..., None], plan.tree.widest, plan.several
+        tokens, K, several = chain.tokens[..., None], plan.tree.max_children, plan.several
         if K == 1:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         V = chain.probs.shape[-1]
@@ -179,7 +172,7 @@ class JacobiTree(TreeDrafter):
 
     def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        parents, verdict, draft = self._parents(state), step.verdict, step.draft
+        parents, verdict, draft = self._next_parents(state), step.verdict, step.draft
         plan = _plan(parents, step.probs.device)
         if state.controller is not None:
             state.controller.observe(step, state.chain.num_tokens)
@@ -190,25 +183,15 @@ class JacobiTree(TreeDrafter):
         slots = plan.onwards[last]  # [B, L + 1]
         L, first = len(plan.first), plan.first - 1
         assert draft.probs is not None and draft.valid is not None
-        chain = Draft(draft.tokens[:, first], Tree.of_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
+        chain = Draft(draft.tokens[:, first], Tree.make_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
         position = step.noise.position[:, :1] + torch.arange(L + 1, device=first.device)
-        drawn = None if verdict.drawn is None else verdict.drawn.gather(1, slots)
+        sampled = None if verdict.sampled is None else verdict.sampled.gather(1, slots)
         seen = replace(
             step,
             draft=chain,
             probs=step.probs[image, slots],
             features=None,
-            verdict=replace(verdict, drawn=drawn),
+            verdict=replace(verdict, sampled=sampled),
             noise=replace(step.noise, position=position),
         )
         return replace(state, chain=self.jacobi.observe(state.chain, seen))
-
-
-def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
-    """Remove from q `[B, S, V]` the candidates `[B, S, K]` of lower rank than the draft token's `[S]`, and renormalize."""
-    K = candidates.shape[-1]
-    elder = torch.arange(K, device=rank.device) < rank[:, None]  # [S, K]
-    own = candidates.gather(2, rank[:, None].expand(len(candidates), -1, 1))
-    kept = q.gather(2, own)
-    left = q.scatter(2, torch.where(elder, candidates, own), 0.0).scatter(2, own, kept)
-    return left / left.sum(-1, keepdim=True).clamp_min(1e-30)

@@ -10,7 +10,7 @@ Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from vargen.decoding.next_token.drafters.jacobi import Jacobi, JacobiState
 from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
-from vargen.values import parse_int, short_repr
+from vargen.values import number_field, short_repr, validate_fields
 
 
 @register_state
@@ -53,16 +53,13 @@ class Wavefront(Jacobi):
 
     window: Any = 48
     coupling: Any = "judged"
-    reach: int = field(default=4)
+    reach: int = number_field(4, 0, is_integer=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reach = parse_int(self.reach, 0)
-        if reach is None:
-            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {short_repr(self.reach)}")
+        validate_fields(self)
         if self.coupling != "judged":
             raise ValueError(f"coupling of a wavefront must be 'judged', got {short_repr(self.coupling)}")
-        object.__setattr__(self, "reach", reach)
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
         settled = torch.zeros(len(seeds), model.grid[0] * model.grid[1] + 1, dtype=torch.bool, device=seeds.device)
@@ -71,7 +68,7 @@ class Wavefront(Jacobi):
     def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         draft = super().propose(state.jacobi, tokens, length, step)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
-        return replace(draft, kept=state.settled.gather(1, position.clamp(max=state.jacobi.num_tokens)))
+        return replace(draft, force_accept=state.settled.gather(1, position.clamp(max=state.jacobi.num_tokens)))
 
     def observe(self, state: Any, step: Step) -> Any:
         """Mark the tokens that this pass sampled with enough settled context as settled."""
