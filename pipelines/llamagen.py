@@ -13,7 +13,7 @@ from torch import Tensor
 from vargen.compat import without_autocast
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Jacobi, Progress, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
+from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -131,7 +131,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         drafter.validate_grid(described.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
             raise ValueError(drafter.missing_head_message())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:

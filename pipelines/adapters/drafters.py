@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import DraftHead
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
@@ -53,8 +54,9 @@ class Target(Protocol):
         """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
 
 
+@register_state
 @dataclass
-class _Held:
+class EagleCache:
     """The cache and, for drafters that use the row above, the target's features by slot `[R, N + scratch, D]`."""
 
     cache: KVCache
@@ -67,16 +69,16 @@ class EagleModel(AutoregressiveHead):
     def __init__(self, drafter: EagleDrafter, target: Target):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
 
-    def start(self, images: int, max_width: int) -> _Held:
+    def start(self, images: int, max_width: int) -> EagleCache:
         rows, device = images * self.target.halves, self.target.device
         cache, seen = self.drafter.new_cache(rows, max_width, device), None
         if self.drafter.config.above:
             with normal_tensors():
                 size = (rows, self.drafter.tokens + max_width, self.drafter.config.dim)
                 seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
-        return _Held(cache, seen)
+        return EagleCache(cache, seen)
 
-    def forward(self, tokens: Tensor, features: Tensor, state: _Held, tree: Tree) -> Output:
+    def forward(self, tokens: Tensor, features: Tensor, state: EagleCache, tree: Tree) -> Output:
         B, T = tokens.shape
         cache, halves = state.cache, self.target.halves
         earlier = tree.parents.shape[-1] - T
@@ -91,7 +93,7 @@ class EagleModel(AutoregressiveHead):
         hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
 
-    def _above(self, features: Tensor, state: _Held, position: Tensor, earlier: int) -> Tensor:
+    def _above(self, features: Tensor, state: EagleCache, position: Tensor, earlier: int) -> Tensor:
         """Return the target's features after the tokens above those to predict, `[R, T, D]`; zero where there are none.
 
         Slot j has the feature that predicted token j. The feature after the token above token j + 1 is in slot j + 2 - columns.
@@ -108,7 +110,7 @@ class EagleModel(AutoregressiveHead):
         index = source.clamp(0, seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
         return seen.gather(1, index) * known[..., None]
 
-    def commit(self, state: _Held, count: Tensor) -> None:
+    def commit(self, state: EagleCache, count: Tensor) -> None:
         state.cache.advance(count.repeat(self.target.halves))
 
 
@@ -141,14 +143,15 @@ _AHEAD = 2  # low-resolution rows to resample after the completed ones
 _PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
 
 
+@register_state
 @dataclass
-class _Small:
+class LowResState:
     """The low-resolution images, and the predictions from them.
 
     Attributes:
         seeds: `[B]`, for the noise of the low-resolution images.
         low: low-resolution tokens, int64 `[B, n]`.
-        larger: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
+        upsampled: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
         shown: `[B]`, number of low-resolution tokens that are synchronized with the accepted tokens.
         cache: cache of the low-resolution model, which holds the `shown` tokens; None before the first refresh.
     """
@@ -157,7 +160,7 @@ class _Small:
     seeds: Tensor
     sampling: Sampling
     low: Tensor
-    larger: Tensor
+    upsampled: Tensor
     shown: Tensor
     cache: Any = None
 
@@ -183,19 +186,19 @@ class LowResolutionDrafter:
     def vocab(self) -> int:
         return self.model.vocab
 
-    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> _Small:
+    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> LowResState:
         rows, columns = self.model.grid
         method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
-        return _Small(condition, own, sampling, low, self._larger(low), torch.zeros_like(seeds))
+        return LowResState(condition, own, sampling, low, self._upsample(low), torch.zeros_like(seeds))
 
-    def _larger(self, low: Tensor) -> Tensor:
+    def _upsample(self, low: Tensor) -> Tensor:
         low = low.unflatten(1, self.model.grid)
         if self.upsampler is not None:
             return self.upsampler.features(low)
         return enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
-    def refresh(self, state: _Small, tokens: Tensor, committed: Tensor) -> _Small:
+    def refresh(self, state: LowResState, tokens: Tensor, committed: Tensor) -> LowResState:
         """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
 
         Runs once per completed low-resolution row. Each low-resolution token in the completed area is replaced by the codebook
@@ -213,10 +216,10 @@ class LowResolutionDrafter:
         low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
         cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
         low = self._redrawn(replace(state, low=low, cache=cache), whole, images)
-        larger = state.larger.index_copy(0, images, self._larger(low[images]))
-        return replace(state, low=low, larger=larger, shown=whole, cache=cache)
+        upsampled = state.upsampled.index_copy(0, images, self._upsample(low[images]))
+        return replace(state, low=low, upsampled=upsampled, shown=whole, cache=cache)
 
-    def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
+    def _redrawn(self, state: LowResState, whole: Tensor, images: Tensor) -> Tensor:
         """Return the tokens `[B, n]` with the rows after the first `whole` `[B]` tokens resampled for the given images.
 
         Afterwards the cache holds the first `whole` tokens."""
@@ -237,12 +240,12 @@ class LowResolutionDrafter:
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
         return low[:, :n]
 
-    def probs(self, state: _Small, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+    def probs(self, state: LowResState, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         if self.upsampler is None:
-            return F.one_hot(state.larger.gather(1, position), self.vocab).float()
+            return F.one_hot(state.upsampled.gather(1, position), self.vocab).float()
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
-        return to_probs(self.upsampler(state.larger, tokens[:, :N], known, position), state.sampling)
+        return to_probs(self.upsampler(state.upsampled, tokens[:, :N], known, position), state.sampling)
 
 
 def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:

@@ -11,7 +11,6 @@ import torch
 from vargen.decoding import (
     PRESETS,
     Accelerator,
-    Adaptive,
     Draft,
     GroupedRule,
     Jacobi,
@@ -35,7 +34,7 @@ def test_presets_say_what_they_are_in_plain_values(name: str) -> None:
 def test_specs_differ_wherever_methods_do() -> None:
     methods = [
         *PRESETS.values(),
-        *(Accelerator(drafter=Jacobi(Adaptive(*sizes)), acceptance=speculative_sampling) for sizes in ((4, 16), (8, 32))),
+        *(Accelerator(drafter=Jacobi(width), acceptance=speculative_sampling) for width in (8, 32)),
         Accelerator(drafter=Jacobi(16, "maximal"), acceptance=GroupedRule(size=15)),
         Accelerator(drafter=Speculative(3), acceptance=speculative_sampling),
     ]

@@ -151,12 +151,15 @@ def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():
     drafter = Recycle(2, top_k=2).bind(model)
     seeds = torch.tensor([5])
     state = drafter.start(model, None, seeds, Sampling(), None)
-    state.fed = torch.tensor([[3, 1, 3]])  # the root, and two drafts, the second one like the root
+    tokens = torch.tensor([[0, 0, 0, 3, 0]])
     probs = torch.tensor([[[0.5, 0.3, 0.2, 0, 0, 0], [0, 0, 0, 0.2, 0.7, 0.1], [0, 0, 0, 0, 0, 1.0]]])
-    draft = Draft(state.fed[:, 1:], Tree.make_chain(2), None, torch.tensor([[True, True]]))
+    draft = Draft(
+        torch.tensor([[1, 3]]), Tree.make_chain(2), None, torch.tensor([[True, True]])
+    )  # the second one like the root
     one = torch.ones(1, dtype=torch.int64)
     noise = Noise(seeds, torch.tensor([[4, 5, 6]]))
-    drafter.observe(state, Step(draft, probs, None, Verdict(torch.arange(3)[None], one, one), noise, one))
+    verdict = Verdict(torch.arange(3)[None], one, one)
+    drafter.observe(state, Step(draft, probs, None, verdict, noise, one, tokens, one + 4))
     assert state.candidates[0, 3].tolist() == [0, 1] and torch.allclose(state.weights[0, 3], torch.tensor([0.625, 0.375]))
     assert state.candidates[0, 1].tolist() == [4, 3] and state.weights[0, 2].sum() == 0
 

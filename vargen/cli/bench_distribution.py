@@ -39,7 +39,7 @@ def distribution(
     ] = False,
     as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
     model: Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID")] = "emoji",
-    window: Annotated[str | None, typer.Option(metavar="N|adaptive", help="Of the Jacobi presets.")] = None,
+    window: Annotated[str | None, typer.Option(metavar="N", help="Of the Jacobi presets.")] = None,
     guidance_scale: Annotated[
         float | None, typer.Option(metavar="X", help="1 halves the work and broadens the distribution. Default: the model's.")
     ] = None,

@@ -48,7 +48,7 @@ def compare(
     batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
     window: Annotated[
         str | None,
-        typer.Option(metavar="N|adaptive|auto", help="Of the Jacobi presets; auto also sets the length of speculative chains."),
+        typer.Option(metavar="N|auto", help="Of the Jacobi presets; auto also sets the length of speculative chains."),
     ] = None,
     output: Annotated[str, typer.Option("-o", "--output", metavar="FILE.png", help="The pictures, a row per method.")] = (
         "comparison.png"

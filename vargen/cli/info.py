@@ -107,7 +107,7 @@ def gather() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding.next_token import captured
+    from vargen.decoding.next_token.graphs import explain_graphs
     from vargen.device import preferred_dtype
     from vargen.evaluation.machine import describe_machine
     from vargen.kernels.dispatch import explain
@@ -127,7 +127,7 @@ def gather() -> dict[str, Any]:
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
         "kernels": ": ".join(explain(device)),
-        "graphs": captured.explain(torch.device(device)),
+        "graphs": explain_graphs(torch.device(device)),
         "models": models,
         "presets": presets(),
     }

@@ -25,7 +25,7 @@ from vargen.decoding.next_token.acceptance import (
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.next_token.draft_length import AutoWindow, FixedWindow
 from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
@@ -69,10 +69,9 @@ __all__ = [
     "SKIPPED_TOKEN",
     "Accelerator",
     "AcceptanceRule",
-    "Adaptive",
     "AdaptiveThreshold",
-    "Auto",
     "AutoTree",
+    "AutoWindow",
     "AutoregressiveHead",
     "Block",
     "BlockDecoder",
@@ -87,7 +86,7 @@ __all__ = [
     "DynamicTree",
     "Eager",
     "Eagle",
-    "Fixed",
+    "FixedWindow",
     "GroupedRule",
     "Jacobi",
     "JacobiTree",
@@ -150,9 +149,12 @@ __all__ = [
     "traversal",
 ]
 
+_RENAMED = {"Auto": "AutoWindow", "Fixed": "FixedWindow", "exact": "speculative_sampling"}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "exact":  # its name in vargen 0.1
-        warnings.warn("the rule exact is now speculative_sampling", DeprecationWarning, stacklevel=2)
-        return speculative_sampling
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    """Return a class or rule under its name of vargen 0.1, with a warning."""
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"vargen.decoding.{name} is renamed {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -111,8 +111,10 @@ _RENAMED_VALUES = {
     },
 }
 _RENAMED = {
+    "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
+    "Fixed": "FixedWindow",
     "Grouped": "GroupedRule",
     "Neighbourhood": "NeighborhoodRule",
     "Pooled": "PooledRule",

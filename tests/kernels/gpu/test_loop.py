@@ -1,5 +1,6 @@
 """The loop through the kernels: the same tokens as through torch, for every kind of draft and rule."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import pytest
@@ -9,9 +10,9 @@ from tiny_models import tiny_transformer
 from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_method
 from vargen.decoding.harness import Run
 from vargen.decoding.next_token.acceptance import recursive_rejection, shared_noise, speculative_sampling
-from vargen.decoding.next_token.captured import Pass
 from vargen.decoding.next_token.drafters import JacobiTree
-from vargen.decoding.next_token.loop import prefill
+from vargen.decoding.next_token.graphs import GraphedPass, Outputs
+from vargen.decoding.next_token.loop import count_on_device, prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -89,10 +90,10 @@ class OnMeta:
     captured = 0
 
     @staticmethod
-    def watched() -> AbstractContextManager[list[str]]:
+    def record_syncs() -> AbstractContextManager[list[str]]:
         return nullcontext([])
 
-    def capture(self, run: Pass) -> tuple[torch.Tensor, ...]:
+    def capture(self, run: Callable[[], Outputs]) -> Outputs:
         type(self).captured += 1
         return run()
 
@@ -121,13 +122,15 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)
     condition, run = Condition(class_labels=torch.empty(2, dtype=torch.int64, device=meta)), Run(meta, 16)
     with torch.no_grad(), recording() as launches:
-        passes, _ = prefill(run, model, condition, seeds, method, sampling)
+        eager, state, _ = prefill(run, model, condition, seeds, method, sampling)
         launches.clear()
-        replayed = passes.captured(graph=OnMeta)
-        for step in range(1, 5):
-            logits, position, count = replayed() if counted else passes(step)
+        graphed = GraphedPass(eager, OnMeta)
+        if counted:
+            state = count_on_device(state)
+        for _ in range(4):
+            state, (logits, position, count) = graphed(state) if counted else eager(state)
             assert position.shape == logits.shape[:2] and len(count) == 2
-    assert not counted or (replayed.refused is None and OnMeta.captured == 1)
+    assert not counted or (graphed.blocker is None and OnMeta.captured == 1)
     names = [each.name for each in launches]
     made = 3 if counted else 4  # the fourth is the first replay
     assert names.count("attend") >= 2 * made and names.count("sample") >= made

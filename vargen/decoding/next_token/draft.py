@@ -234,6 +234,8 @@ class Step:
         noise: noise of the pass; its positions are those of the token after each slot.
         count: int64 `[B]`, number of tokens committed: that of the verdict, minus those past the end of the grid; 0 for a
             finished image.
+        tokens: int64 `[B, N + max_width]`, after the commit; valid up to `length`.
+        length: int64 `[B]`, number of tokens committed by this and all earlier passes.
     """
 
     draft: Draft
@@ -242,3 +244,5 @@ class Step:
     verdict: Verdict
     noise: Noise
     count: Tensor
+    tokens: Tensor
+    length: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.draft_length import GeometricEstimate, WidthController
 from vargen.decoding.next_token.drafters.base import ChainDrafter
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
@@ -33,15 +34,15 @@ def _drafting(small: dict[int, float], drafts: int) -> float:
     return small[2] + (drafts - 1) * small[1] if drafts else 0.0
 
 
+@register_state
 @dataclass
-class _State:
-    model: TokenModel
-    held: Any
+class DraftModelState:
+    cache: Any
     sampling: Sampling
     seeds: Tensor
-    total: int
+    num_tokens: int
     length: int
-    choice: WidthController | None
+    controller: WidthController | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Speculative(ChainDrafter):
     Args:
         length: draft tokens per pass, at least 1; each takes one pass of the draft model. `"auto"` selects up to 8, maximizing
             tokens per second according to measured pass costs of both models and recent acceptance; where drafting does not pay
-            off, it stops. This depends on timing and on the batch, like the window `Auto`: the distribution is unchanged, but
+            off, it stops. This depends on timing and on the batch, like an `AutoWindow`: the distribution is unchanged, but
             an image is reproducible only with the rule `shared_noise`. On a GPU the length is fixed before the first pass.
         model: the draft model. None: `draft_model` of the target, set by pipelines with a `draft_transformer`.
         shared_noise: sample draft tokens with the shared noise, which couples them to those of the target; for the rule
@@ -110,73 +111,78 @@ class Speculative(ChainDrafter):
         return small
 
     def bind(self, model: TokenModel) -> Self:
-        """Return this drafter.
+        """Return the drafter with its draft model.
 
         Raises:
             ValueError: if there is no matching draft model, or the chain does not fit after the first token of the grid.
         """
-        self.require_draft_model(model)
-        return super().bind(model)
+        draft_model, bound = self.require_draft_model(model), replace(super().bind(model))
+        object.__setattr__(bound, "model", draft_model)
+        return bound
 
     def with_window(self, window: int | str) -> Self:
         """Set the length to `"auto"` if `window` is; numbers apply to windows and leave a chain unchanged."""
         return replace(self, length="auto") if window == "auto" else self
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        small, choice, length = self.require_draft_model(model), None, self.max_length
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> DraftModelState:
+        draft_model, controller, length = self.model, None, self.max_length
+        assert draft_model is not None
         if isinstance(self.length, str):
             images = len(seeds)
             costs = measure_pass_costs(model, condition, images, range(1, MAX_AUTO_LENGTH + 2))
-            drafting = measure_pass_costs(small, condition, images, [1, 2])
+            drafting = measure_pass_costs(draft_model, condition, images, [1, 2])
             steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
-            choice = WidthController(steps, GeometricEstimate())
-            length = choice.next() - 1
-        held, _ = small.prefill(condition, max(2, self.max_length))
-        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
+            controller = WidthController(steps, GeometricEstimate())
+            length = controller.choose() - 1
+            if model.device.type != "cpu":  # the length is fixed
+                controller = None
+        cache, _ = draft_model.prefill(condition, max(2, self.max_length))
+        return DraftModelState(cache, sampling, seeds, model.grid[0] * model.grid[1], length, controller)
 
     def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the draft model's passes for a chain of `drafts` tokens."""
         return _drafting(measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2]), drafts)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: DraftModelState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Feed the last two committed tokens, then every draft token except the last.
 
         Two, because the draft model has not processed the last draft token of a fully accepted chain.
         """
-        model, held, device = state.model, state.held, tokens.device
+        model, cache, device = self.model, state.cache, tokens.device
+        assert model is not None
         if state.length == 0:
             return Draft.make_empty(len(tokens), model.vocab, device)
         start = (length - 2).clamp(min=0)
-        model.rollback(held, start)
+        model.rollback(cache, start)
         pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
         root = (length - 1 - start)[:, None]  # slot of the root: 0 when only one token is committed
         two, one = Tree.make_chain(1, device), Tree.make_chain(0, device)
-        logits = model.forward(pair, held, two).logits
+        logits = model.forward(pair, cache, two).logits
         logits = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[-1]))
-        model.commit(held, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
+        model.commit(cache, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
         position = length[:, None]
         for drafts in range(state.length):
             if drafts:
-                logits = model.forward(drafted[-1], held, one).logits
-                model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
+                logits = model.forward(drafted[-1], cache, one).logits
+                model.commit(cache, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             probs.append(to_probs(logits, state.sampling))
             drafted.append(Noise(state.seeds, position + drafts, step).draw(probs[-1], purpose))
         slots = torch.arange(state.length, device=device)
-        valid = length[:, None] + slots < state.total
+        valid = length[:, None] + slots < state.num_tokens
         return Draft(torch.cat(drafted, 1), Tree.make_chain(state.length, device), torch.cat(probs, 1), valid)
 
-    def observe(self, state: _State, step: Step) -> _State:
+    def observe(self, state: DraftModelState, step: Step) -> DraftModelState:
         """Update the controller.
 
         Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
         """
-        if state.choice and step.count.device.type == "cpu":
-            state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
-            state.length = state.choice.next() - 1
-        return state
+        if state.controller is None:
+            return state
+        state.controller.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
+        return replace(state, length=state.controller.choose() - 1)
 
 
 @dataclass(frozen=True)

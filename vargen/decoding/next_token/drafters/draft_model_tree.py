@@ -6,7 +6,7 @@ Shape suffixes: B images, F slots of one level, E slots expanded so far, V vocab
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Self
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.draft_model import Speculative
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
@@ -26,16 +27,16 @@ from vargen.decoding.pass_costs import candidate_widths, interpolate_cost, measu
 from vargen.decoding.sampling import Sampling, to_probs
 
 
+@register_state
 @dataclass
-class _State:
-    """State of B images. `choice`: controller that selects the tree of each pass, if the shape is automatic."""
+class DraftTreeState:
+    """State of B images. `controller`: controller that selects the tree of each pass, if the shape is automatic."""
 
-    model: TokenModel
-    held: Any
+    cache: Any
     sampling: Sampling
     seeds: Tensor
-    total: int
-    choice: TreeController | None = None
+    num_tokens: int
+    controller: TreeController | None = None
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,19 @@ class SpeculativeTree(TreeDrafter):
         return Speculative(1, self.model).require_draft_model(model)
 
     def bind(self, model: TokenModel) -> Self:
-        self.require_draft_model(model)
-        return super().bind(model)
+        draft_model, bound = self.require_draft_model(model), replace(super().bind(model))
+        object.__setattr__(bound, "model", draft_model)
+        return bound
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        small, shape, choice = self.require_draft_model(model), self.tree_shape, None
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> DraftTreeState:
+        draft_model, shape, controller = self.require_draft_model(model), self.tree_shape, None
         if isinstance(shape, AutoTree):
-            costs = measure_pass_costs(small, condition, len(seeds), candidate_widths(shape.nodes + 1))
-            choice = self.make_controller(
+            costs = measure_pass_costs(draft_model, condition, len(seeds), candidate_widths(shape.nodes + 1))
+            controller = self.make_controller(
                 model, condition, len(seeds), lambda parents: self._drafting_seconds(costs, StaticTree(parents))
             )
-        held, _ = small.prefill(condition, max(shape.depth + 2, shape.num_expanded))
-        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], choice)
+        cache, _ = draft_model.prefill(condition, max(shape.depth + 2, shape.num_expanded))
+        return DraftTreeState(cache, sampling, seeds, model.grid[0] * model.grid[1], controller)
 
     def _drafting_seconds(self, costs: Mapping[int, float], shape: TreeShape) -> float:
         """Return the seconds the draft model spends on a tree, interpolated from measured pass costs by number of tokens."""
@@ -98,28 +100,29 @@ class SpeculativeTree(TreeDrafter):
         costs = measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2, 4, 8, 16, 32, 64])
         return self._drafting_seconds(costs, self.representative_shape(drafts))
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: DraftTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Grow the tree level by level.
 
         The draft model does not cache draft tokens: each level feeds the root and all expanded slots again. The first level
         also feeds the tokens committed since the last draft.
         """
-        model, held = state.model, state.held
+        model, cache = self.model, state.cache
+        assert model is not None
 
         def expand(frontier: Frontier) -> Tensor:
             if frontier.depth:
-                logits = model.forward(frontier.expanded_tokens, held, frontier.tree).logits[:, -frontier.tokens.shape[1] :]
+                logits = model.forward(frontier.expanded_tokens, cache, frontier.tree).logits[:, -frontier.tokens.shape[1] :]
             else:
-                logits = self._catch_up(model, held, tokens, length)
+                logits = self._catch_up(model, cache, tokens, length)
             return to_probs(logits, state.sampling)
 
-        shape = self.next_shape(state.choice)
+        shape = self.next_shape(state.controller)
         if shape is None:
             return Draft.make_empty(len(tokens), model.vocab, tokens.device)
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        return grow_tree(expand, shape, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.total)
+        return grow_tree(expand, shape, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
 
-    def _catch_up(self, model: TokenModel, held: Any, tokens: Tensor, length: Tensor) -> Tensor:
+    def _catch_up(self, model: TokenModel, cache: Any, tokens: Tensor, length: Tensor) -> Tensor:
         """Feed the newest committed tokens, after which everything before the root is in the cache.
 
         Returns the logits after the root, `[B, 1, V]`. A pass commits at most depth + 1 tokens.
@@ -127,17 +130,17 @@ class SpeculativeTree(TreeDrafter):
         W = self.tree_shape.depth + 2
         start = (length - W).clamp(min=0)
         last, slots = Tree.make_chain(W - 1, tokens.device), torch.arange(W, device=tokens.device)
-        model.rollback(held, start)
-        logits = model.forward(tokens.gather(1, start[:, None] + slots), held, last).logits
+        model.rollback(cache, start)
+        logits = model.forward(tokens.gather(1, start[:, None] + slots), cache, last).logits
         root = length - 1 - start
-        model.commit(held, slots.expand(len(tokens), W), root, last)
+        model.commit(cache, slots.expand(len(tokens), W), root, last)
         return logits.gather(1, root[:, None, None].expand(-1, 1, logits.shape[-1]))
 
-    def observe(self, state: _State, step: Step) -> _State:
+    def observe(self, state: DraftTreeState, step: Step) -> DraftTreeState:
         """Update the controller.
 
         Draft tokens need no handling: the next proposal feeds what was committed.
         """
-        if state.choice is not None:
-            state.choice.observe(step, state.total)
+        if state.controller is not None:
+            state.controller.observe(step, state.num_tokens)
         return state

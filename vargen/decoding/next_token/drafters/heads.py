@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows of the target (B, times two with CFG), A slots 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Output, Step
 from vargen.decoding.next_token.drafters.base import TreeDrafter
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import DraftHead, TokenModel
 from vargen.decoding.next_token.trees.children import CHILD_SAMPLING, ChildSampling, validate_child_sampling
 from vargen.decoding.next_token.trees.shapes import (
@@ -28,6 +29,7 @@ from vargen.kernels.dispatch import is_eager_cpu
 from vargen.values import parse_int, short_repr
 
 
+@register_state
 @dataclass
 class FeatureBuffer:
     """The target features that predicted the newest tokens, `[R, A, D]`, and the number of new tokens of each image, `[B]`."""
@@ -40,17 +42,16 @@ class FeatureBuffer:
         """Features after the prefill, from which one token was sampled."""
         return cls(require_features(output.features), torch.ones(images, dtype=torch.int64, device=output.logits.device))
 
-    def observe(self, step: Step) -> None:
-        """Take the features of the tokens that a pass committed.
+    def observe(self, step: Step) -> FeatureBuffer:
+        """Return the features of the tokens that a pass committed.
 
         On a CPU the number of slots is the largest number of tokens that any image committed. On other devices it is always the
         longest path, so that the host does not wait for the device.
         """
-        features = require_features(step.features)
-        path, self.count = step.verdict.path, step.count
+        path = step.verdict.path
         if is_eager_cpu(path):
             path = path[:, : max(int(step.count.max()), 1)]
-        self.rows = gather_slots(features, path)
+        return FeatureBuffer(gather_slots(require_features(step.features), path), step.count)
 
     def gather_last(self) -> Tensor:
         """The feature that predicted the newest token of each image, `[R, 1, D]`."""
@@ -147,5 +148,6 @@ class HeadDrafter(TreeDrafter):
         )
 
     def bind(self, model: TokenModel) -> Self:
-        self.find_head(model)
-        return super().bind(model)
+        head, bound = self.find_head(model), replace(super().bind(model))
+        object.__setattr__(bound, "model", head)
+        return bound

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vargen.decoding.next_token.protocols import LowResModel, TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.sampling import Sampling
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Context:
         last_probs: float32 `[B, V]`, target distribution at the last position that the window has processed; None before the
             first pass.
         noise: noise at the S positions.
-        committed: int64 `[B]`, how many of the tokens are committed. None: all known ones.
     """
 
     vocab: int
@@ -40,7 +38,6 @@ class Context:
     known: Tensor
     last_probs: Tensor | None
     noise: Noise
-    committed: Tensor | None = None
 
     @property
     def uniform_probs(self) -> Tensor:
@@ -59,30 +56,18 @@ def draft_uniform(context: Context) -> tuple[Tensor, Tensor]:
 MISSING_LOW_RES = "drafts from a low resolution need a model for it beside this one, and there is none"
 
 
-def from_low_res(
-    model: LowResModel, condition: Any, seeds: Tensor, sampling: Sampling, refreshed: bool = False
-) -> InitialDraft:
-    """Initial draft from a low-resolution image, which its model generates before the first draft.
+def make_low_res_initial(model: LowResModel, state: Any) -> InitialDraft:
+    """Return an initial draft that samples from a model's predictions, given the state with its low-resolution images."""
+    last = model.grid[0] * model.grid[1] - 1
 
-    Args:
-        refreshed: update the low-resolution image with the committed tokens (MuLo-SD).
-    """
-    held: Any = None
-
-    def low_res(context: Context) -> tuple[Tensor, Tensor]:
-        nonlocal held
-        if held is None:
-            held = model.start(condition, seeds, sampling)
-        if refreshed:
-            held = model.refresh(held, context.tokens, context.known if context.committed is None else context.committed)
-        last = model.grid[0] * model.grid[1] - 1
-        probs = model.probs(held, context.tokens, context.known, context.noise.position.clamp(max=last))
+    def draft_low_res(context: Context) -> tuple[Tensor, Tensor]:
+        probs = model.probs(state, context.tokens, context.known, context.noise.position.clamp(max=last))
         return context.noise.draw(probs, Purpose.DRAFT), probs
 
-    return low_res
+    return draft_low_res
 
 
-def low_res_model(model: TokenModel) -> LowResModel:
+def require_low_res_model(model: TokenModel) -> LowResModel:
     """Return the low-resolution model that comes with a target.
 
     Raises:
@@ -100,7 +85,7 @@ def low_res_model(model: TokenModel) -> LowResModel:
 
 INITIAL_DRAFTS: dict[str, InitialDraft] = {
     "uniform": draft_uniform,
-    "low-res": draft_uniform,  # placeholders: `Jacobi.start` replaces these by `from_low_res`
+    "low-res": draft_uniform,  # placeholders: `Jacobi.propose` replaces these by the low-resolution draft
     "low-res-refreshed": draft_uniform,
 }
-LOW_RES = frozenset({"low-res", "low-res-refreshed"})
+LOW_RES_DRAFTS = frozenset({"low-res", "low-res-refreshed"})

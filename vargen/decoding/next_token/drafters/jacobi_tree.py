@@ -9,9 +9,9 @@ Shape suffixes: B images, T tokens fed in one pass, L positions after the root, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
-from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
+from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
 from vargen.decoding.next_token.trees.search import TreeController
@@ -29,38 +30,13 @@ from vargen.decoding.sampling import Sampling
 from vargen.modes import normal_tensors
 
 
+@register_state
 @dataclass
-class _State:
-    """State of B images.
+class JacobiTreeState:
+    """State of B images: that of the window of first candidates, and of what selects the tree, unless it is fixed."""
 
-    `chain`: state of `drafter`, which drafts the first candidates in a window set by `window`. `choice`: controller that
-    selects the tree of each pass. `parents`: the current tree.
-    """
-
-    seeds: Tensor
-    total: int
-    drafter: Jacobi
-    chain: Any
-    window: _Led
-    choice: TreeController | None
-    parents: tuple[int, ...] = (-1,)
-
-
-@dataclass
-class _Led:
-    """The window of first candidates (a `Window`), whose width follows the depth of the current tree."""
-
-    max_fed: int
-    shrinks: bool = True
-    present: int = 2
-
-    def start(self, model: TokenModel, condition: Any, images: int) -> _Led:
-        return self
-
-    def widths(self, length: Tensor) -> tuple[None, int]:
-        return None, self.present
-
-    def observe(self, count: Tensor, active: Tensor) -> None: ...
+    chain: JacobiState
+    controller: TreeController | None
 
 
 class _Plan(NamedTuple):
@@ -131,6 +107,7 @@ class JacobiTree(TreeDrafter):
     shape: StaticTree | AutoTree | str | tuple[int, ...]
     coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
     initial: Literal["uniform"] | InitialDraft = "uniform"
+    jacobi: Jacobi = field(init=False, repr=False, compare=False)  # drafts the first candidates; `bind` binds it, too
 
     def __post_init__(self) -> None:
         tree = self.tree_shape
@@ -139,7 +116,7 @@ class JacobiTree(TreeDrafter):
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
             )
-        Jacobi(2, self.coupling, self.initial)
+        object.__setattr__(self, "jacobi", Jacobi(2, self.coupling, self.initial))
 
     @property
     def tree_shape(self) -> StaticTree | AutoTree:
@@ -148,23 +125,27 @@ class JacobiTree(TreeDrafter):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        window = _Led(self.tree_shape.depth + 1)
-        drafter = Jacobi(window, self.coupling, self.initial)
-        chain = drafter.start(model, condition, seeds, sampling, first)
-        choice = self.make_controller(model, condition, len(seeds))
-        return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
+    def bind(self, model: TokenModel) -> Self:
+        bound = replace(super().bind(model))
+        object.__setattr__(bound, "jacobi", self.jacobi.bind(model))
+        return bound
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        shape = self.next_shape(state.choice)
-        state.parents = shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
-        plan = _plan(state.parents, tokens.device)
-        state.window.present = len(plan.first) + 1
-        chain = state.drafter.propose(state.chain, tokens, length, step)
-        if len(state.parents) == 1:
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
+        controller = self.make_controller(model, condition, len(seeds))
+        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first), controller)
+
+    def _next_parents(self, state: JacobiTreeState) -> tuple[int, ...]:
+        shape = self.next_shape(state.controller)
+        return shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
+
+    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        parents = self._next_parents(state)
+        plan = _plan(parents, tokens.device)
+        chain = self.jacobi.propose_window(state.chain, len(plan.first) + 1, tokens, length, step)
+        if len(parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
-        noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
+        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
         candidates, there = self._candidates(chain, noise, plan)  # padded to the same number at every position
         drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
@@ -189,13 +170,14 @@ class JacobiTree(TreeDrafter):
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
-    def observe(self, state: _State, step: Step) -> _State:
+    def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
-        if state.choice is not None:
-            state.choice.observe(step, state.total)
-        if len(state.parents) == 1:
-            return state
+        parents, verdict, draft = self._next_parents(state), step.verdict, step.draft
+        plan = _plan(parents, step.probs.device)
+        if state.controller is not None:
+            state.controller.observe(step, state.chain.num_tokens)
+        if len(parents) == 1:
+            return replace(state, chain=self.jacobi.observe(state.chain, step))
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
         slots = plan.onwards[last]  # [B, L + 1]
@@ -212,5 +194,4 @@ class JacobiTree(TreeDrafter):
             verdict=replace(verdict, sampled=sampled),
             noise=replace(step.noise, position=position),
         )
-        state.chain = state.drafter.observe(state.chain, seen)
-        return state
+        return replace(state, chain=self.jacobi.observe(state.chain, seen))

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Tree
 from vargen.decoding.next_token.drafters.base import ChainDrafter
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, Sampling
@@ -30,6 +31,8 @@ class NGramIndex:
         examples: integers `[M, N]`, tokens of M images with `columns` columns.
         vocab: V.
     """
+
+    in_place = True  # it never changes; see `graphs.describe`
 
     def __init__(self, examples: Tensor, vocab: int, columns: int):
         tokens = examples.long()
@@ -81,10 +84,11 @@ def _find_index(examples: Tensor, vocab: int, columns: int, device: torch.device
     return NGramIndex(examples.to(device), vocab, columns)
 
 
+@register_state
 @dataclass
-class _State:
+class LookupState:
     seeds: Tensor
-    total: int
+    num_tokens: int
     columns: int
     vocab: int
     power: float
@@ -134,21 +138,21 @@ class Lookup(ChainDrafter):
             raise ValueError(f"example_tokens must be [images, {tokens}], got {list(examples.shape)}")
         return super().bind(model)
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> LookupState:
         rows, columns = model.grid
         examples = model.example_tokens if self.max_matches else None
         index = None if examples is None else _find_index(examples, model.vocab, columns, seeds.device)
         power = self.sharpness / max(sampling.temperature, MIN_TEMPERATURE)
-        return _State(seeds, rows * columns, columns, model.vocab, power, index)
+        return LookupState(seeds, rows * columns, columns, model.vocab, power, index)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: LookupState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         known, found = tokens.clone(), torch.ones_like(length, dtype=torch.bool)
         drafted, probs, valid = [], [], []
         for slot in range(self.length):
             position = (length + slot)[:, None]
             weights = self.count_continuations(state, known, position)
             most = weights.amax(1, keepdim=True)
-            found = found & (most[:, 0] > 0) & (position[:, 0] < state.total)
+            found = found & (most[:, 0] > 0) & (position[:, 0] < state.num_tokens)
             weights = (weights / most.clamp_min(1e-30)) ** state.power
             q = torch.where(found[:, None], weights / weights.sum(1, keepdim=True), 0.0)
             token = torch.where(found[:, None], Noise(state.seeds, position, step).draw(q[:, None], Purpose.DRAFT), 0)
@@ -159,7 +163,7 @@ class Lookup(ChainDrafter):
         chain = Tree.make_chain(self.length, tokens.device)
         return Draft(torch.cat(drafted, 1), chain, torch.stack(probs, 1), torch.stack(valid, 1))
 
-    def count_continuations(self, state: _State, tokens: Tensor, position: Tensor) -> Tensor:
+    def count_continuations(self, state: LookupState, tokens: Tensor, position: Tensor) -> Tensor:
         """Weighted counts of the tokens that followed the context of `position` `[B, 1]`, float32 `[B, V]`.
 
         All tokens before the position are known.

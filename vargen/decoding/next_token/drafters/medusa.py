@@ -8,7 +8,7 @@ Shape suffixes: B images, h heads, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
 from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, require_features
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import DraftHead, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
@@ -25,14 +26,14 @@ from vargen.decoding.pass_costs import timed
 from vargen.decoding.sampling import Sampling, to_probs
 
 
+@register_state
 @dataclass
-class _State:
-    model: ParallelHeads
+class MedusaState:
     features: FeatureBuffer
     sampling: Sampling
     seeds: Tensor
-    total: int
-    choice: TreeController | None = None
+    num_tokens: int
+    controller: TreeController | None = None
 
 
 @dataclass(frozen=True)
@@ -51,34 +52,33 @@ class Medusa(HeadDrafter):
             return self._with_shape(shape.limit_depth(heads)).bind(model)
         raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {shape.depth}")
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        images, heads = len(seeds), self.find_head(model)
-        seconds = _measure_head_seconds(heads, first, images) if isinstance(self.tree_shape, AutoTree) else 0.0
-        choice = self.make_controller(model, condition, images, lambda parents: seconds)
-        return _State(heads, FeatureBuffer.from_prefill(first, images), sampling, seeds, model.grid[0] * model.grid[1], choice)
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> MedusaState:
+        images, num_tokens = len(seeds), model.grid[0] * model.grid[1]
+        seconds = _measure_head_seconds(self.model, first, images) if isinstance(self.tree_shape, AutoTree) else 0.0
+        controller = self.make_controller(model, condition, images, lambda parents: seconds)
+        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, seeds, num_tokens, controller)
 
     def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the heads for a draft; tree construction is excluded."""
         return _measure_head_seconds(self.find_head(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        tree = self.next_shape(state.choice)
+    def propose(self, state: MedusaState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        tree = self.next_shape(state.controller)
         if tree is None:
-            return Draft.make_empty(len(tokens), state.model.vocab, tokens.device)
+            return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        logits = state.model.forward(root, state.features.gather_last(), length - 1)[:, : tree.depth]
+        logits = self.model.forward(root, state.features.gather_last(), length - 1)[:, : tree.depth]
         probs = to_probs(logits, state.sampling)
 
         def expand(frontier: Frontier) -> Tensor:
             return probs[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)
 
-        return grow_tree(expand, tree, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.total)
+        return grow_tree(expand, tree, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
 
-    def observe(self, state: _State, step: Step) -> _State:
-        state.features.observe(step)
-        if state.choice is not None:
-            state.choice.observe(step, state.total)
-        return state
+    def observe(self, state: MedusaState, step: Step) -> MedusaState:
+        if state.controller is not None:
+            state.controller.observe(step, state.num_tokens)
+        return replace(state, features=state.features.observe(step))
 
 
 def _measure_head_seconds(heads: ParallelHeads, first: Output, images: int) -> float:

@@ -13,25 +13,26 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import ChainDrafter
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
 from vargen.values import number_field, validate_fields
 
 
+@register_state
 @dataclass
-class _State:
+class RecycleState:
     """State of B images.
 
     `candidates` int64 and `weights` float32, both `[B, V, K]`: the most probable tokens that the target last predicted after
-    each token, with weights of 0 for tokens not seen yet. `fed` `[B, T]`: tokens fed in the current pass.
+    each token, with weights of 0 for tokens not seen yet.
     """
 
     seeds: Tensor
-    total: int
+    num_tokens: int
     candidates: Tensor
     weights: Tensor
-    fed: Tensor
 
 
 @dataclass(frozen=True)
@@ -57,44 +58,43 @@ class Recycle(ChainDrafter):
     def __post_init__(self) -> None:
         validate_fields(self)
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> RecycleState:
         rows, columns = model.grid
         shape = (len(seeds), model.vocab, min(self.top_k, model.vocab))
         candidates = torch.zeros(shape, dtype=torch.int64, device=seeds.device)
-        return _State(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device), seeds[:, None])
+        return RecycleState(seeds, rows * columns, candidates, torch.zeros(shape, device=seeds.device))
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: RecycleState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         image = torch.arange(len(tokens), device=tokens.device)
         fed, probs = [tokens.gather(1, length[:, None] - 1)[:, 0]], []
         known = torch.ones_like(length, dtype=torch.bool)
         valid = []
         for slot in range(self.length):
             weights = state.weights[image, fed[-1]]  # [B, K]
-            known = known & (weights.sum(1) > 0) & (length + slot < state.total)
+            known = known & (weights.sum(1) > 0) & (length + slot < state.num_tokens)
             q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
             q.scatter_add_(1, state.candidates[image, fed[-1]], weights)
             noise = Noise(state.seeds, (length + slot)[:, None], step)
             fed.append(torch.where(known, noise.draw(q[:, None], Purpose.DRAFT)[:, 0], 0))
             probs.append(q)
             valid.append(known)
-        state.fed = torch.stack(fed, 1)
-        return Draft(
-            state.fed[:, 1:], Tree.make_chain(self.length, tokens.device), torch.stack(probs, 1), torch.stack(valid, 1)
-        )
+        chain = Tree.make_chain(self.length, tokens.device)
+        return Draft(torch.stack(fed[1:], 1), chain, torch.stack(probs, 1), torch.stack(valid, 1))
 
-    def observe(self, state: _State, step: Step) -> _State:
+    def observe(self, state: RecycleState, step: Step) -> RecycleState:
         """Store the target's most probable tokens after each fed token.
 
         If a token was fed twice, the slot nearer to the root counts.
         """
-        image = torch.arange(len(state.fed), device=state.fed.device)
+        fed = torch.cat([step.tokens.gather(1, step.noise.position[:, :1] - 1), step.draft.tokens], 1)
+        image = torch.arange(len(fed), device=fed.device)
         weights, candidates = step.probs.topk(state.weights.shape[2], dim=2)
         weights = weights / weights.sum(2, keepdim=True)
-        seen = step.noise.position < state.total
+        seen = step.noise.position < state.num_tokens
         if step.draft.valid is not None:
             seen = seen & torch.nn.functional.pad(step.draft.valid, (1, 0), value=True)
-        for slot in reversed(range(state.fed.shape[1])):
-            token, own = state.fed[:, slot], seen[:, slot, None]
+        for slot in reversed(range(fed.shape[1])):
+            token, own = fed[:, slot], seen[:, slot, None]
             state.weights[image, token] = torch.where(own, weights[:, slot], state.weights[image, token])
             state.candidates[image, token] = torch.where(own, candidates[:, slot], state.candidates[image, token])
         return state

@@ -108,14 +108,14 @@ class SiblingRateEstimate:
         """Return the parents of the best tree with `fed` slots."""
         return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
 
-    def tokens(self, fed: int) -> float:
-        return compute_expected_tokens(self.tree(fed), self.rates)
+    def expected_tokens(self, width: int) -> float:
+        return compute_expected_tokens(self.tree(width), self.rates)
 
-    def promising(self, fed: int) -> float:
+    def optimistic_tokens(self, width: int) -> float:
         rates = [_OPTIMISTIC_RATES[: self.policy.children]]
-        return compute_expected_tokens(search_best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
+        return compute_expected_tokens(search_best_tree(rates, width - 1, self.depth.get(width, self.policy.depth)), rates)
 
-    def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
+    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
         """Do nothing: the counts do not distinguish siblings. See `record`."""
 
     def record(self, table: Tensor, images: int) -> None:
@@ -151,7 +151,7 @@ class TreeController:
 
         def tokens_per_second(width: int, depth: int) -> float:
             estimate.depth[width] = depth
-            return estimate.tokens(width) / (seconds[width] + drafting(estimate.tree(width)))
+            return estimate.expected_tokens(width) / (seconds[width] + drafting(estimate.tree(width)))
 
         for width in seconds:
             if width > 1:
@@ -160,11 +160,12 @@ class TreeController:
                 estimate.depth[width] = max(rates, key=lambda depth: rates[depth])
                 steps[width] = seconds[width] + drafting(estimate.tree(width))
         self.estimate, self.choose_once = estimate, choose_once
-        self.choice = WidthController(steps, estimate, probes=0 if choose_once else 4, margin=1.1)
+        self.in_place = choose_once  # it never changes then; see `graphs.describe`
+        self._width_controller = WidthController(steps, estimate, warmup_passes=0 if choose_once else 4, switch_margin=1.1)
         self.parents = self._choose()
 
     def _choose(self) -> tuple[int, ...]:
-        width = self.choice.next()
+        width = self._width_controller.choose()
         return (-1,) if width == 1 else self.estimate.tree(width)
 
     def observe(self, step: Step, total: int) -> None:
