@@ -39,31 +39,31 @@ class JacobiTreeState:
     controller: TreeController | None
 
 
-class _Plan(NamedTuple):
+class _WindowPlan(NamedTuple):
     """Index tables of a tree shape, on the device.
 
     Attributes:
         tree: the shape.
         depth, rank: int64 `[T - 1]`, of each draft token; depth counts from 0.
-        younger: int64, the draft tokens that have earlier siblings.
-        first: int64 `[L]`, the slot of the first candidate of each position, along the path of first children.
-        onwards: int64 `[T, L + 1]`, for each last accepted slot: the slot whose output predicts each depth. It follows first
-            children, and continues along those of the root where these end.
-        several: number of leading positions that may have more than one candidate.
+        later_siblings: int64, the draft tokens that have earlier siblings.
+        first_children: int64 `[L]`, the slot of the first candidate of each position, along the path of first children.
+        continuation_slots: int64 `[T, L + 1]`, for each last accepted slot: the slot whose output predicts each depth. It
+            follows first children, and continues along those of the root where these end.
+        num_branching: number of leading positions that may have more than one candidate.
     """
 
     tree: Tree
     depth: Tensor
     rank: Tensor
-    younger: Tensor
-    first: Tensor
-    onwards: Tensor
-    several: int
+    later_siblings: Tensor
+    first_children: Tensor
+    continuation_slots: Tensor
+    num_branching: int
 
 
 @lru_cache(maxsize=16)
 @normal_tensors()
-def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
+def _plan_window(parents: tuple[int, ...], device: torch.device) -> _WindowPlan:
     shape = Tree.from_parents(parents)
     depth, rank, children = (
         shape.depth.tolist(),
@@ -73,18 +73,18 @@ def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
     first = [0]
     while children[first[-1]]:
         first.append(children[first[-1]])
-    onwards = []
+    continuation_slots = []
     for slot in range(len(parents)):
         row, at = list(first), slot
         for step in range(depth[slot], len(first)):
             row[step] = at
             at = children[at] or first[min(step + 1, len(first) - 1)]
-        onwards.append(row)
-    several = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
+        continuation_slots.append(row)
+    num_branching = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
     tree = Tree.from_parents(parents, device)
-    reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], onwards))
-    younger = (shape.sibling_rank[1:] > 0).nonzero()[:, 0].to(device)
-    return _Plan(tree, tree.depth[1:] - 1, tree.sibling_rank[1:], younger, reached, table, several)
+    reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], continuation_slots))
+    later_siblings = (shape.sibling_rank[1:] > 0).nonzero()[:, 0].to(device)
+    return _WindowPlan(tree, tree.depth[1:] - 1, tree.sibling_rank[1:], later_siblings, reached, table, num_branching)
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,9 @@ class JacobiTree(TreeDrafter):
 
     def __post_init__(self) -> None:
         tree = self.tree_shape
-        reached = len(_plan(tree.parents_tuple, torch.device("cpu")).first) if isinstance(tree, StaticTree) else tree.depth
+        reached = tree.depth
+        if isinstance(tree, StaticTree):
+            reached = len(_plan_window(tree.parents_tuple, torch.device("cpu")).first_children)
         if reached != tree.depth:
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
@@ -140,48 +142,48 @@ class JacobiTree(TreeDrafter):
 
     def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         parents = self._next_parents(state)
-        plan = _plan(parents, tokens.device)
-        chain = self.jacobi.propose_window(state.chain, len(plan.first) + 1, tokens, length, step)
+        plan = _plan_window(parents, tokens.device)
+        chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, step)
         if len(parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
-        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
-        candidates, there = self._candidates(chain, noise, plan)  # padded to the same number at every position
-        drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
+        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.num_branching, device=tokens.device), step)
+        candidates, exists = self._candidates(chain, noise, plan)  # padded to the same number at every position
+        drafted, valid = candidates[:, plan.depth, plan.rank], exists[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
-        if len(plan.younger):
-            rows = plan.younger
+        if len(plan.later_siblings):
+            rows = plan.later_siblings
             earlier = torch.arange(candidates.shape[-1], device=rows.device) < plan.rank[rows, None]
             siblings = candidates[:, plan.depth[rows]]
             probs = probs.index_copy_(1, rows, exclude_earlier_siblings(probs[:, rows], drafted[:, rows], siblings, earlier))
         return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
 
-    def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def _candidates(self, chain: Draft, noise: Noise, plan: _WindowPlan) -> tuple[Tensor, Tensor]:
         """Return the candidates of each position, `[B, L, K]`, that of the window first, and which of them exist."""
         assert chain.probs is not None
-        tokens, K, several = chain.tokens[..., None], plan.tree.max_children, plan.several
+        tokens, K, num_branching = chain.tokens[..., None], plan.tree.max_children, plan.num_branching
         if K == 1:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         V = chain.probs.shape[-1]
         purpose = Purpose.TOKEN if self.coupling == "gumbel" else Purpose.CHOICE
-        others = chain.probs[:, :several].scatter(2, tokens[:, :several], 0.0) / noise.exponential(V, purpose)
+        others = chain.probs[:, :num_branching].scatter(2, tokens[:, :num_branching], 0.0) / noise.exponential(V, purpose)
         value, further = others.topk(K - 1, dim=-1)
-        pad = (0, 0, 0, tokens.shape[1] - several)
+        pad = (0, 0, 0, tokens.shape[1] - num_branching)
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
     def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
         parents, verdict, draft = self._next_parents(state), step.verdict, step.draft
-        plan = _plan(parents, step.probs.device)
+        plan = _plan_window(parents, step.probs.device)
         if state.controller is not None:
             state.controller.observe(step, state.chain.num_tokens)
         if len(parents) == 1:
             return replace(state, chain=self.jacobi.observe(state.chain, step))
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
-        slots = plan.onwards[last]  # [B, L + 1]
-        L, first = len(plan.first), plan.first - 1
+        slots = plan.continuation_slots[last]  # [B, L + 1]
+        L, first = len(plan.first_children), plan.first_children - 1
         assert draft.probs is not None and draft.valid is not None
         chain = Draft(draft.tokens[:, first], Tree.make_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
         position = step.noise.position[:, :1] + torch.arange(L + 1, device=first.device)

@@ -73,7 +73,7 @@ def compute_expected_tokens(parents: Sequence[int], rates: SiblingRates) -> floa
 
 
 _TRACKED_DEPTHS = 4  # depths with separate rates; deeper slots use those of the last
-_MEMORY = 0.9
+_EMA_DECAY = 0.9
 _PRIOR_WEIGHT = 8.0  # weight of the prior acceptance rates, in slots
 _OPTIMISTIC_RATES = (0.85, 0.08, 0.03)  # acceptance rates at which drafting is worth a trial
 
@@ -96,7 +96,7 @@ class SiblingRateEstimate:
     def rates(self) -> list[list[float]]:
         """Acceptance rates of siblings by depth and rank.
 
-        SiblingRates decrease with rank, so that the path of first children reaches the full depth of the best tree.
+        Rates decrease with rank, so that the path of first children reaches the full depth of the best tree.
         """
         found = (self.accepted / self.offered).tolist()
         for row in found:
@@ -104,9 +104,9 @@ class SiblingRateEstimate:
                 row[rank] = min(row[rank], 0.999 * row[rank - 1])
         return found
 
-    def tree(self, fed: int) -> tuple[int, ...]:
-        """Return the parents of the best tree with `fed` slots."""
-        return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
+    def tree(self, width: int) -> tuple[int, ...]:
+        """Return the parents of the best tree with `width` slots."""
+        return search_best_tree(self.rates, width - 1, self.depth.get(width, self.policy.depth))
 
     def expected_tokens(self, width: int) -> float:
         return compute_expected_tokens(self.tree(width), self.rates)
@@ -122,7 +122,7 @@ class SiblingRateEstimate:
         """Update the rates with the table of `count_sibling_acceptance` for a pass with `images` unfinished images."""
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
             rows = torch.arange(len(seen)).clamp(max=_TRACKED_DEPTHS - 1)
-            mine *= _MEMORY
+            mine *= _EMA_DECAY
             mine[:, : seen.shape[1]] += torch.zeros(_TRACKED_DEPTHS, seen.shape[1]).index_add_(0, rows, seen / max(images, 1))
         self.offered.clamp_(min=1e-3)
 
