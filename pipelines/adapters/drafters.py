@@ -36,7 +36,7 @@ from vargen.pipelines.quiet import placing
 class Target(Protocol):
     """What drafters use of the target transformer, whose features they extend."""
 
-    halves: int
+    rows_per_image: int  # network rows: 2 under classifier-free guidance, otherwise 1
 
     @property
     def vocab(self) -> int: ...
@@ -70,7 +70,7 @@ class EagleModel(AutoregressiveHead):
         self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
 
     def start(self, images: int, max_width: int) -> EagleCache:
-        rows, device = images * self.target.halves, self.target.device
+        rows, device = images * self.target.rows_per_image, self.target.device
         cache, seen = self.drafter.new_cache(rows, max_width, device), None
         if self.drafter.config.above:
             with normal_tensors():
@@ -80,15 +80,15 @@ class EagleModel(AutoregressiveHead):
 
     def forward(self, tokens: Tensor, features: Tensor, state: EagleCache, tree: Tree) -> Output:
         B, T = tokens.shape
-        cache, halves = state.cache, self.target.halves
+        cache, rows_per_image = state.cache, self.target.rows_per_image
         earlier = tree.parents.shape[-1] - T
         depth = tree.depth[..., earlier:]
         position = cache.length[:B, None] + depth
         places = {}
         if not tree.is_chain:
             ancestors = tree.ancestors[..., earlier:, :]
-            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(halves, 1, 1)
-            places["positions"] = position.repeat(halves, 1)
+            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
+            places["positions"] = position.repeat(rows_per_image, 1)
         above = None if state.seen is None else self._above(features, state, position, earlier)
         hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
@@ -98,9 +98,9 @@ class EagleModel(AutoregressiveHead):
 
         Slot j has the feature that predicted token j. The feature after the token above token j + 1 is in slot j + 2 - columns.
         """
-        seen, halves, columns = state.seen, self.target.halves, self.target.grid[1]
+        seen, rows_per_image, columns = state.seen, self.target.rows_per_image, self.target.grid[1]
         assert seen is not None
-        position = position.repeat(halves, 1)
+        position = position.repeat(rows_per_image, 1)
         if earlier == 0:  # tokens that the target has processed; drafted ones follow
             at = position.clamp(max=seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
             seen.scatter_(1, at, features.to(seen.dtype))
@@ -111,7 +111,7 @@ class EagleModel(AutoregressiveHead):
         return seen.gather(1, index) * known[..., None]
 
     def commit(self, state: EagleCache, count: Tensor) -> None:
-        state.cache.advance(count.repeat(self.target.halves))
+        state.cache.advance(count.repeat(self.target.rows_per_image))
 
 
 class MedusaHeads(ParallelHeads):
@@ -215,11 +215,11 @@ class LowResolutionDrafter:
         seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
         low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
         cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
-        low = self._redrawn(replace(state, low=low, cache=cache), whole, images)
+        low = self._resample_rows(replace(state, low=low, cache=cache), whole, images)
         upsampled = state.upsampled.index_copy(0, images, self._upsample(low[images]))
         return replace(state, low=low, upsampled=upsampled, shown=whole, cache=cache)
 
-    def _redrawn(self, state: LowResState, whole: Tensor, images: Tensor) -> Tensor:
+    def _resample_rows(self, state: LowResState, whole: Tensor, images: Tensor) -> Tensor:
         """Return the tokens `[B, n]` with the rows after the first `whole` `[B]` tokens resampled for the given images.
 
         Afterwards the cache holds the first `whole` tokens."""
@@ -229,14 +229,14 @@ class LowResolutionDrafter:
         tree, slots = Tree.make_chain(T - 1, device), torch.arange(T, device=device)
         fed = state.shown[:, None] + slots
         first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
-        behind, start = fed[images, first:] + 1, whole[images, None]
-        anew = (behind >= start) & (behind < start + _AHEAD * columns)
-        noise, low = Noise(state.seeds[images], behind), F.pad(state.low, (0, T + 1))
+        position, start = fed[images, first:] + 1, whole[images, None]
+        resampled = (position >= start) & (position < start + _AHEAD * columns)
+        noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
         for _ in range(_PASSES):
             out = self.model.forward(low.gather(1, fed), state.cache, tree)
-            drawn = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            sampled = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
             row = low[images]
-            low = low.index_copy(0, images, row.scatter(1, behind, torch.where(anew, drawn, row.gather(1, behind))))
+            low = low.index_copy(0, images, row.scatter(1, position, torch.where(resampled, sampled, row.gather(1, position))))
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
         return low[:, :n]
 

@@ -63,7 +63,7 @@ class LlamaGenTokenModel(TokenModel):
         self.codebook = codebook
         self.draft_model = draft_model
         self.example_tokens, self.low_res = example_tokens, low_res
-        self.halves = 1 if guidance_scale == 1.0 else 2
+        self.rows_per_image = 1 if guidance_scale == 1.0 else 2
         self.device = device or transformer.device
         self.vocab, self.grid = transformer.config.vocab_size, (transformer.config.grid_size, transformer.config.grid_size)
         self.num_layers = len(transformer.layers)
@@ -73,7 +73,7 @@ class LlamaGenTokenModel(TokenModel):
             self.capture_blocker = "weights are offloaded, or cast layer by layer, which hooks do in each pass"
         self.draft_heads = {name: adapt_head(network, self) for name, network in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
-        self._guidance = torch.tensor(guidance_scale, device=self.device) if self.halves == 2 else None
+        self._guidance = torch.tensor(guidance_scale, device=self.device) if self.rows_per_image == 2 else None
 
     @cached_property
     def cost_key(self) -> Hashable:
@@ -84,7 +84,8 @@ class LlamaGenTokenModel(TokenModel):
         prefix = "" if self.compress_prefix else ", whole prefix"
         dtype = str(self.transformer.dtype).removeprefix("torch.")
         layers = "" if self.num_layers == self.transformer.config.n_layer else f", {self.num_layers} layers"
-        return f"{type(self.transformer).__name__} {sizes}, {dtype}, {self.halves} rows an image{layers}{compiled}{prefix}"
+        network = f"{type(self.transformer).__name__} {sizes}, {dtype}"
+        return f"{network}, {self.rows_per_image} rows an image{layers}{compiled}{prefix}"
 
     def skip_layers(self, layers: Sequence[int]) -> LlamaGenTokenModel:
         """Return the same model without some layers of its transformer, which share the weights.
@@ -99,7 +100,7 @@ class LlamaGenTokenModel(TokenModel):
         return LlamaGenTokenModel(view, *options, codebook=self.codebook, device=self.device)
 
     def prefill(self, condition: Condition, max_width: int) -> tuple[KVCache, Output]:
-        if self.halves == 2:
+        if self.rows_per_image == 2:
             condition = condition.join(self.negative or self.transformer.null_condition(condition))
         rows = condition.class_labels if condition.class_labels is not None else condition.caption_embeds
         assert rows is not None
@@ -109,7 +110,8 @@ class LlamaGenTokenModel(TokenModel):
         return cache, Output(out.logits, out.hidden)
 
     def forward(self, tokens: Tensor, state: KVCache, tree: Tree) -> Output:
-        rows, guidance = tokens.repeat(self.halves, 1), self._guidance_at(state.length[: len(tokens), None] + tree.depth)
+        rows = tokens.repeat(self.rows_per_image, 1)
+        guidance = self._guidance_at(state.length[: len(tokens), None] + tree.depth)
         places = {}
         if not tree.is_chain:
             ancestors = tree.ancestor_bits if state.fused else self._for_rows(tree.ancestors, 2)
@@ -121,7 +123,7 @@ class LlamaGenTokenModel(TokenModel):
     def embed(self, tokens: Tensor) -> Tensor:
         """Embeddings `[R, T, D]` of tokens `[B, T]`, an input of trained drafters."""
         with self._mode():
-            return self.transformer.tok_embeddings(tokens.repeat(self.halves, 1))
+            return self.transformer.tok_embeddings(tokens.repeat(self.rows_per_image, 1))
 
     def head(self, hidden: Tensor, position: Tensor) -> Tensor:
         """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
@@ -142,13 +144,13 @@ class LlamaGenTokenModel(TokenModel):
 
     def _for_rows(self, part: Tensor, dims: int) -> Tensor:
         """Repeat a per-image tensor of a tree for the CFG rows of the network."""
-        return part if part.dim() == dims else part.repeat(self.halves, *[1] * dims)
+        return part if part.dim() == dims else part.repeat(self.rows_per_image, *[1] * dims)
 
     def commit(self, state: KVCache, path: Tensor, count: Tensor, tree: Tree) -> None:
         if tree.is_chain:
-            state.advance(count.repeat(self.halves))
+            state.advance(count.repeat(self.rows_per_image))
         else:
-            state.keep(path.repeat(self.halves, 1), count.repeat(self.halves))
+            state.keep(path.repeat(self.rows_per_image, 1), count.repeat(self.rows_per_image))
 
     def rollback(self, state: KVCache, length: Tensor) -> None:
-        state.rollback(length.repeat(self.halves))
+        state.rollback(length.repeat(self.rows_per_image))

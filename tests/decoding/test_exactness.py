@@ -29,7 +29,7 @@ from vargen.decoding import (
     speculative_sampling,
 )
 from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
-from vargen.decoding.next_token.drafters.jacobi import maximal
+from vargen.decoding.next_token.drafters.jacobi import couple_maximally
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
 from vargen.evaluation.table_models import TableModel
@@ -225,7 +225,7 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
             coins = Coins(0.0, B, 2)
             coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
             step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, one, one[:, None], one)
-            token = maximal(step)[:, 0]
+            token = couple_maximally(step)[:, 0]
             left = coins.drawn_from[0][:, 0]
             resample_rejected = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()

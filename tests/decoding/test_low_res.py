@@ -84,7 +84,7 @@ def test_a_refresh_is_shown_what_is_committed_alone():
         assert torch.equal(tokens[:, :64][shown], found.tokens[shown])
 
 
-@pytest.mark.parametrize("coupling", ["maximal", "judged"])
+@pytest.mark.parametrize("coupling", ["maximal", "from-verdict"])
 def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
     """The host skips those of which it knows that no image takes them; the drafts are the same."""
     method = Accelerator(
@@ -109,7 +109,7 @@ def test_initial_drafts_are_made_where_they_are_used(coupling, monkeypatch):
 @pytest.mark.parametrize("window", [3, 6])
 def test_local_repair_without_a_budget_is_exact(radius, window):
     rule = PooledRule(size=1, threshold=0.4, radius=min(radius, 2), budget=0.0)
-    method = Accelerator(drafter=drafts(window, "judged"), acceptance=rule)
+    method = Accelerator(drafter=drafts(window, "from-verdict"), acceptance=rule)
     assert measure(method, GRID.model(), GRID.sampling, CHAINS).exact
 
 
@@ -148,7 +148,7 @@ def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
 @pytest.mark.parametrize("threshold", [0.3, 0.6])
 def test_pictures_are_no_further_from_the_target_than_was_reported(radius, threshold):
     """What the rule keeps past the first refusal is counted, too."""
-    method = Accelerator(drafter=drafts(6, "judged"), acceptance=PooledRule(1, threshold, radius))
+    method = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=PooledRule(1, threshold, radius))
     finding = measure(method, GRID.model(), GRID.sampling, CHAINS)
     seeds = torch.arange(20_000) + 10**6
     spent = decode(GRID.model(), torch.zeros(20_000, dtype=torch.int64), seeds, method, GRID.sampling).stats.relaxation
@@ -158,7 +158,7 @@ def test_pictures_are_no_further_from_the_target_than_was_reported(radius, thres
 
 def test_nothing_granted_is_a_maximal_coupling():
     rule = PooledRule(size=0, threshold=2.0)
-    judged = Accelerator(drafter=drafts(6, "judged"), acceptance=rule)
+    judged = Accelerator(drafter=drafts(6, "from-verdict"), acceptance=rule)
     arguments = (torch.zeros(64, dtype=torch.int64), torch.arange(64))
     plain = decode(GRID.model(), *arguments, Accelerator(drafter=drafts(6), acceptance=speculative_sampling))
     found = decode(GRID.model(), *arguments, judged)
@@ -172,7 +172,7 @@ def test_a_wider_radius_draws_more_anew():
     passes = []
     for radius in (0, 2, 7):
         rule = PooledRule(size=0, threshold=0.2, radius=radius)
-        passes.append(decode(*arguments, Accelerator(drafter=drafts(16, "judged"), acceptance=rule)).stats.passes)
+        passes.append(decode(*arguments, Accelerator(drafter=drafts(16, "from-verdict"), acceptance=rule)).stats.passes)
     assert passes[0] < passes[2]
 
 
@@ -233,14 +233,14 @@ def test_no_image_spends_more_than_its_budget(budget):
     arguments = (large(), torch.zeros(32, dtype=torch.int64), torch.arange(32))
     spent = {}
     for limit in (budget, None):
-        method = Accelerator(drafter=drafts(16, "judged"), acceptance=PooledRule(0, 0.1, 1, budget=limit))
+        method = Accelerator(drafter=drafts(16, "from-verdict"), acceptance=PooledRule(0, 0.1, 1, budget=limit))
         spent[limit] = decode(*arguments, method).stats.relaxation
     assert max(spent[budget]) <= budget + 1e-4 and min(spent[None]) > budget
 
 
 def test_a_row_of_a_batch_is_the_picture_alone():
     model, condition, seeds = GRID.model(), torch.tensor([0, 1, 1]), torch.tensor([3, 4, 5])
-    method = Accelerator(drafter=drafts(4, "judged"), acceptance=PooledRule(1, 0.4, 1))
+    method = Accelerator(drafter=drafts(4, "from-verdict"), acceptance=PooledRule(1, 0.4, 1))
     together = decode(model, condition, seeds, method).tokens
     for row in range(3):
         alone = decode(model, condition[row : row + 1], seeds[row : row + 1], method).tokens
@@ -253,7 +253,7 @@ def test_a_row_of_a_batch_is_the_picture_alone():
     (lambda: PooledRule(radius=1.5), "radius"),
     (lambda: PooledRule(radius=3).bind(GRID.model()), "radius"),
     (lambda: Wavefront(8, reach=-1), "reach"),
-    (lambda: Wavefront(8, coupling="maximal"), "coupling of a wavefront must be 'judged', got 'maximal'"),
+    (lambda: Wavefront(8, coupling="maximal"), "coupling of a wavefront must be 'from-verdict', got 'maximal'"),
     (lambda: Wavefront(1), "window"),
     (lambda: PooledRule().bind(TableModel(3, 5)), "codebook"),
     (lambda: drafts().bind(TableModel(3, 5)), "need a model for it beside this one, and there is none"),

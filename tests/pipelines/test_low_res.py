@@ -16,7 +16,7 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.pipelines.adapters import drafters as llamagen_low_res
 
 EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=speculative_sampling)
-MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=PooledRule(4, 0.2, 1))
+MULO = Accelerator(drafter=Jacobi(8, "from-verdict", "low-res"), acceptance=PooledRule(4, 0.2, 1))
 REFRESHED = Accelerator(drafter=Jacobi(8, "maximal", "low-res-refreshed"), acceptance=speculative_sampling)
 
 

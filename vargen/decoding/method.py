@@ -103,6 +103,7 @@ _RENAMED_SETTINGS = {
 }
 _RENAMED_VALUES = {
     "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
+    "coupling": {"judged": "from-verdict"},
     "child_sampling": {
         "best": "top-k",
         "sampled": "without-replacement",

@@ -85,7 +85,7 @@ NEXT_TOKEN_METHODS: tuple[Accelerator, ...] = (
     ),
     Accelerator(
         name="mulo",
-        drafter=Jacobi(window=32, coupling="judged", initial="low-res"),
+        drafter=Jacobi(window=32, coupling="from-verdict", initial="low-res"),
         acceptance=PooledRule(size=100, radius=2),
         summary="drafts from a low-resolution image, accepted where similar tokens are probable, resampled elsewhere",
         source="MuLo-SD 2026, arXiv 2601.05149",

@@ -79,8 +79,8 @@ class Jacobi(Drafter):
     Args:
         window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, a
             `WindowPolicy`, or `"auto"` for an `AutoWindow`.
-        coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD), `"judged"`
-            (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
+        coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
+            `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
         initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), `"low-res-refreshed"`
             (from one that is updated with the committed tokens), or a function like those in
             `vargen.decoding.next_token.drafters.initial`.
@@ -91,7 +91,7 @@ class Jacobi(Drafter):
     """
 
     window: int | str | WindowPolicy = 16
-    coupling: Literal["independent", "maximal", "gumbel", "judged"] | Coupling = "independent"
+    coupling: Literal["independent", "maximal", "gumbel", "from-verdict"] | Coupling = "independent"
     initial: Initial | InitialDraft = "uniform"
     low_res_model: LowResModel | None = field(default=None, init=False, repr=False, compare=False)  # set by `bind`
 
@@ -214,12 +214,12 @@ def _first_unseen_slot(last: LastPass, slots: int) -> int:
 Coupling = Callable[[Step], Tensor]
 
 
-def independent(step: Step) -> Tensor:
+def couple_independently(step: Step) -> Tensor:
     """Sample independently of the old draft (Teng et al. 2024, SJD)."""
     return step.noise.draw(step.probs, Purpose.REDRAW)
 
 
-def maximal(step: Step) -> Tensor:
+def couple_maximally(step: Step) -> Tensor:
     """Maximal coupling: keep the old draft token d with probability min(1, p(d) / q(d)), otherwise sample from norm((p - q)+).
 
     The old and the new token agree with probability 1 - TV(p, q), the maximum over all couplings (SCD, section 4; SJD-PAC calls
@@ -229,19 +229,24 @@ def maximal(step: Step) -> Tensor:
     return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
 
 
-def gumbel(step: Step) -> Tensor:
+def couple_by_gumbel(step: Step) -> Tensor:
     """Gumbel coupling: argmax(log p + G) with the shared noise G of the position, which is the same in every pass.
 
     The old and the new token agree with probability at least (1 - TV) / (1 + TV) (SCD, section 4). If the rule is
     `shared_noise`, it has already sampled these tokens.
     """
-    drawn = step.verdict.sampled
-    return step.noise.draw(step.probs, Purpose.TOKEN) if drawn is None else drawn
+    sampled = step.verdict.sampled
+    return step.noise.draw(step.probs, Purpose.TOKEN) if sampled is None else sampled
 
 
-def judged(step: Step) -> Tensor:
-    """Use the tokens that the rule kept or resampled (`Verdict.sampled` of `PooledRule`); without them, use `maximal`."""
-    return maximal(step) if step.verdict.sampled is None else step.verdict.sampled
+def couple_from_verdict(step: Step) -> Tensor:
+    """Use the tokens that the rule kept or resampled (`Verdict.sampled` of `PooledRule`); without them, couple maximally."""
+    return couple_maximally(step) if step.verdict.sampled is None else step.verdict.sampled
 
 
-COUPLINGS: dict[str, Coupling] = {"independent": independent, "maximal": maximal, "gumbel": gumbel, "judged": judged}
+COUPLINGS: dict[str, Coupling] = {
+    "independent": couple_independently,
+    "maximal": couple_maximally,
+    "gumbel": couple_by_gumbel,
+    "from-verdict": couple_from_verdict,
+}

@@ -44,7 +44,7 @@ class Wavefront(Jacobi):
     Only rules that respect this (`PooledRule`) keep it.
 
     Args:
-        window, coupling, initial: see `Jacobi`; the coupling must be `"judged"`, which keeps what the rule keeps.
+        window, coupling, initial: see `Jacobi`; the coupling must be `"from-verdict"`, which keeps what the rule keeps.
         reach: number of columns, at least 0, that the row above must be ahead.
 
     Raises:
@@ -52,14 +52,14 @@ class Wavefront(Jacobi):
     """
 
     window: Any = 48
-    coupling: Any = "judged"
+    coupling: Any = "from-verdict"
     reach: int = number_field(4, 0, is_integer=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         validate_fields(self)
-        if self.coupling != "judged":
-            raise ValueError(f"coupling of a wavefront must be 'judged', got {short_repr(self.coupling)}")
+        if self.coupling != "from-verdict":
+            raise ValueError(f"coupling of a wavefront must be 'from-verdict', got {short_repr(self.coupling)}")
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
         settled = torch.zeros(len(seeds), model.grid[0] * model.grid[1] + 1, dtype=torch.bool, device=seeds.device)
