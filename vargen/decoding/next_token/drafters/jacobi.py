@@ -80,7 +80,8 @@ class Jacobi(Drafter):
         window: tokens fed per pass, including the last committed one: an integer from 2 to the size of the grid, a
             `WindowPolicy`, or `"auto"` for an `AutoWindow`.
         coupling: how uncommitted draft tokens are resampled: `"independent"` (SJD), `"maximal"` or `"gumbel"` (SCD),
-            `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in `vargen.decoding.next_token.drafters.jacobi`.
+            `"from-verdict"` (by the acceptance rule, as in MuLo), or a function like those in
+            `vargen.decoding.next_token.drafters.jacobi`.
         initial: first draft token of a position: `"uniform"`, `"low-res"` (from a low-resolution image), `"low-res-refreshed"`
             (from one that is updated with the committed tokens), or a function like those in
             `vargen.decoding.next_token.drafters.initial`.
