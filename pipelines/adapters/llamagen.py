@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +73,10 @@ class LlamaGenTokenModel(TokenModel):
         self.draft_heads = {name: adapt_head(network, self) for name, network in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
         self._guidance = torch.tensor(guidance_scale, device=self.device) if self.rows_per_image == 2 else None
+        self.cost_key = self._make_cost_key()
 
-    @cached_property
-    def cost_key(self) -> Hashable:
-        """Key of measured pass costs: what the time of a pass depends on, besides batch and machine: sizes and dtype."""
+    def _make_cost_key(self) -> str:
+        """Describe what the time of a pass depends on, besides batch and machine: sizes and dtype."""
         config = {name: value for name, value in self.transformer.config.items() if not name.startswith("_")}
         sizes = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:12]
         compiled = ", compiled" if self.step is not self.transformer else ""

@@ -282,7 +282,7 @@ class _Trainer:
             drafter = Eagle(min(4, longest), model=EagleModel(self.drafter, model))
         else:
             heads = MedusaHeads(self.drafter, model)
-            drafter = Medusa(min(heads.heads, longest), model=heads)
+            drafter = Medusa(min(heads.num_heads, longest), model=heads)
         method = Accelerator(self.kind, drafter, speculative_sampling)
         seeds = torch.arange(len(held)) + (1 << 50)
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass

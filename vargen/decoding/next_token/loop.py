@@ -190,6 +190,7 @@ class DecodePass:
 
 def count_on_device(state: LoopState) -> LoopState:
     """Return the state with the pass number as a tensor, which a captured pass can increase."""
+    assert isinstance(state.images.step, int)
     step = torch.full((), state.images.step, dtype=torch.int64, device=state.images.seeds.device)
     return replace(state, images=replace(state.images, step=step))
 

@@ -43,7 +43,7 @@ class RelaxedRule(AcceptanceRule):
     """
 
     exact = False
-    topologies = ("chain", "tree")
+    topologies = (*AcceptanceRule.topologies, "tree")
 
     budget: float | None = number_field(None, 0, optional=True, meaning="the maximum relaxation per image")
     tightening: float = number_field(0.0, 0)
