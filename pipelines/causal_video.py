@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
+from vargen.convert.causal_video import convert_causal_video
 from vargen.decoding import Block, VideoMethod, decode_video
 from vargen.decoding.video.loop import Progress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines import validation as checks
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window
-from vargen.pipelines.video_model import VideoModel
+from vargen.pipelines.video_model import VideoModel, check_geometry, check_settings
 from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, stack_videos
 from vargen.values import parse_int, short_repr
 
@@ -52,8 +54,6 @@ class CausalVideoPipeline(VideoModel):
 
     output: ClassVar[Any] = CausalVideoPipelineOutput
     model_cpu_offload_seq = "text_encoder->transformer->vae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "preview_decoder"]
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer", "preview_decoder"]
     _callback_tensor_inputs: ClassVar[list[str]] = []
 
     def __init__(
@@ -233,3 +233,24 @@ def _plain(block: Block, output_type: str) -> Tensor:
     if output_type == "latent":
         return block.latents
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
+
+
+CAUSAL_VIDEO = register_family(
+    ModelFamily(
+        name="causal-video",
+        pipeline=CausalVideoPipeline,
+        components={
+            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
+            "vae": Component((CausalVideoVAE,), required=True, matches={"latent_channels": "channels"}),
+            "draft_transformer": Component(
+                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
+            ),
+            "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
+            **TEXT_COMPONENTS,
+        },
+        text_width="text_dim",
+        check_compatible=check_geometry,
+        check_defaults=check_settings,
+        convert=convert_causal_video,
+    )
+)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.next_token.protocols import DraftHead
 from vargen.decoding.noise import Purpose, derived
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
@@ -24,13 +22,8 @@ from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.modes import normal_tensors
-from vargen.pipelines.component_files import check_component, resolve_network_folder
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.parts import check_parts
-from vargen.pipelines.quiet import placing
 
 
 class Target(Protocol):
@@ -125,14 +118,6 @@ class MedusaHeads(ParallelHeads):
         hidden = self.drafter(features, self.target.embed(tokens[:, None]))[:, 0]
         ahead = torch.arange(self.num_heads, device=position.device)
         return self.target.head(hidden, position[:, None] + ahead)
-
-
-_HEAD_ADAPTERS: dict[type, Callable[[Any, Target], DraftHead]] = {EagleDrafter: EagleModel, MedusaDrafter: MedusaHeads}
-
-
-def adapt_head(network: Any, target: Target) -> DraftHead:
-    """Return the adapter of a draft head's network."""
-    return _HEAD_ADAPTERS[type(network)](network, target)
 
 
 if TYPE_CHECKING:
@@ -253,29 +238,6 @@ def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: T
     (R, C), (r, c) = grid, low
     means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
     return (means @ codes.T).argmax(-1)
-
-
-def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
-    """Load the networks `low_res` and `upsampler` (None without one) from folders, and check that they match a transformer; see
-    `LlamaGenPipeline.load_low_res`."""
-    found: dict[str, Path] = {"low_res": resolve_network_folder(low_res, "transformer", "low_res")}
-    if upsampler is not None:
-        found["upsampler"] = resolve_network_folder(upsampler, "upsampler", "upsampler")
-    family = FAMILIES["LlamaGenPipeline"]
-    configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
-    check_parts(family, {"transformer": transformer.config, **configs})
-    of, codes = configs.get("upsampler", {}).get("codes"), vqvae and vqvae.quantize.digest()
-    if of and codes and of != codes:
-        raise ValueError(
-            f"upsampler {str(upsampler)!r} belongs to another codebook (digest {of}) than this model's ({codes}), as does the "
-            "low-resolution model that it was trained with: give those of this model"
-        )
-    dtypes = {"low_res": transformer.dtype, "upsampler": torch.float32}
-    networks: dict[str, Any] = {"upsampler": None}
-    for name, folder in found.items():
-        kind: Any = family.networks[name]
-        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **placing()).eval()
-    return networks
 
 
 def enlarged(

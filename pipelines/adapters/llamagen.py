@@ -9,16 +9,17 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vargen.decoding import Output, TokenModel, Tree
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.modes import normal_tensors
-from vargen.pipelines.adapters.drafters import LowResolutionDrafter, adapt_head
+from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
 
 class LlamaGenTokenModel(TokenModel):
@@ -33,7 +34,7 @@ class LlamaGenTokenModel(TokenModel):
         step: callable for the passes after prefill: the transformer or its compiled version.
         codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
         draft_model: a smaller model with the same vocabulary, for speculative decoding.
-        draft_heads: networks of draft heads trained on this transformer's features, by name.
+        draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         low_res: a low-resolution model whose images predict drafts.
         example_tokens: integers `[M, N]`, example tokens for lookup drafters.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
@@ -51,7 +52,7 @@ class LlamaGenTokenModel(TokenModel):
         draft_model: LlamaGenTokenModel | None = None,
         example_tokens: Tensor | None = None,
         device: torch.device | None = None,
-        draft_heads: Mapping[str, nn.Module] | None = None,
+        draft_heads: Mapping[str, Callable[[LlamaGenTokenModel], Any]] | None = None,
         low_res: LowResolutionDrafter | None = None,
     ):
         self.transformer = transformer
@@ -70,7 +71,7 @@ class LlamaGenTokenModel(TokenModel):
         self._hooked = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
         if self._hooked:
             self.capture_blocker = "weights are offloaded, or cast layer by layer, which hooks do in each pass"
-        self.draft_heads = {name: adapt_head(network, self) for name, network in (draft_heads or {}).items()}
+        self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
         self._guidance = torch.tensor(guidance_scale, device=self.device) if self.rows_per_image == 2 else None
         self.cost_key = self._make_cost_key()

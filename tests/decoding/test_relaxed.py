@@ -348,9 +348,9 @@ def own_cache(tmp_path, monkeypatch):
     from vargen.decoding.next_token.acceptance import neighborhood as neighbours
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
-    neighbours._kept.cache_clear()
+    neighbours._load_or_build.cache_clear()
     yield tmp_path / "neighbours"
-    neighbours._kept.cache_clear()
+    neighbours._load_or_build.cache_clear()
 
 
 @pytest.mark.parametrize("count", [1, 5, 200])
@@ -381,7 +381,7 @@ def test_a_table_is_made_once_and_kept(own_cache, monkeypatch):
 
     first = build_neighbor_table(codes(40), 6)
     assert [path.suffix for path in own_cache.iterdir()] == [".npz"]
-    neighbours._kept.cache_clear()  # as in another process
+    neighbours._load_or_build.cache_clear()  # as in another process
     monkeypatch.setattr(neighbours, "_build_table", lambda *_: pytest.fail("made again"))
     assert torch.equal(build_neighbor_table(codes(40), 6), first)
     assert torch.equal(build_neighbor_table(codes(40), 2), first[:, :2])  # fewer are the first columns
@@ -403,9 +403,9 @@ def test_a_file_that_is_no_table_of_this_codebook_is_made_anew(damage, own_cache
     np.savez(path, **content)
     if damage == "not a table":
         path.write_bytes(b"PK\x03\x04 and no more")
-    neighbours._kept.cache_clear()
+    neighbours._load_or_build.cache_clear()
     assert torch.equal(build_neighbor_table(codes(40), 6), right)
-    neighbours._kept.cache_clear()
+    neighbours._load_or_build.cache_clear()
     assert torch.equal(build_neighbor_table(codes(40), 6), right)  # the file has been put right, too
 
 

@@ -1,5 +1,6 @@
 """Trained drafters: a draft continues exactly as training unrolls it, and saved ones open again."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from vargen.decoding import Tree
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
@@ -35,7 +37,7 @@ def _condition() -> Condition:
 def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     """Ragged commits of true features, then drafts on its own: the features of every step are those of teacher forcing."""
     transformer, drafter = tiny_transformer("class"), _eagle(above)
-    model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": drafter})
+    model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": partial(EagleModel, drafter)})
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
     rows = tokens.repeat(model.rows_per_image, 1)
@@ -74,7 +76,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
 
 @torch.no_grad()
 def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"eagle": _eagle(True)})
+    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"eagle": partial(EagleModel, _eagle(True))})
     eagle, root = model.draft_heads["eagle"], torch.tensor([[5], [9]])
     known = torch.randn(4, 1, 32)
 
@@ -99,7 +101,9 @@ def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
 
 @torch.no_grad()
 def test_medusa_as_built_predicts_what_the_target_did() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"medusa": MedusaDrafter(32, 64, 4)})
+    model = LlamaGenTokenModel(
+        tiny_transformer("class"), 3.0, draft_heads={"medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    )
     _, out = model.prefill(_condition(), 1)
     logits = model.draft_heads["medusa"].forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
     assert logits.shape == (2, 3, 64)

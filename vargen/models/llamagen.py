@@ -92,6 +92,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     _supports_gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 

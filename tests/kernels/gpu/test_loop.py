@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from vargen.decoding.next_token.loop import count_on_device, prefill
 from vargen.kernels.launch import recording
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
+from vargen.pipelines.adapters.drafters import EagleModel
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -115,7 +117,11 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))
     codes = torch.empty(64, 8, device=meta)
     model = LlamaGenTokenModel(
-        tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, draft_heads={"eagle": eagle}
+        tiny_transformer("class").to(meta),
+        2.0,
+        codebook=codes,
+        draft_model=draft,
+        draft_heads={"eagle": partial(EagleModel, eagle)},
     )
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
