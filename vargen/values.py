@@ -84,10 +84,10 @@ class _Range:
     @property
     def allowed(self) -> str:
         kind = "a whole number" if self.is_integer else "a number"
-        bounds = f"{'above' if self.open_below else 'at least'} {self.least:g}"
+        bounds = f"{'above' if self.open_below else 'of at least'} {self.least:g}"
         if self.most < math.inf:
             bounds += f" and at most {self.most:g}"
-        return f"{kind}, {bounds}{', or None' if self.optional else ''}"
+        return f"{kind} {bounds}{', or None' if self.optional else ''}"
 
 
 def number_field(
