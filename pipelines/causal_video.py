@@ -11,8 +11,8 @@ from torch import Tensor
 
 from vargen.compat import without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import Block, VideoMethod, decode_video
-from vargen.decoding.video.loop import Progress
+from vargen.decoding import VideoBlock, VideoMethod, decode_video
+from vargen.decoding.video.request import BlockProgress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
@@ -92,7 +92,7 @@ class CausalVideoPipeline(VideoModel):
         motion: int | None = None,
         generator: torch.Generator | None = None,
         prompt_embeds: Tensor | None = None,
-        callback: Callable[[Progress], bool | None] | None = None,
+        callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
     ) -> VideoStream:
@@ -114,7 +114,7 @@ class CausalVideoPipeline(VideoModel):
             motion: motion level, for models trained with motion levels.
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
-            callback: called with a `Progress` after every pass; returning False ends the video.
+            callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
             profile: see `decode_video`.
 
@@ -133,7 +133,7 @@ class CausalVideoPipeline(VideoModel):
             raise ValueError(f"motion must be {known}, got {short_repr(motion)}")
         check_window(window, sinks, self.transformer.geometry.block_frames)
         later = check_then(then, blocks)
-        scored = method.policy.scored or method.policy.reference
+        scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:
@@ -192,7 +192,7 @@ class CausalVideoPipeline(VideoModel):
         seeds = checks.resolve_seeds(generator, len(prompts))
         own, stopped = options.pop("callback", None), False
 
-        def callback(progress: Progress) -> bool | None:
+        def callback(progress: BlockProgress) -> bool | None:
             nonlocal stopped
             stopped = own is not None and own(progress) is False
             if not stopped and callback_on_step_end is not None:
@@ -228,7 +228,7 @@ class CausalVideoPipeline(VideoModel):
         return save_video(frames, path, self.fps if fps is None else fps)
 
 
-def _plain(block: Block, output_type: str) -> Tensor:
+def _plain(block: VideoBlock, output_type: str) -> Tensor:
     """Return the part of a block that is kept until the video is complete."""
     if output_type == "latent":
         return block.latents

@@ -25,10 +25,10 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import llamagen_network
 from vargen.pipelines import validation as checks
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family, require_equal
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.decoders import TokenDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
@@ -299,23 +299,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
 
 
-def _check_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
-    if low is None and configs.get("upsampler") is not None:
-        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
-    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
-        raise ValueError(
-            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
-        )
-    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
-
-
-_HEAD = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
+_HEAD: dict[str, Any] = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
 
 LLAMAGEN = register_family(
     ModelFamily(
@@ -336,7 +320,7 @@ LLAMAGEN = register_family(
             **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
-        check_compatible=_check_low_res,
+        check_compatible=check_low_res,
         convert=convert_llamagen,
         benchmark=llamagen_network,
     )

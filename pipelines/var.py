@@ -105,8 +105,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Any) -> None:
-        method.check_scales(described.steps)
-        if method.drafts and not described.has_draft:
+        method.assign_stages(described.steps)
+        if method.needs_draft_model and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
@@ -223,8 +223,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
                 request.seeds.noise[chosen],
                 schedule,
                 sampling,
-                given=[tokens[chosen] for tokens in kept],
-                keep=keep and keep.rows(chosen),
+                fixed_scales=[tokens[chosen] for tokens in kept],
+                fixed_tokens=keep and keep.rows(chosen),
                 callback=callback,
             )
 

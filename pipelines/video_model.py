@@ -123,11 +123,11 @@ class VideoModel(StoredPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Any) -> None:
-        if method.drafts and not described.has_draft:
+        if method.needs_draft_model and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
-        method.check(self.block_model(), scored=True)
+        method.validate_models(self.block_model(), has_scorer=True)
 
     @property
     def by_class(self) -> bool:
@@ -214,8 +214,8 @@ class VideoModel(StoredPipeline):
 
         Args:
             scorer: a name that `vargen score` accepts, a `Scorer`, a function of images and prompts, or an object whose
-                `bind(prompt)` returns a function of a `View`, such as a `FrameScorer`. None: the packaged scorer. Image scorers
-                get the checkpoint's `scored_frames` of each block.
+                `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
+                scorers get the checkpoint's `scored_frames` of each block.
         """
         frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):

@@ -42,8 +42,8 @@ _ALLOWED: dict[str, set[str]] = {
 }
 _ALLOWED["recipes"] = set(_ALLOWED)
 _COMMON = {
-    "vargen", "assets", "compat", "device", "disk", "files", "model_files", "modes", "options", "picture_files", "reading",
-    "specs", "values", "weight_files",
+    "vargen", "assets", "compat", "deprecation", "device", "disk", "files", "model_files", "modes", "options", "picture_files",
+    "reading", "specs", "values", "weight_files",
 }  # fmt: skip
 _ROOT_FOLDERS = ("pipelines", "kernels", "assets")
 

@@ -83,7 +83,7 @@ def test_no_setting_takes_what_is_no_number(read, bad):
     [
         lambda x: Sampling(temperature=x),
         lambda x: Sampling(top_p=x),
-        lambda x: Sampling(top_k=x).check_vocabulary(64),
+        lambda x: Sampling(top_k=x).validate_top_k(64),
         lambda x: checks.check_guidance(x),
         lambda x: checks.check_count(x, 1),
         lambda x: checks.check_class_labels(x, 10),

@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
 from vargen.decoding.next_token.graphs import register_state
-from vargen.decoding.noise import Purpose, derived
+from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -24,6 +24,7 @@ from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
 from vargen.models.tokenizers.vq import VQModel
 from vargen.modes import normal_tensors
+from vargen.pipelines.components import require_equal
 
 
 class Target(Protocol):
@@ -173,7 +174,7 @@ class LowResolutionDrafter:
 
     def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> LowResState:
         rows, columns = self.model.grid
-        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
+        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
         return LowResState(condition, own, sampling, low, self._upsample(low), torch.zeros_like(seeds))
 
@@ -219,7 +220,7 @@ class LowResolutionDrafter:
         noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
         for _ in range(_PASSES):
             out = self.model.forward(low.gather(1, fed), state.cache, tree)
-            sampled = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            sampled = noise.sample(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
             row = low[images]
             low = low.index_copy(0, images, row.scatter(1, position, torch.where(resampled, sampled, row.gather(1, position))))
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
@@ -231,6 +232,22 @@ class LowResolutionDrafter:
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
         return to_probs(self.upsampler(state.upsampled, tokens[:, :N], known, position), state.sampling)
+
+
+def check_low_res(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
+    if low is None and configs.get("upsampler") is not None:
+        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
+    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
+        )
+    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 
 def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:

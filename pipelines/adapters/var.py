@@ -114,10 +114,9 @@ class VARScaleModel:
         side = self.quantiser.scales[-1]
         return torch.zeros(batch, self.transformer.config.code_dim, side, side, device=self.device)
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
-        if tokens is not None:
-            side = self.quantiser.scales[scale]
-            canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
+        side = self.quantiser.scales[scale]
+        canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
         return canvas, self.quantiser.input_of(canvas, scale + 1)
 
     # -- passes -------------------------------------------------------------------------------------------------------

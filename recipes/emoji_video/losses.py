@@ -15,7 +15,7 @@ from torch import Tensor
 from recipes.emoji_video.batches import NO_CAPTION, Batch, text_of
 from recipes.emoji_video.config import VideoConfig
 from recipes.emoji_video.generate import draw_latents
-from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shifted_levels, warp
+from vargen.decoding.video.denoising import TIMESTEPS, add_noise, predict_clean, shift_level, shifted_levels
 from vargen.device import preferred_dtype
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.training.caption_bank import CaptionBank
@@ -26,7 +26,7 @@ _HUBER = 0.1  # errors of latents below it count squared, above it as they are
 
 def euler_levels(recipe: VideoConfig) -> list[float]:
     """Noise levels of a flow's steps, from 1 down, without 0."""
-    return [warp(1 - i / recipe.euler_steps, recipe.shift) for i in range(recipe.euler_steps)]
+    return [shift_level(1 - i / recipe.euler_steps, recipe.shift) for i in range(recipe.euler_steps)]
 
 
 def drawing(recipe: VideoConfig) -> dict[str, object]:

@@ -80,7 +80,7 @@ def test_shared_noise_judges_a_tree_of_its_own_for_each_image() -> None:
     tokens = torch.randint(6, (2, 4), generator=torch.Generator().manual_seed(4))
     tree = Tree.batched(torch.tensor(rows), max_path=4)
     noise = Noise(torch.arange(2), tree.depth + 1, step=2)
-    agreeing = torch.stack([noise.draw(probs, Purpose.TOKEN)[row][list(rows[row][1:])] for row in range(2)])
+    agreeing = torch.stack([noise.sample(probs, Purpose.TOKEN)[row][list(rows[row][1:])] for row in range(2)])
     agreeing[[0, 0, 1], [1, 3, 3]] += 1  # siblings differ
     for drafted in (tokens, agreeing % 6):
         together = shared_noise(probs, Draft(drafted, tree), noise, torch.zeros(2))

@@ -144,7 +144,7 @@ def surplus(step):
     accepted = (
         (noise.uniform(Purpose.ACCEPT)[:, :-1] * gather_p_and_q(p, draft)[1] < gather_p_and_q(p, draft)[0]).cumprod(1).bool()
     )
-    resample_rejected = noise.draw(p, Purpose.REDRAW)
+    resample_rejected = noise.sample(p, Purpose.RESAMPLE)
     return torch.cat([torch.where(accepted, draft.tokens, resample_rejected[:, :-1]), resample_rejected[:, -1:]], dim=1)
 
 
@@ -153,7 +153,7 @@ class StaleProbs(Jacobi):
 
     def observe(self, state, step):
         state = super().observe(state, step)
-        kept = state.last.resample_rejected[:, :-1] == step.draft.tokens
+        kept = state.last.resampled[:, :-1] == step.draft.tokens
         state.last.probs = state.last.probs.clone()
         state.last.probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, state.last.probs[:, :-1])
         return state

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, speculative_sampling
-from vargen.decoding.noise import race
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.evaluation.table_models import TableModel
 
 
@@ -16,7 +16,7 @@ def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple
     probs, drafted = weights / weights.sum(-1, keepdim=True)
     drafted = drafted[:, 1:]
     seeds, position = torch.arange(images), torch.arange(drafts + 1).expand(images, -1)
-    tokens = race(drafted, seeds + 999, position[:, 1:])
+    tokens = sample_gumbel_max(drafted, seeds + 999, position[:, 1:])
     return probs, Draft(tokens, Tree.make_chain(drafts), drafted), Noise(seeds, position, 7)
 
 

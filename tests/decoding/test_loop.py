@@ -17,7 +17,7 @@ from vargen.decoding import (
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.noise import race
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
 
@@ -94,7 +94,7 @@ def test_callback_sees_every_pass_and_can_stop():
     model, seen = TableModel(vocab=4, tokens=12), []
 
     def callback(progress):
-        seen.append((progress.step, progress.length.tolist(), progress.accepted.tolist()))
+        seen.append((progress.step, progress.length.tolist(), progress.num_committed.tolist()))
         return progress.step < 5
 
     seeds = torch.arange(2)
@@ -172,7 +172,7 @@ def test_same_noise_verdict_against_a_plain_walk():
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
             verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))
-            drawn = race(target, seeds, position)[0].tolist()
+            drawn = sample_gumbel_max(target, seeds, position)[0].tolist()
             path = [0]
             while True:
                 follows = [s for s in range(1, T) if parents[s] == path[-1] and int(draft.tokens[0, s - 1]) == drawn[path[-1]]]

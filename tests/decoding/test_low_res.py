@@ -134,7 +134,7 @@ def test_to_repair_what_lies_before_a_refused_draft_would_bias_it(rule, right):
     bound = rule(size=0, threshold=2.0, radius=1).bind(model)
     noise = Noise(torch.arange(B), torch.arange(1, 6).expand(B, -1), 1)
     q = torch.full((B, 4, 2), 0.5)
-    tokens = noise.draw(torch.cat([q, q[:, :1]], 1), Purpose.DRAFT)[:, :4]
+    tokens = noise.sample(torch.cat([q, q[:, :1]], 1), Purpose.DRAFT)[:, :4]
     probs = torch.full((B, 5, 2), 0.5)
     probs[:, 0] = torch.nn.functional.one_hot(1 - tokens[:, 0], 2)
     probs[:, 3] = torch.where(tokens[:, 2:3] == 0, torch.tensor([1.0, 0.0]), torch.tensor([0.5, 0.5]))

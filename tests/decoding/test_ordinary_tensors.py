@@ -32,7 +32,7 @@ def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerato
 
     def callback(progress: Any) -> None:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.accepted))
+        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.num_committed))
 
     drawn = decode(pipe.token_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
     for tensor in (drawn.tokens, drawn.length, *seen):

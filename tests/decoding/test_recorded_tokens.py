@@ -1,7 +1,7 @@
 """Refactoring changes no token: every preset still generates the recorded tokens with the packaged model.
 
-The record holds the tokens after `PASSES` passes, in float64, where no two machines round so differently that another token wins.
-New weights, noise or sampling change the record on purpose: then run `python tests/decoding/test_recorded_tokens.py`.
+The record holds the tokens after `PASSES` passes, in float64, where no two machines round so differently that another token
+wins. New weights, noise or sampling change the record on purpose: then run `python tests/decoding/test_recorded_tokens.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ METHODS = list(json.loads(RECORD.read_text())["methods"])
 
 
 def recordable(pipe: LlamaGenPipeline) -> list[str]:
-    """Presets that the model can run, except the default: its windows follow measured costs, and its images equal those of ar."""
+    """Presets that the model can run, except the default: its windows follow costs, and its images equal those of ar."""
     return [method.name for method in pipe.methods() if method.reason is None and method.name != DEFAULT_METHOD]
 
 

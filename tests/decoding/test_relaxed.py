@@ -117,7 +117,7 @@ def with_residual(make):
         mass = p.gather(1, near).cumsum(1)
         counted = mass <= 2.0 * p.gather(1, draft.tokens)
         left = make(p, draft.probs[:, 0], draft.tokens, near, counted)
-        return dataclasses.replace(verdict, next_token=noise.at(None).draw(left[:, None], Purpose.RESIDUAL)[:, 0])
+        return dataclasses.replace(verdict, next_token=noise.at(None).sample(left[:, None], Purpose.RESIDUAL)[:, 0])
 
     return wrong
 
@@ -292,7 +292,7 @@ def test_pictures_of_trees_are_no_further_from_the_target_than_was_reported(rule
 def test_a_walk_over_a_tree_that_is_a_chain_judges_as_on_the_chain(rule, budget):
     p, q = random_probs(500 * 5, 9, True).float().unflatten(0, (500, 5)).unbind(2)
     noise = Noise(torch.arange(500), torch.arange(5).expand(500, -1), 3)
-    tokens = noise.draw(q, Purpose.DRAFT)[:, 1:]
+    tokens = noise.sample(q, Purpose.DRAFT)[:, 1:]
     valid = torch.arange(4) < 2 + torch.arange(500)[:, None] % 3
     chain, walk = Tree.make_chain(4), Tree.batched(torch.arange(-1, 4).expand(500, -1), max_path=5, max_children=1)
     rule, spent = bound(dataclasses.replace(rule, budget=budget, tightening=0.3), 9), torch.linspace(0, 0.5, 500)
@@ -494,7 +494,7 @@ def test_noise_is_not_touched_by_what_is_granted():
     p, q = random_probs(3000, 8, False).float().unbind(1)
     probs, drafted = p[:, None].expand(-1, 4, -1), q[:, None].expand(-1, 3, -1)
     noise = Noise(torch.arange(3000), torch.arange(4).expand(3000, -1), 7)
-    tokens = noise.at(torch.zeros(3000).long()).draw(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
+    tokens = noise.at(torch.zeros(3000).long()).sample(drafted[:, :1], Purpose.DRAFT).expand(-1, 3)
     draft = Draft(tokens, Tree.make_chain(3), drafted)
     strict = speculative_sampling(probs, draft, noise, torch.zeros(3000))
     for rule in RULES.values():

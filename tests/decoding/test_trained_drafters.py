@@ -207,7 +207,8 @@ def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
 
 def test_trees_are_narrowed_to_the_vocabulary() -> None:
     narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_vocab(3)
-    assert narrow.tree_shape.children == 3 and narrow.bind(table()).shape == narrow.shape and Eagle(4).fit_to_vocab(3) == Eagle(4)
+    assert narrow.tree_shape.children == 3 and narrow.bind(table()).shape == narrow.shape
+    assert Eagle(4).fit_to_vocab(3) == Eagle(4)
 
 
 def test_drafters_are_cut_to_the_grid() -> None:

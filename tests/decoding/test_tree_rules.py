@@ -193,7 +193,7 @@ def inverted(probs, draft, noise, relaxation):
     """LANTERN's static trees as released: what is left at a refusal has the wrong sign."""
 
     def test(siblings):
-        p, q = siblings.own
+        p, q = siblings.p_and_q
         return acceptance.SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
     return verify_siblings(test, probs, draft, noise)

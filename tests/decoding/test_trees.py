@@ -38,7 +38,7 @@ from vargen.decoding.next_token.trees.shapes import (
     make_k_ary,
     parse_parents,
 )
-from vargen.decoding.noise import exponential
+from vargen.decoding.noise import sample_exponential
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 
@@ -152,7 +152,7 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
     draft, _ = grown(StaticTree((-1, 0, 0, 0)), "without-replacement", q)
-    keys = q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
+    keys = q[:, 0].log() - sample_exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
     assert torch.equal(draft.tokens, keys.topk(3).indices)
     p = q[0, 0]
     for first, second in itertools.permutations(range(V), 2):
@@ -182,7 +182,7 @@ def test_coupled_children_hold_what_the_noise_of_the_image_draws():
     """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
     q = table(30, 9, seed=2)
     draft, _ = grown(StaticTree(make_k_ary(2, 2)), "shared-noise", q)
-    ratio = q[:, 9] / exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
+    ratio = q[:, 9] / sample_exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
     assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
 
 
@@ -300,7 +300,7 @@ def test_statistics_count_siblings_by_rank():
     assert stats.siblings == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
     extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.accepted_histogram))
     assert 0 <= extra <= 40, "the token behind the last of a picture is past the grid"
-    joined = type(stats).joined([stats, stats])
+    joined = type(stats).merge([stats, stats])
     assert joined.siblings == [[2 * part for part in row] for row in table]
     assert stats.to_dict()["siblings"] == table
 
@@ -314,8 +314,10 @@ def test_statistics_count_siblings_by_rank():
 @pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
 def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
     """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
-    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01)
-    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    monkeypatch.setattr(
+        cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01
+    )
+    monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
     target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
     target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
     target.draft_heads = {"eagle": TableEagle(target.draft_model), "medusa": TableMedusa(target.draft_model, heads=8)}

@@ -40,9 +40,9 @@ def test_frames_grow_block_by_block_and_play(engine: VideoEngine) -> None:
 
 def test_the_threshold_moves_and_a_video_stops_while_it_is_made(engine: VideoEngine) -> None:
     made = engine.make("a", "a cat", 3, 4, "sdvg", -math.inf)
-    verdicts = [next(made)[0].row.verdict, next(made)[0].row.verdict]
+    verdicts = [next(made)[0].record.outcome, next(made)[0].record.outcome]
     assert engine.set_tau("a", 10.0) and not engine.set_tau("b", 0.0)
-    verdicts.append(next(made)[0].row.verdict)
+    verdicts.append(next(made)[0].record.outcome)
     assert verdicts == ["forced", "accepted", "rejected"]
     engine.stop("a")
     assert list(made) == [] and not engine._streams
@@ -54,7 +54,7 @@ def test_the_threshold_moves_and_a_video_stops_while_it_is_made(engine: VideoEng
 
 
 def test_a_badge_says_whose_a_block_is_in_words(engine: VideoEngine) -> None:
-    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, note="<script>")]
+    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, failure="<script>")]
     shown = badges(rows)
     assert "0 target" in shown and "1 draft · 0.2" in shown and "<script>" not in shown and "&lt;script&gt;" in shown
 

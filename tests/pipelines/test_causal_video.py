@@ -13,7 +13,7 @@ import torch
 from PIL import Image
 from tiny_video_folder import HOW, LENDER, OWN, video_folder
 
-from vargen.decoding import PRESETS, Eager, VideoMethod
+from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
@@ -86,7 +86,7 @@ def test_each_prompt_of_a_list_gets_the_video_that_it_gets_alone(pipe: CausalVid
     alone = [pipe(text, generator=seeded(seed), **options) for text, seed in (("a waving cat", 3), ("a dog", 4))]
     assert both.frames.shape == (2, 6, 3, 16, 16) and [each.seed for each in both.stats] == [3, 4]
     for k, each in enumerate(alone):
-        assert torch.equal(both.frames[k], each.frames[0]) and both.stats[k].makers == each.stats.makers
+        assert torch.equal(both.frames[k], each.frames[0]) and both.stats[k].sources == each.stats.sources
     one = pipe(["a cat", "a cat"], generator=seeded(3), **options)  # one generator serves them in turn
     assert one.stats[0].seed == 3 != one.stats[1].seed and not torch.equal(one.frames[0], one.frames[1])
     again = pipe("a cat", generator=seeded(one.stats[1].seed), **options)
@@ -250,7 +250,7 @@ def test_without_a_drafter_the_target_draws(pipe) -> None:
     assert alone.chosen(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
     with pytest.raises(ValueError, match="needs a model to draft with"):
         alone("a cat", accelerator="sdvg")
-    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and pipe.chosen(VideoMethod(commit=Eager())).commit == Eager()
+    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and not pipe.chosen(VideoMethod(lazy=False)).lazy
 
 
 def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:

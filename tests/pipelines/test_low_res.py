@@ -142,7 +142,7 @@ def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path
             cache, _ = model.model.prefill(condition, 16)
             out = model.model.forward(state.low[image : image + 1, : 4 * rows], cache, Tree.make_chain(4 * rows - 1))
             noise = Noise(state.seeds[image : image + 1], torch.tensor([[4 * rows]]))
-            assert state.low[image, 4 * rows] == noise.draw(out.logits[:, -1:].softmax(-1), Purpose.TOKEN)
+            assert state.low[image, 4 * rows] == noise.sample(out.logits[:, -1:].softmax(-1), Purpose.TOKEN)
 
 
 @pytest.mark.parametrize(("small", "up", "message"), [

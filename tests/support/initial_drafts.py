@@ -23,4 +23,4 @@ def mixture(context: Context) -> tuple[Tensor, Tensor]:
         probs = probs + 0.4 * context.last_probs[:, None]
     probs = probs.scatter_add(2, left[..., None], torch.full_like(probs[..., :1], 0.25))
     probs = probs.scatter_add(2, above[..., None], 0.25 * known[..., None].float())
-    return context.noise.draw(probs, Purpose.DRAFT), probs
+    return context.noise.sample(probs, Purpose.DRAFT), probs

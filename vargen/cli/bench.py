@@ -198,12 +198,12 @@ def kernels(
     import torch
 
     from vargen.evaluation.machine import machine_line
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
 
     with torch.inference_mode():
         rate = measure_copy_rate(place)
         timings = measure(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
-    backend, reason = explain(place)
+    backend, reason = explain_kernels(place)
     document = {
         "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
         "timings": [each.to_dict() for each in timings],

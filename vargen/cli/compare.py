@@ -172,7 +172,7 @@ def check_request(model: str, methods: dict[str, Method], sampling: dict[str, An
     opened = describe(model)
     if opened.condition != "text":
         raise ValueError("model must generate from text, and this one generates classes")
-    checked.check_vocabulary(opened.vocab)
+    checked.validate_top_k(opened.vocab)
     for name, method in list(methods.items()):
         try:
             pipeline_class(opened.pipeline).check_method(opened, method)

@@ -77,10 +77,10 @@ def select_device(name: Device) -> torch.device:
     Raises:
         ValueError: for cuda if torch finds no GPU, or if VARGEN_KERNELS requests kernels that cannot run there.
     """
-    from vargen.kernels.dispatch import explain
+    from vargen.kernels.dispatch import explain_kernels
 
     selected = device.select_device(name.value)
-    explain(selected)  # logged before weights are loaded
+    explain_kernels(selected)  # logged before weights are loaded
     return selected
 
 

@@ -218,7 +218,7 @@ class Engine:
         tokens, stats = result.images, result.stats
         length = torch.full((len(tokens),), run.tokens) if stats.stopped else None
         images = self.pipe.decode_tokens(tokens, length)
-        told = [stats.picture(k) for k in range(len(images))]
+        told = [stats.describe_image(k) for k in range(len(images))]
         if not several and not stats.stopped:
             told = [{**each, **score} for each, score in zip(told, self._scored(settings, images), strict=True)]
         return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped, told)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import Block, VideoMethod, VideoStats, resolve_method
+from vargen.decoding import VideoBlock, VideoMethod, VideoStats, resolve_method
 from vargen.demo import inputs
 from vargen.demo import rendering as figures
 from vargen.demo.jobs import Runs, told_plainly
@@ -49,7 +49,9 @@ class VideoEngine:
         tau = self.pipe.chosen(None).threshold
         return 0.0 if tau is None else min(_TAU[1], max(_TAU[0], tau))
 
-    def make(self, ticket: str, prompt: str, seed: int, blocks: int, method: str, tau: float) -> Iterator[tuple[Block, Any]]:
+    def make(
+        self, ticket: str, prompt: str, seed: int, blocks: int, method: str, tau: float
+    ) -> Iterator[tuple[VideoBlock, Any]]:
         """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`.
 
         Raises:
@@ -109,12 +111,12 @@ def badges(rows: list[Any]) -> str:
     cells = []
     for row in rows:
         score = "" if row.score is None else f" · {row.score:.1f}"
-        trouble = f" · {row.note}" if row.note else ""
-        title = f"block {row.number}: {row.verdict}{trouble}"
-        kind = "draft" if row.maker == "draft" else "target"
+        trouble = f" · {row.failure}" if row.failure else ""
+        title = f"block {row.number}: {row.outcome}{trouble}"
+        kind = "draft" if row.source == "draft" else "target"
         cells.append(
             f'<span class="vg-block vg-{kind}" role="listitem" title="{figures.text(title)}">'
-            f"{row.number} {figures.text(row.maker)}{score} · {1e3 * row.seconds:.0f} ms</span>"
+            f"{row.number} {figures.text(row.source)}{score} · {1e3 * row.seconds:.0f} ms</span>"
         )
     return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'
 
@@ -199,7 +201,7 @@ def wire(
                 yield [figures.note(f"Making “{words}” by {name} …"), gr.skip(), badges([])]
                 rows: list[Any] = []
                 for block, frames in engine.make(number, words, int(start or 0), int(count), name, float(level)):
-                    rows.append(block.row)
+                    rows.append(block.record)
                     if taken.stop.is_set():
                         engine.stop(number)
                     shown = figures.stage([animation(frames, engine.pipe.fps)], f"{words}, {len(frames)} frames")

@@ -37,8 +37,8 @@ from vargen.decoding import (
     decode_scales,
     speculative_sampling,
 )
-from vargen.decoding.next_scale.acceptance import scale_rule, token_wise
-from vargen.decoding.noise import race
+from vargen.decoding.next_scale.acceptance import scale_rule
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.known_wrong import TELLING, WRONG_TREES
 from vargen.evaluation.table_models import ScaleTable, TableEagle, TableLowRes, TableMedusa, TableModel
@@ -197,7 +197,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
 
 def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
     """Return the method, cut to the size of the case's model."""
-    return method.fit_to_grid(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fitted(case.tokens)
+    return method.fit_to_grid(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fit_to_scales(case.tokens)
 
 
 # -- negative controls --------------------------------------------------------------------------------------------------
@@ -208,14 +208,16 @@ def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
     """Lumina-mGPT 2.0: a rejected token is resampled from p instead of the residual."""
     verdict = speculative_sampling(probs, draft, noise, relaxation)
     row = probs[torch.arange(len(probs)), verdict.count - 1]
-    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).draw(row[:, None], Purpose.RESIDUAL)[:, 0])
+    return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).sample(row[:, None], Purpose.RESIDUAL)[:, 0])
 
 
 @acceptance_rule(exact=True)
 def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
     verdict = speculative_sampling(probs, draft, noise, relaxation)
-    drawn = race(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[:, 0]
+    drawn = sample_gumbel_max(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[
+        :, 0
+    ]
     return dataclasses.replace(verdict, next_token=torch.where(verdict.count == probs.shape[1], drawn, verdict.next_token))
 
 
@@ -228,18 +230,19 @@ WRONG = {
 @scale_rule(exact=True)
 def redrawn_from_p(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """A rejected token is resampled from p instead of the residual."""
-    tokens, same = token_wise(p, q, draft, noise)
-    return torch.where(tokens != draft, noise.draw(p, Purpose.RESIDUAL), draft), same
+    at = draft[..., None]
+    accepted = noise.uniform(Purpose.ACCEPT) * q.gather(2, at)[..., 0] < p.gather(2, at)[..., 0]
+    return torch.where(accepted, draft, noise.sample(p, Purpose.RESIDUAL)), accepted.all(1)
 
 
 @scale_rule(exact=True)
 def half_of_the_best(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[Tensor, Tensor]:
     """lijrjyan/SDVAR: a scale is accepted if half of its tokens are the target's most probable ones."""
     kept = (p.argmax(-1) == draft).float().mean(1) >= 0.5
-    return torch.where(kept[:, None], draft, noise.draw(p, Purpose.RESIDUAL)), kept
+    return torch.where(kept[:, None], draft, noise.sample(p, Purpose.RESIDUAL)), kept
 
 
 WRONG_SCALES = {
-    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(drafted=2, rule=redrawn_from_p),)),
-    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(drafted=2, rule=half_of_the_best),)),
+    "refused tokens drawn from p": ScaleSchedule(stages=(Stage(num_drafted=2, rule=redrawn_from_p),)),
+    "kept if half are the likeliest": ScaleSchedule(stages=(Stage(num_drafted=2, rule=half_of_the_best),)),
 }

@@ -74,7 +74,7 @@ class Drawing:
         opened = describe(self.model)
         kind = pipeline_class(opened.pipeline)
         _, sampling = check_sampling(self.sampling)
-        sampling.check_vocabulary(opened.vocab)
+        sampling.validate_top_k(opened.vocab)
         check_batch(self.batch)
         by_class = opened.condition == "class"
         if any(isinstance(subject, str) == by_class for subject in self.subjects):

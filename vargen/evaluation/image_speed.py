@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from vargen.decoding.pass_costs import timed
+from vargen.decoding.pass_costs import time_call
 from vargen.device import check_compile
 from vargen.evaluation.speed import weight_readers
 from vargen.pipelines.registry import PictureNetwork
@@ -86,7 +86,7 @@ def measure_pictures(
     seconds: dict[str, list[float]] = {}
 
     def part(name: str, run: Callable[[], Any]) -> Any:
-        spent, result = timed(run, device)
+        spent, result = time_call(run, device)
         seconds.setdefault(name, []).append(spent)
         return result
 
@@ -136,4 +136,4 @@ def _product_rate(dtype: torch.dtype, device: torch.device) -> float:
 
 def _least(run: Callable[[], Any], device: torch.device, times: int = 5) -> float:
     """Return the seconds of the fastest of several runs."""
-    return min([timed(run, device)[0] for _ in range(times + 1)][1:])
+    return min([time_call(run, device)[0] for _ in range(times + 1)][1:])

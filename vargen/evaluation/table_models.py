@@ -167,7 +167,7 @@ class TableLowRes:
 
     def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
-        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
+        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
         return condition, picture, picture
 
     def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -229,10 +229,9 @@ class ScaleTable:
     def canvas(self, batch: int) -> Tensor:
         return torch.full((batch, self.ends[-1]), self.vocab)
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         canvas = canvas.clone()
-        if tokens is not None:
-            canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
+        canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
         return canvas, canvas if scale + 1 < len(self.scale_tokens) else None
 
     def forward(

@@ -193,11 +193,11 @@ def _told(
 ) -> VideoComparison:
     base = seen[pipe.baseline]
     steps = len(pipe.block_model().levels)
-    refused = [name for name, method in methods.items() if method.policy.scored]
+    refused = [name for name, method in methods.items() if method.policy.needs_scores]
     costs = None
     if "draft" in methods and refused:
         judged = [run for name in refused for run in seen[name].runs]
-        if any(row.verdict == "rejected" for run in judged for row in run.blocks):
+        if any(row.outcome == "rejected" for run in judged for row in run.blocks):
             costs = estimate_block_costs(base.runs, seen["draft"].runs, judged)
     ends = [float(torch.cat(seen[name].scores).mean()) for name in ("draft", pipe.baseline) if name in seen]
     rows = []
@@ -207,8 +207,8 @@ def _told(
         row.seconds = statistics.median(run.seconds for run in own.runs)
         row.ratio = statistics.median(b.seconds / a.seconds for a, b in zip(own.runs, base.runs, strict=True) if a.seconds)
         row.acceptance = mean_acceptance(own.runs)
-        makers = [maker for run in own.runs for maker in run.makers]
-        row.target_share = 1 - makers.count("draft") / max(1, len(makers))
+        sources = [source for run in own.runs for source in run.sources]
+        row.target_share = 1 - sources.count("draft") / max(1, len(sources))
         scores = torch.cat(own.scores)
         row.score, row.worst = float(scores.mean()), statistics.mean(float(each.min()) for each in own.scores)
         if len(ends) == 2 and ends[1] != ends[0]:
@@ -217,7 +217,7 @@ def _told(
         row.flicker, row.motion, row.jump = (statistics.mean(each) for each in (own.flicker, own.motion, own.jumps))
         row.distance = _distance(own, base)
         if costs is not None:
-            ratios = [costs.predicted(run, method.policy.scored) / run.seconds for run in own.runs if run.seconds]
+            ratios = [costs.predict_seconds(run, method.policy.needs_scores) / run.seconds for run in own.runs if run.seconds]
             row.predicted = statistics.median(ratios)
         row.passes = {who: statistics.mean(run.passes.get(who, 0) for run in own.runs) for who in ("target", "draft")}
         row.failures = sum(len(run.failures) for run in own.runs)

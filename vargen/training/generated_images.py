@@ -145,7 +145,7 @@ class GeneratedImages:
     def __init__(self, folder: Path, pipe: LlamaGenPipeline, subjects: PromptSource, recipe: HeadConfig):
         self.folder, self.pipe, self.subjects, self.recipe = folder, pipe, subjects, recipe
         self.scale, self.sampling = checks.check_sampling({**pipe.default_sampling, **recipe.sampling})
-        self.sampling.check_vocabulary(pipe.vocab)
+        self.sampling.validate_top_k(pipe.vocab)
         self.made_of = (
             f"transformer {weights_digest(pipe.transformer)}, guidance {self.scale}, {self.sampling}, {subjects.name}, "
             f"seed {recipe.seed}, {recipe.draw_batch} at once, {recipe.hot_share} hot, {recipe.held_out} held out"

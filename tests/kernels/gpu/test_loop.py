@@ -14,7 +14,7 @@ from vargen.decoding.next_token.acceptance import recursive_rejection, shared_no
 from vargen.decoding.next_token.drafters import JacobiTree
 from vargen.decoding.next_token.graphs import GraphedPass, Outputs
 from vargen.decoding.next_token.loop import count_on_device, prefill
-from vargen.kernels.launch import recording
+from vargen.kernels.launch import record_launches
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.pipelines.adapters.drafters import EagleModel
@@ -60,30 +60,30 @@ def test_pictures_of_presets_are_the_same(method: str, monkeypatch: pytest.Monke
     assert torch.equal(drawn(fitted, 2, **small), expected)
 
 
-def test_a_pass_over_a_tree_is_judged_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a pass launches: attention by layer, the sampler, the rule, and one launch that moves keys and values."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     launched = []
     import vargen.kernels.launch as home
 
     run = home.launch
-    for module in ("tree_attention", "sampler", "accept_tree", "commit"):
+    for module in ("tree_attention", "sampler", "verify_tree", "kv_compaction"):
         monkeypatch.setattr(
             f"vargen.kernels.{module}.launch",
             lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
         )
     drawn(METHODS["tree, siblings"], 1, grid_size=2, n_layer=2, n_kv_head=1)
-    passes = launched.count("_keep")
-    assert passes and launched.count("_attend") == 2 * passes and launched.count("_walk") == passes
-    assert launched.count("_sample") == passes + 1, "and one behind the prefill"
+    passes = launched.count("_compact_kv")
+    assert passes and launched.count("_attend") == 2 * passes and launched.count("_verify_recursive_rejection") == passes
+    assert launched.count("_sample") == passes + 1, "and one after the prefill"
 
 
 def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.kernels.sampler import sample
+    from vargen.kernels.sampler import sample_from_logits
 
-    with recording() as launches:
-        sample(torch.empty(2, 3, 50, device="meta"), top_k=5)
-    assert [each.name for each in launches] == ["sample"] and launches[0].programs == 6
+    with record_launches() as launches:
+        sample_from_logits(torch.empty(2, 3, 50, device="meta"), top_k=5)
+    assert [each.name for each in launches] == ["sample"] and launches[0].num_programs == 6
 
 
 class OnMeta:
@@ -127,7 +127,7 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)
     condition, run = Condition(class_labels=torch.empty(2, dtype=torch.int64, device=meta)), Run(meta, 16)
-    with torch.no_grad(), recording() as launches:
+    with torch.no_grad(), record_launches() as launches:
         eager, state, _ = prefill(run, model, condition, seeds, method, sampling)
         launches.clear()
         graphed = GraphedPass(eager, OnMeta)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
-from vargen.kernels.ancestors import packed
+from vargen.kernels.attention import pack_bits
 from vargen.modes import normal_tensors
 
 
@@ -81,7 +81,7 @@ class Tree:
 
         Bit j % 64 of word j // 64 is `ancestors[..., j]`.
         """
-        return packed(self.ancestors)
+        return pack_bits(self.ancestors)
 
     @cached_property
     @normal_tensors()

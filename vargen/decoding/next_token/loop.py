@@ -28,7 +28,7 @@ from vargen.decoding.pass_costs import use_best_threads
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.decoding.stats import DecodeStats
-from vargen.kernels.dispatch import asked_for
+from vargen.kernels.dispatch import read_kernel_setting
 from vargen.modes import inference_mode_for, normal_tensors
 from vargen.values import short_repr
 
@@ -68,7 +68,7 @@ def decode(
         TypeError: if the accelerator, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
-    asked_for()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
+    read_kernel_setting()  # fail on an invalid VARGEN_KERNELS or VARGEN_CUDA_GRAPHS before any work
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
@@ -77,8 +77,8 @@ def decode(
     if read_graph_setting(device) and graphs is None:
         graphs = CUDAGraph
     validate_call(seeds, sampling, callback)
-    sampling.check_vocabulary(model.vocab)
-    max_width = 1 if method.drafter is None else method.drafter.max_width
+    sampling.validate_top_k(model.vocab)
+    max_width = method.drafter.max_width
     with use_best_threads(model, condition, len(seeds), max_width) as threads, inference_mode_for(device):
         run = Run(device, model.grid[0] * model.grid[1], callback, profile)
         images, widths = run_loop(run, model, condition, seeds.to(device), method, sampling, graphs)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.llamagen_blocks import Linear
 
 ensure_torchvision()

@@ -73,7 +73,7 @@ def resample_rejected(
     weights = probs.clone()  # updated in place to save memory: V is large
     weights[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
     empty = weights[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
-    sampled = noise.draw(weights, Purpose.REDRAW)
+    sampled = noise.sample(weights, Purpose.RESAMPLE)
     sampled[:, :-1] = torch.where(accepted & coupled | empty, draft.tokens, sampled[:, :-1])
     return sampled
 
@@ -96,7 +96,7 @@ def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) ->
         if draft.valid is not None:
             rejected = rejected & draft.valid[at, slot]
         target = torch.where(rejected[:, None], residual_weights(target, dense_draft_probs(probs, draft)[at, slot]), target)
-    next_token = noise.at(row).draw(target[:, None], Purpose.RESIDUAL)[:, 0]
+    next_token = noise.at(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
     path = torch.arange(T, device=probs.device).expand(B, T)
     return Verdict(path=path, count=count, next_token=next_token)
 
@@ -109,7 +109,7 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
     probabilities q are not used. Arguments: see `AcceptanceRule`.
     """
-    sampled = noise.draw(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
+    sampled = noise.sample(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
     if fused.is_available(probs):
         return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree

@@ -28,11 +28,11 @@ def verify_chain(
     tightening: float = 0.0,
 ) -> Verdict:
     """Verdict of `speculative_sampling` on a chain, or of a relaxed rule, given its acceptance probabilities `[B, T - 1]`."""
-    from vargen.kernels.accept_chain import verify_chain
+    from vargen.kernels.verify_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
     count, next_token, spent = verify_chain(
-        *given, wanted=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
+        *given, accept_prob=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
     )
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
@@ -40,7 +40,7 @@ def verify_chain(
 
 def verify_recursive_rejection(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `recursive_rejection`."""
-    from vargen.kernels.accept_tree import verify_recursive_rejection
+    from vargen.kernels.verify_tree import verify_recursive_rejection
 
     given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.max_path)
     return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
@@ -48,7 +48,7 @@ def verify_recursive_rejection(probs: Tensor, draft: Draft, noise: Noise) -> Ver
 
 def verify_shared_noise(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
-    from vargen.kernels.accept_tree import verify_shared_noise
+    from vargen.kernels.verify_tree import verify_shared_noise
 
     path, count, next_token = verify_shared_noise(sampled, draft.tokens, draft.tree.children, draft.tree.max_path)
     return Verdict(path, count, next_token, sampled=sampled)
@@ -56,7 +56,7 @@ def verify_shared_noise(sampled: Tensor, draft: Draft) -> Verdict:
 
 def verify_traversal(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `traversal`."""
-    from vargen.kernels.accept_traversal import verify_traversal
+    from vargen.kernels.verify_traversal import verify_traversal
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)

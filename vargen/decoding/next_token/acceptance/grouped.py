@@ -78,7 +78,7 @@ class GroupedRule(RelaxedRule):
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         if fused.is_available(p):
-            from vargen.kernels.accept_wanted import grouped_accept_prob
+            from vargen.kernels.relaxed_probs import grouped_accept_prob
 
             codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
             return grouped_accept_prob(p, q, tokens, self.size, self.delta, self.distance, codes)

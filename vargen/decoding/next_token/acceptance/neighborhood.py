@@ -86,7 +86,7 @@ class NeighborhoodRule(RelaxedRule):
 
     def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         if self.neighbor_table is not None and fused.is_available(p):
-            from vargen.kernels.accept_wanted import neighborhood_accept_prob
+            from vargen.kernels.relaxed_probs import neighborhood_accept_prob
 
             return neighborhood_accept_prob(p, q, tokens, self.neighbor_table, self.ratio, self.delta)
         own_p, own_q = gather_prob(p, tokens), gather_prob(q, tokens)

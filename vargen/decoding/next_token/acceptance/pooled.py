@@ -102,7 +102,7 @@ class PooledRule(RelaxedRule):
         Entries of committed tokens are undefined.
         """
         slot = torch.arange(spent.shape[1], device=spent.device)
-        accepted = noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
+        accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
         if draft.valid is not None:
             accepted &= draft.valid
         committed = slot < verdict.count[:, None] - 1

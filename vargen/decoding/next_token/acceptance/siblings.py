@@ -122,7 +122,7 @@ def verify_siblings(
     path, count, reached = follow_accepted(decisions.accepted, draft.tree)
     last = path.gather(1, count[:, None] - 1)
     residual = _final_residual(rule, probs, draft, last, limits)
-    verdict = Verdict(path, count, noise.at(last[:, 0]).draw(residual, Purpose.RESIDUAL)[:, 0])
+    verdict = Verdict(path, count, noise.at(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
     if relaxation is None:
         return verdict
     parent = draft.tree.parents.clamp(min=0).expand_as(reached)

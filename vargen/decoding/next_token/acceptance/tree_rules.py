@@ -85,7 +85,7 @@ def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verd
     target = probs[image, last]
     residual = (target - torch.minimum(q[image, row], target / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
     residual = torch.where(has[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
-    return Verdict(path, count, noise.at(last[:, 0]).draw(residual, Purpose.RESIDUAL)[:, 0])
+    return Verdict(path, count, noise.at(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
 
 
 def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
@@ -129,7 +129,7 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
             q = draft.probs[:, slot - 1]
             accept_prob, rest = own / q.gather(1, token)[:, 0], (reachable - q).clamp_min_(0)
         total = rest.sum(1)
-        fixed = torch.where((total > 0) | (r < 1), total / (total + 1 - r), 1.0)  # p equals q: the child is never rejected
+        fixed = torch.where((total > 0) | (r < 1), total / (total + (1 - r)), 1.0)  # p equals q: the child is never rejected
         rest = torch.where(total[:, None] > 0, rest / total[:, None], p)
         accept_prob = accept_prob.clamp(max=1.0).nan_to_num(0.0)  # q is 0 for tokens that were not sampled
         if draft.valid is not None:
@@ -143,5 +143,5 @@ def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> 
     passes[:, 0] = True
     last = torch.where(passes, tree.postorder, T).argmin(1)
     path, count = trace_path(last, tree)
-    next_token = noise.at(last).draw(residual[image, last][:, None], Purpose.RESIDUAL)[:, 0]
+    next_token = noise.at(last).sample(residual[image, last][:, None], Purpose.RESIDUAL)[:, 0]
     return Verdict(path=path, count=count, next_token=next_token)

@@ -169,7 +169,7 @@ class Speculative(ChainDrafter):
                 logits = model.forward(drafted[-1], cache, one).logits
                 model.commit(cache, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             probs.append(to_probs(logits, state.sampling))
-            drafted.append(Noise(state.seeds, position + drafts, step).draw(probs[-1], purpose))
+            drafted.append(Noise(state.seeds, position + drafts, step).sample(probs[-1], purpose))
         slots = torch.arange(state.length, device=device)
         valid = length[:, None] + slots < state.num_tokens
         return Draft(torch.cat(drafted, 1), Tree.make_chain(state.length, device), torch.cat(probs, 1), valid)

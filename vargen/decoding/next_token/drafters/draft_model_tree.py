@@ -25,6 +25,7 @@ from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, Stati
 from vargen.decoding.noise import Noise
 from vargen.decoding.pass_costs import candidate_widths, interpolate_cost, measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.deprecation import renamed_fields
 
 
 @register_state
@@ -39,6 +40,7 @@ class DraftTreeState:
     controller: TreeController | None = None
 
 
+@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class SpeculativeTree(TreeDrafter):
     """Draft a tree with a smaller model, one of its passes per level.

@@ -24,8 +24,9 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import interpolate_cost, timed
+from vargen.decoding.pass_costs import interpolate_cost, time_call
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.deprecation import renamed_fields
 
 _MEASURED_WIDTHS = (1, 2, 4, 8, 16, 32)  # level widths at which the cost of a pass is measured
 _TYPICAL_COMMIT = 3  # assumed number of newly committed tokens when costs are compared
@@ -42,6 +43,7 @@ class EagleState:
     controller: TreeController | None = None
 
 
+@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class Eagle(HeadDrafter):
     """Draft chains and trees with an EAGLE layer, one of its passes per level; see `HeadDrafter`."""
@@ -123,7 +125,7 @@ def _measure_level_seconds(model: AutoregressiveHead, first: Output, images: int
         model.commit(cache, torch.full((images,), widest, dtype=torch.int64, device=device))
     least: dict[int, float] = {}
     for fed in [fed for fed in _MEASURED_WIDTHS if fed <= widest] * 3:
-        seconds, _ = timed(feeds(fed), device)
+        seconds, _ = time_call(feeds(fed), device)
         model.commit(cache, torch.zeros(images, dtype=torch.int64, device=device))
         least[fed] = min(seconds, least.get(fed, seconds))
     return least

@@ -62,7 +62,7 @@ def make_low_res_initial(model: LowResModel, state: Any) -> InitialDraft:
 
     def draft_low_res(context: Context) -> tuple[Tensor, Tensor]:
         probs = model.probs(state, context.tokens, context.known, context.noise.position.clamp(max=last))
-        return context.noise.draw(probs, Purpose.DRAFT), probs
+        return context.noise.sample(probs, Purpose.DRAFT), probs
 
     return draft_low_res
 

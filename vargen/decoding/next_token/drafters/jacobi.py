@@ -217,7 +217,7 @@ Coupling = Callable[[Step], Tensor]
 
 def couple_independently(step: Step) -> Tensor:
     """Sample independently of the old draft (Teng et al. 2024, SJD)."""
-    return step.noise.draw(step.probs, Purpose.REDRAW)
+    return step.noise.sample(step.probs, Purpose.RESAMPLE)
 
 
 def couple_maximally(step: Step) -> Tensor:
@@ -227,7 +227,7 @@ def couple_maximally(step: Step) -> Tensor:
     this step adaptive continuation). Slots without a valid draft token are sampled from p.
     """
     p, q = gather_p_and_q(step.probs, step.draft)
-    return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] * q < p)
+    return resample_rejected(step.probs, step.draft, step.noise, step.noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] * q < p)
 
 
 def couple_by_gumbel(step: Step) -> Tensor:
@@ -237,7 +237,7 @@ def couple_by_gumbel(step: Step) -> Tensor:
     `shared_noise`, it has already sampled these tokens.
     """
     sampled = step.verdict.sampled
-    return step.noise.draw(step.probs, Purpose.TOKEN) if sampled is None else sampled
+    return step.noise.sample(step.probs, Purpose.TOKEN) if sampled is None else sampled
 
 
 def couple_from_verdict(step: Step) -> Tensor:

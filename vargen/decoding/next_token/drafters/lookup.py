@@ -18,6 +18,7 @@ from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import MIN_TEMPERATURE, Sampling
+from vargen.deprecation import renamed_fields
 from vargen.values import number_field, validate_fields
 
 
@@ -95,6 +96,7 @@ class LookupState:
     index: NGramIndex | None
 
 
+@renamed_fields(drafts="length", counted="max_matches", own="image_weight")
 @dataclass(frozen=True)
 class Lookup(ChainDrafter):
     """Draft what followed the same context earlier: two-dimensional n-gram lookup with retrieval.
@@ -155,7 +157,7 @@ class Lookup(ChainDrafter):
             found = found & (most[:, 0] > 0) & (position[:, 0] < state.num_tokens)
             weights = (weights / most.clamp_min(1e-30)) ** state.power
             q = torch.where(found[:, None], weights / weights.sum(1, keepdim=True), 0.0)
-            token = torch.where(found[:, None], Noise(state.seeds, position, step).draw(q[:, None], Purpose.DRAFT), 0)
+            token = torch.where(found[:, None], Noise(state.seeds, position, step).sample(q[:, None], Purpose.DRAFT), 0)
             known.scatter_(1, position, token)
             drafted.append(token)
             probs.append(q)

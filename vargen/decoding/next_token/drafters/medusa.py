@@ -22,8 +22,9 @@ from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import timed
+from vargen.decoding.pass_costs import time_call
 from vargen.decoding.sampling import Sampling, to_probs
+from vargen.deprecation import renamed_fields
 
 
 @register_state
@@ -36,6 +37,7 @@ class MedusaState:
     controller: TreeController | None = None
 
 
+@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class Medusa(HeadDrafter):
     """Draft chains and trees with Medusa heads, at most as deep as there are heads; see `HeadDrafter`."""
@@ -85,4 +87,4 @@ def _measure_head_seconds(heads: ParallelHeads, first: Output, images: int) -> f
     """Measure the seconds of one evaluation of the heads."""
     features = require_features(first.features)
     root = torch.zeros(images, dtype=torch.int64, device=features.device)
-    return min(timed(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))
+    return min(time_call(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))

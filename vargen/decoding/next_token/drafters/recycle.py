@@ -17,6 +17,7 @@ from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.sampling import Sampling
+from vargen.deprecation import renamed_fields
 from vargen.values import number_field, validate_fields
 
 
@@ -35,6 +36,7 @@ class RecycleState:
     weights: Tensor
 
 
+@renamed_fields(drafts="length", kept="top_k")
 @dataclass(frozen=True)
 class Recycle(ChainDrafter):
     """Draft from the target's latest distribution after the same token (Luo et al. 2024, token recycling).
@@ -75,7 +77,7 @@ class Recycle(ChainDrafter):
             q = torch.zeros(len(tokens), state.weights.shape[1], device=tokens.device)
             q.scatter_add_(1, state.candidates[image, fed[-1]], weights)
             noise = Noise(state.seeds, (length + slot)[:, None], step)
-            fed.append(torch.where(known, noise.draw(q[:, None], Purpose.DRAFT)[:, 0], 0))
+            fed.append(torch.where(known, noise.sample(q[:, None], Purpose.DRAFT)[:, 0], 0))
             probs.append(q)
             valid.append(known)
         chain = Tree.make_chain(self.length, tokens.device)

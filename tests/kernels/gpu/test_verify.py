@@ -20,11 +20,11 @@ from vargen.decoding.next_token.acceptance import (
 )
 from vargen.decoding.next_token.draft import Verdict
 from vargen.decoding.noise import Noise, Purpose
-from vargen.kernels.accept_chain import verify_chain
-from vargen.kernels.accept_traversal import verify_traversal
-from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
-from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
-from vargen.kernels.sampler import Coins, race
+from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
+from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
+from vargen.kernels.verify_chain import verify_chain
+from vargen.kernels.verify_traversal import verify_traversal
+from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -93,14 +93,14 @@ def check(verdict: Verdict, count: Tensor, next_token: Tensor, path: Tensor | No
 @pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize(("T", "V"), [(1, 30), (2, 30), (9, 1000), (33, 100), (4, 4096)])
-def test_chains_are_judged_as_by_the_exact_rule(T: int, V: int, drawn: bool, valid: bool) -> None:
+def test_chains_are_verified_as_by_the_exact_rule(T: int, V: int, drawn: bool, valid: bool) -> None:
     accepted = set()
     for seed in range(3):
         case = Case(Tree.make_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
         expected = speculative_sampling(case.probs, case.draft, case.noise, torch.zeros(4))
         probs, tokens, q, marks, seeds, position = case.there()
         got = verify_chain(probs, tokens, q, marks, seeds, position, case.step)
-        check(expected, got.accepted, got.next_token)
+        check(expected, got.num_committed, got.next_token)
         accepted |= set(expected.count.tolist())
     assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
 
@@ -110,22 +110,22 @@ def strided(seeds: Tensor) -> Tensor:
     return torch.stack([seeds, seeds + 1], 1)[:, 0]
 
 
-@pytest.mark.parametrize("name", ["judge", "walk", "traverse", "race"])
+@pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "gumbel-max"])
 def test_seeds_of_any_stride_are_read(name: str) -> None:
     """Such as one seed that is expanded, or every second one of a tensor that lies on the device."""
     case = Case(
-        Tree.from_parents((-1, 0, 0, 1)) if name != "judge" else Tree.make_chain(3), 3, 50, drawn=True, valid=False, seed=1
+        Tree.from_parents((-1, 0, 0, 1)) if name != "chain" else Tree.make_chain(3), 3, 50, drawn=True, valid=False, seed=1
     )
     probs, tokens, q, _, seeds, position = case.there()
     tree = case.draft.tree
     tables = [each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder)]
 
     def verdict(seeds: Tensor) -> list[Tensor]:
-        if name == "race":
-            return [race(probs, Coins(seeds, position, 0))]
-        if name == "judge":
+        if name == "gumbel-max":
+            return [sample_gumbel_max(probs, NoiseStream(seeds, position, 0))]
+        if name == "chain":
             return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
-        if name == "walk":
+        if name == "siblings":
             return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.max_path, seeds, position, 5))[1:]
         return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position, 5))[1:]
 
@@ -158,7 +158,7 @@ def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
     return rules
 
 
-def wanted_by(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+def accept_prob_of(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
     if isinstance(rule, GroupedRule):
         assert rule.codebook is not None
         return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
@@ -168,7 +168,7 @@ def wanted_by(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None,
 
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("drawn", [True, False])
-def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> None:
+def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
     rule = relaxed_rules()[number]
     case = Case(Tree.make_chain(5), 3, 200, drawn=drawn, valid=True, seed=number)
     case.probs[0, 2, 50:] = 0  # as filters leave it
@@ -181,13 +181,16 @@ def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> N
                 object.__setattr__(limited, name, getattr(rule, name))
         spent = torch.tensor([0.0, 0.2, 0.6])
         expected = limited(case.probs, case.draft, case.noise, spent)
-        wanted = wanted_by(limited, probs[:, :-1], q, tokens)
+        accept_prob = accept_prob_of(limited, probs[:, :-1], q, tokens)
         torch.testing.assert_close(
-            wanted.cpu(), limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens), atol=1e-5, rtol=1e-5
+            accept_prob.cpu(),
+            limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens),
+            atol=1e-5,
+            rtol=1e-5,
         )
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
-        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, wanted=wanted, **limits)  # type: ignore[arg-type]
-        check(expected, got.accepted, got.next_token)
+        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
+        check(expected, got.num_committed, got.next_token)
         assert expected.relaxation is not None and got.relaxation is not None
         torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
 
@@ -195,7 +198,7 @@ def test_relaxed_rules_want_and_judge_as_in_torch(number: int, drawn: bool) -> N
 @pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("name", TREES)
-def test_trees_are_judged_sibling_by_sibling(name: str, drawn: bool, valid: bool) -> None:
+def test_trees_are_verified_sibling_by_sibling(name: str, drawn: bool, valid: bool) -> None:
     for seed in range(2):
         case = Case(TREES[name](3), 3, 60, drawn=drawn, valid=valid, seed=seed)
         tree = case.draft.tree
@@ -204,13 +207,13 @@ def test_trees_are_judged_sibling_by_sibling(name: str, drawn: bool, valid: bool
         got = verify_recursive_rejection(
             probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, case.step
         )
-        check(expected, got.accepted, got.next_token, got.path)
+        check(expected, got.num_committed, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("valid", [False, True])
 @pytest.mark.parametrize("drawn", [True, False])
 @pytest.mark.parametrize("name", TREES)
-def test_trees_are_judged_by_traversal(name: str, drawn: bool, valid: bool) -> None:
+def test_trees_are_verified_by_traversal(name: str, drawn: bool, valid: bool) -> None:
     for seed in range(2):
         case = Case(TREES[name](3), 3, 60, drawn=drawn, valid=valid, seed=seed)
         tree = case.draft.tree
@@ -218,12 +221,12 @@ def test_trees_are_judged_by_traversal(name: str, drawn: bool, valid: bool) -> N
         probs, tokens, q, marks, seeds, position = case.there()
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
         got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, case.step)
-        check(expected, got.accepted, got.next_token, got.path)
+        check(expected, got.num_committed, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("name", TREES)
-def test_trees_are_judged_by_the_noise_of_the_image(name: str) -> None:
-    """Siblings that are alike stand once; drafts that are no match end the path."""
+def test_trees_are_verified_with_shared_noise(name: str) -> None:
+    """Equal siblings are accepted once; drafts that are no match end the path."""
     for seed in range(4):
         case = Case(TREES[name](3), 3, 4, drawn=True, valid=False, seed=seed)  # of so few tokens that many agree
         tree = case.draft.tree
@@ -232,7 +235,7 @@ def test_trees_are_judged_by_the_noise_of_the_image(name: str) -> None:
         got = verify_shared_noise(
             expected.sampled.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.max_path
         )
-        check(expected, got.accepted, got.next_token, got.path)
+        check(expected, got.num_committed, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("V", [8192, 16384])
@@ -241,20 +244,20 @@ def test_whole_vocabularies(V: int) -> None:
     probs, tokens, q, marks, seeds, position = case.there()
     tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
     got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, step)
-    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
+    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
     got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
-    check(traversal(case.probs, case.draft, case.noise, nothing), got.accepted, got.next_token, got.path)
+    check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
 
 
-def test_the_draw_of_a_residual_follows_it() -> None:
-    """200 images refuse a draft for sure; what they draw instead follows norm((p - q)+)."""
+def test_a_residual_sample_follows_its_distribution() -> None:
+    """200 images reject a draft with certainty; the token that they sample instead follows norm((p - q)+)."""
     B, p, q = 200, torch.tensor([0.1, 0.5, 0.4, 0.0]), torch.tensor([0.6, 0.1, 0.0, 0.3])
     probs, drafted = p.expand(B, 2, 4).contiguous(), q.expand(B, 1, 4).contiguous()
     tokens, position = torch.full((B, 1), 3), torch.arange(2).expand(B, 2)
     given = (each.to(DEVICE) for each in (probs, tokens, drafted))
     got = verify_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
-    assert (got.accepted == 1).all()
+    assert (got.num_committed == 1).all()
     share = got.next_token.cpu().bincount(minlength=4) / B
     left = torch.tensor([0.0, 0.5, 0.5, 0.0])
     assert ((share - left).abs() < 5 * (left * (1 - left) / B).sqrt() + 1e-9).all()

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels import reference
-from vargen.kernels.commit import keep
+from vargen.kernels.kv_compaction import compact_kv
 from vargen.models.kv_cache import KVCache
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -23,7 +23,9 @@ def run(
         stores[-1][1].copy_(store)
     pointer, done = torch.tensor(length, device=DEVICE), torch.zeros(len(length), dtype=torch.int32, device=DEVICE)
     padded = torch.tensor([[*each, *[0] * (A - len(each))] for each in path], device=DEVICE)
-    keep(stores[0][1], stores[1][1], pointer, padded, torch.tensor(count, device=DEVICE), done, first=first, tokens=tokens)
+    compact_kv(
+        stores[0][1], stores[1][1], pointer, padded, torch.tensor(count, device=DEVICE), done, image_start=first, tokens=tokens
+    )
     assert all((whole[:64] == 99).all() and (whole[-64:] == 99).all() for whole, _ in stores)
     return [stores[0][1].cpu(), stores[1][1].cpu(), pointer.cpu(), done.cpu()]
 
@@ -39,8 +41,8 @@ def test_paths_become_consecutive(K: int, dtype: torch.dtype) -> None:
     got = run(k, v, length, path, count, first, tokens)
     kept = [each[:n] for each, n in zip(path, count, strict=True)]
     starts = [first + n for n in length]
-    assert torch.equal(got[0], reference.kept_path(k, starts, kept))
-    assert torch.equal(got[1], reference.kept_path(v, starts, kept))
+    assert torch.equal(got[0], reference.compact_path(k, starts, kept))
+    assert torch.equal(got[1], reference.compact_path(v, starts, kept))
     assert got[2].tolist() == [4, 4, 18, 20] and not got[3].any()
 
 
@@ -58,8 +60,8 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     k = torch.zeros(1, 2, 1, 8, 16)
     path, done = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(2, dtype=torch.int32)
     with pytest.raises(ValueError, match="alike"):
-        keep(k, k[..., :8], path[:, 0], path, path[:, 0], done, first=0, tokens=4)
+        compact_kv(k, k[..., :8], path[:, 0], path, path[:, 0], done, image_start=0, grid_tokens=4)
     with pytest.raises(ValueError, match="count must be int64 of 2 rows"):
-        keep(k, k, path[:, 0].contiguous(), path, path[:, 0].int(), done, first=0, tokens=4)
+        compact_kv(k, k, path[:, 0].contiguous(), path, path[:, 0].int(), done, image_start=0, grid_tokens=4)
     with pytest.raises(ValueError, match="must be contiguous"):
-        keep(k, k, path[:, 0], path, path[:, 1], done, first=0, tokens=4)
+        compact_kv(k, k, path[:, 0], path, path[:, 1], done, image_start=0, grid_tokens=4)

@@ -1,10 +1,9 @@
 """Acceptance probabilities of relaxed rules: total probability of a group of tokens (GSD) or of the nearest codes (LANTERN).
 
-`_group`, grid `(S, B)`: a program owns one draft and holds its row of p. The group consists of the tokens ranked next above and
-below the draft by probability; its borders are found by bisection, without sorting. Among equal probabilities at a border,
-smaller token indices join first.
-`_near`, grid `(S, B)`: a program gathers p of the K nearest tokens of one draft, and takes the longest prefix whose sum is
-within the bounds.
+`_grouped`, grid `(S, B)`: a program owns one draft and holds its row of p. The group consists of the tokens ranked next above
+and below the draft by probability; its borders are found by bisection, without sorting. Among equal probabilities at a border,
+smaller token indices join first. `_neighborhood`, grid `(S, B)`: a program gathers p of the K nearest tokens of one draft, and
+takes the longest prefix whose sum is within the bounds.
 
 Bytes moved per draft: 8 V for a group (p and q), plus 4 C V with codes; 6 K and a few for a neighborhood.
 
@@ -19,31 +18,31 @@ import triton.language as tl
 from torch import Tensor
 
 from vargen.kernels.launch import launch
-from vargen.kernels.sampler import check_vocabulary, warps_for
-from vargen.kernels.selection import border_key, ordered_key
+from vargen.kernels.sampler import choose_warps, validate_row_size
+from vargen.kernels.selection import find_border_key, to_ordered_key
 
-_NO_BOUND = 3.0e38  # finite: infinity times a probability of 0 is NaN
+_UNBOUNDED = 3.0e38  # finite: infinity times a probability of 0 is NaN
 
 
 _PIECE = tl.constexpr(1024)  # elements of a row that are summed at a time
 
 
 @triton.jit
-def _members(value, candidate, border, ties, before):
+def _in_border(value, candidate, border, ties, before):
     """Return which candidates are above a border or among the first `ties` equal to it, and the ties counted so far."""
-    key = ordered_key(value, candidate)
+    key = to_ordered_key(value, candidate)
     even = candidate & (key == border)
     number = before + tl.cumsum(even.to(tl.int32), 0)
     return (candidate & (key > border)) | (even & (number <= ties)), before + tl.sum(even.to(tl.int32), 0)
 
 
 @triton.jit
-def _group(
+def _grouped(
     p_ptr,  # float32 [B, S, V], by strides
     q_ptr,  # float32 [B, S, V]; not read without HAS_Q
     tokens_ptr,  # int64 [B, S]
     codes_ptr,  # float32 [C, V]; not read for C = 0
-    wanted_ptr,  # float32 [B, S]
+    accept_prob_ptr,  # float32 [B, S]
     stride_pb,
     stride_qb,
     below,
@@ -64,8 +63,8 @@ def _group(
     p = tl.load(p_ptr + lane, mask=inside, other=0.0)
     own = tl.load(p_ptr + token)
     other = inside & (lane != token)
-    low, low_ties = border_key(p, other & (p <= own), below)
-    high, high_ties = border_key(-p, other & (p > own), above)
+    low, low_ties = find_border_key(p, other & (p <= own), below)
+    high, high_ties = find_border_key(-p, other & (p > own), above)
     mass, proposed = own, 1.0
     q_ptr += image.to(tl.int64) * stride_qb + draft * V
     if HAS_Q:
@@ -75,8 +74,8 @@ def _group(
         member = first + tl.arange(0, _PIECE)
         x = tl.load(p_ptr + member, mask=member < V, other=0.0)
         some = (member < V) & (member != token)
-        lower, low_seen = _members(x, some & (x <= own), low, low_ties, low_seen)
-        higher, high_seen = _members(-x, some & (x > own), high, high_ties, high_seen)
+        lower, low_seen = _in_border(x, some & (x <= own), low, low_ties, low_seen)
+        higher, high_seen = _in_border(-x, some & (x > own), high, high_ties, high_seen)
         joins = (lower | higher) & (x > 0) & (x <= 1) & (tl.abs(x - own) < delta)
         if C > 0:
             gap = tl.zeros([_PIECE], dtype=tl.float32)
@@ -88,16 +87,16 @@ def _group(
         mass += tl.sum(tl.where(joins, x, 0.0), 0)
         if HAS_Q:
             proposed += tl.sum(tl.load(q_ptr + member, mask=joins, other=0.0), 0)
-    tl.store(wanted_ptr + at, tl.where(proposed > 0, mass / tl.where(proposed > 0, proposed, 1.0), 0.0))
+    tl.store(accept_prob_ptr + at, tl.where(proposed > 0, mass / tl.where(proposed > 0, proposed, 1.0), 0.0))
 
 
 @triton.jit
-def _near(
+def _neighborhood(
     p_ptr,  # float32 [B, S, V], by strides
     q_ptr,  # float32 [B, S, V]; not read without HAS_Q
     tokens_ptr,  # int64 [B, S]
     nearest_ptr,  # int16 or int32 [V, K]
-    wanted_ptr,  # float32 [B, S]
+    accept_prob_ptr,  # float32 [B, S]
     stride_pb,
     stride_qb,
     ratio,
@@ -113,14 +112,14 @@ def _near(
     token = tl.load(tokens_ptr + at)
     p_ptr += image.to(tl.int64) * stride_pb + draft * V
     own = tl.load(p_ptr + token)
-    neighbour = tl.load(nearest_ptr + token * K + near, mask=near < K, other=0).to(tl.int32)
-    reached = tl.cumsum(tl.load(p_ptr + neighbour, mask=near < K, other=0.0), 0)
+    neighbor = tl.load(nearest_ptr + token * K + near, mask=near < K, other=0).to(tl.int32)
+    reached = tl.cumsum(tl.load(p_ptr + neighbor, mask=near < K, other=0.0), 0)
     within = (near < K) & (reached <= (ratio - 1.0) * own) & (reached <= delta)
     mass = tl.max(tl.where(within, reached, 0.0), 0)
     proposed = 1.0
     if HAS_Q:
         proposed = tl.maximum(tl.load(q_ptr + image.to(tl.int64) * stride_qb + draft * V + token), 1e-30)
-    tl.store(wanted_ptr + at, tl.where(own > 0, (own + mass) / proposed, 0.0))
+    tl.store(accept_prob_ptr + at, tl.where(own > 0, (own + mass) / proposed, 0.0))
 
 
 def _rows(probs: Tensor) -> Tensor:
@@ -143,19 +142,19 @@ def grouped_accept_prob(
         ValueError: for a larger vocabulary than a program can hold.
     """
     B, S, V = p.shape
-    check_vocabulary(V)
-    wanted = torch.empty(B, S, dtype=torch.float32, device=p.device)
+    validate_row_size(V)
+    accept_prob = torch.empty(B, S, dtype=torch.float32, device=p.device)
     p, q = _rows(p), None if q is None else _rows(q)
     coded = distance is not None and codes_CV is not None
     if B * S:
         launch(
-            _group,
+            _grouped,
             (S, B),
             p,
             p if q is None else q,
             tokens.contiguous(),
             codes_CV.contiguous() if coded and codes_CV is not None else p,
-            wanted,
+            accept_prob,
             p.stride(0),
             p.stride(0) if q is None else q.stride(0),
             min((size + 1) // 2, V - 1),
@@ -166,9 +165,9 @@ def grouped_accept_prob(
             BLOCK=triton.next_power_of_2(V),
             C=codes_CV.shape[0] if coded and codes_CV is not None else 0,
             HAS_Q=q is not None,
-            num_warps=warps_for(V),
+            num_warps=choose_warps(V),
         )
-    return wanted
+    return accept_prob
 
 
 def neighborhood_accept_prob(
@@ -183,25 +182,25 @@ def neighborhood_accept_prob(
     """
     B, S, V = p.shape
     K = nearest_VK.shape[1]
-    wanted = torch.empty(B, S, dtype=torch.float32, device=p.device)
+    accept_prob = torch.empty(B, S, dtype=torch.float32, device=p.device)
     p, q = _rows(p), None if q is None else _rows(q)
     if B * S:
         launch(
-            _near,
+            _neighborhood,
             (S, B),
             p,
             p if q is None else q,
             tokens.contiguous(),
             nearest_VK.contiguous(),
-            wanted,
+            accept_prob,
             p.stride(0),
             p.stride(0) if q is None else q.stride(0),
-            _NO_BOUND if ratio is None else ratio,
-            _NO_BOUND if delta is None else delta,
+            _UNBOUNDED if ratio is None else ratio,
+            _UNBOUNDED if delta is None else delta,
             V=V,
             K=K,
             BLOCK_K=triton.next_power_of_2(K),
             HAS_Q=q is not None,
             num_warps=4,
         )
-    return wanted
+    return accept_prob

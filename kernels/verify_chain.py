@@ -1,9 +1,9 @@
 """Verification of a chain of drafts in one launch: exact or relaxed p / q acceptance, and the token after the accepted drafts.
 
-`_judge`, grid `(B,)`: a program owns one image. It gathers p and q of its T - 1 drafts, computes their uniforms, and finds the
-first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and samples from
-norm((p - q)+) with one uniform. Relaxed rules pass the acceptance probability that they want for each draft (`accept_wanted`).
-Its excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as in
+`_verify_chain`, grid `(B,)`: a program owns one image. It gathers p and q of its T - 1 drafts, computes their uniforms, and
+finds the first rejected draft, for all drafts in parallel. Then it reads the row of p (and q) at the end of the chain, and
+samples from norm((p - q)+) with one uniform. Relaxed rules pass an acceptance probability for each draft (`relaxed_probs`). Its
+excess over min(1, p / q) decays with the depth and is capped by the budget along the chain, as in
 `vargen.decoding.next_token.acceptance.relaxed`. Nothing depends on the host.
 
 Bytes moved: 8 V B for the rows to sample from, and a few for each draft.
@@ -20,35 +20,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.counter_noise import coin, noise_key, unit
+from vargen.kernels.counter_noise import make_noise_key, uniform32, uniform64
 from vargen.kernels.launch import launch
-from vargen.kernels.sampler import check_vocabulary, warps_for
-from vargen.kernels.selection import drawn_by_coin
+from vargen.kernels.sampler import choose_warps, validate_row_size
+from vargen.kernels.selection import sample_by_uniform
 
 ACCEPT, RESIDUAL = tl.constexpr(1), tl.constexpr(2)  # of `vargen.decoding.noise.Purpose`
 
 
 @triton.jit
-def residual_draw(p, q, token, refused, lane, noise, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
+def sample_residual(p, q, token, rejected, lane, noise, HAS_Q: tl.constexpr, BLOCK: tl.constexpr):
     """Sample from norm((p - q)+) if a draft was rejected, else from p; also from p if the residual is zero."""
     left = tl.maximum(p - q, 0.0) if HAS_Q else tl.where(lane == token, 0.0, p)
-    target = tl.where(refused & (tl.sum(left, 0) > 0), left, p)
-    return drawn_by_coin(target, coin(noise), BLOCK)
+    target = tl.where(rejected & (tl.sum(left, 0) > 0), left, p)
+    return sample_by_uniform(target, uniform64(noise), BLOCK)
 
 
 @triton.jit(do_not_specialize=["T", "step"])
-def _judge(
+def _verify_chain(
     probs_ptr,  # float32 [B, T, V]
     q_ptr,  # float32 [B, T - 1, V]; not read without HAS_Q
     tokens_ptr,  # int64 [B, T - 1]
     valid_ptr,  # bool [B, T - 1]; not read without HAS_VALID
-    wanted_ptr,  # float32 [B, T - 1]; this and the next are not read without RELAXED
-    spent_before_ptr,  # float32 [B]
+    accept_prob_ptr,  # float32 [B, T - 1]; this and the next are not read without RELAXED
+    spent_ptr,  # float32 [B]
     seeds_ptr,  # int64 [B]
     position_ptr,  # int64 [B, T]
     count_ptr,  # int64 [B]
     next_ptr,  # int64 [B]
-    spent_ptr,  # float32 [B], written with RELAXED
+    relaxation_ptr,  # float32 [B], written with RELAXED
     T,
     step,
     budget,
@@ -73,43 +73,48 @@ def _judge(
     if HAS_VALID:
         allowed = there & (tl.load(valid_ptr + at, mask=there, other=0) != 0)
     seed = tl.load(seeds_ptr + image)
-    u = unit(noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT, step))
+    u = uniform32(make_noise_key(seed, tl.load(position_ptr + image * T + draft, mask=there, other=0), ACCEPT, step))
     if RELAXED:
         exact = tl.where(q > 0, tl.minimum(tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 1.0), 0.0)
-        wanted = tl.load(wanted_ptr + at, mask=there, other=0.0)
-        granted = tl.maximum(tl.minimum(wanted, 1.0) - exact, 0.0) * tl.exp(-tightening * draft.to(tl.float32))
-        granted = tl.where(allowed, granted, 0.0)
-        upto = tl.cumsum(granted, 0)
-        limit = tl.maximum(budget - tl.load(spent_before_ptr + image), 0.0)
-        granted = tl.where(upto <= limit, granted, tl.maximum(limit - (upto - granted), 0.0))
-        accepted = allowed & (u < exact + granted)
+        accept_prob = tl.load(accept_prob_ptr + at, mask=there, other=0.0)
+        allowance = tl.maximum(tl.minimum(accept_prob, 1.0) - exact, 0.0) * tl.exp(-tightening * draft.to(tl.float32))
+        allowance = tl.where(allowed, allowance, 0.0)
+        upto = tl.cumsum(allowance, 0)
+        limit = tl.maximum(budget - tl.load(spent_ptr + image), 0.0)
+        allowance = tl.where(upto <= limit, allowance, tl.maximum(limit - (upto - allowance), 0.0))
+        accepted = allowed & (u < exact + allowance)
     else:
         accepted = allowed & (u * q < p)
     row = tl.min(tl.where(there & ~accepted, draft, T - 1), 0)
     tl.store(count_ptr + image, (row + 1).to(tl.int64))
     if RELAXED:
-        tl.store(spent_ptr + image, tl.sum(tl.where(draft <= row, granted, 0.0), 0))
+        tl.store(relaxation_ptr + image, tl.sum(tl.where(draft <= row, allowance, 0.0), 0))
 
     lane = tl.arange(0, BLOCK)
     target = tl.load((probs_ptr + (image * T + row) * V) + lane, mask=lane < V, other=0.0)
     last = image * (T - 1) + tl.minimum(row, tl.maximum(T - 2, 0))
-    refused = row < T - 1
+    rejected = row < T - 1
     if HAS_VALID:
-        refused = refused & (tl.load(valid_ptr + last, mask=refused, other=0) != 0)
+        rejected = rejected & (tl.load(valid_ptr + last, mask=rejected, other=0) != 0)
     proposed = target
     if HAS_Q:
-        proposed = tl.load((q_ptr + last * V) + lane, mask=(lane < V) & refused, other=0.0)
-    refused_token = tl.load(tokens_ptr + last, mask=refused, other=-1).to(tl.int32)
-    noise = noise_key(seed, tl.load(position_ptr + image * T + row), RESIDUAL, step)
-    drawn = residual_draw(target, proposed, refused_token, refused, lane, noise, HAS_Q, BLOCK)
-    tl.store(next_ptr + image, drawn.to(tl.int64))
+        proposed = tl.load((q_ptr + last * V) + lane, mask=(lane < V) & rejected, other=0.0)
+    rejected_token = tl.load(tokens_ptr + last, mask=rejected, other=-1).to(tl.int32)
+    noise = make_noise_key(seed, tl.load(position_ptr + image * T + row), RESIDUAL, step)
+    sampled = sample_residual(target, proposed, rejected_token, rejected, lane, noise, HAS_Q, BLOCK)
+    tl.store(next_ptr + image, sampled.to(tl.int64))
 
 
 class ChainVerdict(NamedTuple):
-    """`accepted` int64 `[B]`, number of accepted slots with the root; `next_token` int64 `[B]`; `relaxation` float32 `[B]`, for
-    relaxed rules."""
+    """Verdicts of chains.
 
-    accepted: Tensor
+    Attributes:
+        num_committed: int64 `[B]`, number of accepted slots, including the root.
+        next_token: int64 `[B]`.
+        relaxation: float32 `[B]`, for relaxed rules.
+    """
+
+    num_committed: Tensor
     next_token: Tensor
     relaxation: Tensor | None
 
@@ -123,7 +128,7 @@ def verify_chain(
     position: Tensor,
     step: int | Tensor,
     *,
-    wanted: Tensor | None = None,
+    accept_prob: Tensor | None = None,
     relaxation: Tensor | None = None,
     budget: float | None = None,
     tightening: float = 0.0,
@@ -136,20 +141,20 @@ def verify_chain(
         q: float32 `[B, T - 1, V]`, probabilities from which the drafts were sampled; None for deterministic drafts.
         valid: bool `[B, T - 1]`, which drafts are valid; None: all.
         seeds, position, step: int64 `[B]`, int64 `[B, T]` and the number of the pass.
-        wanted: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
-        relaxation: float32 `[B]`, relaxation spent by earlier passes; with `wanted`.
+        accept_prob: float32 `[B, T - 1]`, acceptance probabilities of a relaxed rule; None verifies exactly.
+        relaxation: float32 `[B]`, relaxation spent by earlier passes; with `accept_prob`.
         budget, tightening: see `vargen.decoding.next_token.acceptance.RelaxedRule`.
 
     Raises:
         ValueError: for a larger vocabulary than a program can hold.
     """
     B, T, V = probs.shape
-    check_vocabulary(V)
+    validate_row_size(V)
     count, next_token = (torch.empty(B, dtype=torch.int64, device=probs.device) for _ in range(2))
-    spent = None if wanted is None else torch.empty(B, dtype=torch.float32, device=probs.device)
-    given = [probs, q, tokens, valid, wanted, relaxation]
+    spent = None if accept_prob is None else torch.empty(B, dtype=torch.float32, device=probs.device)
+    given = [probs, q, tokens, valid, accept_prob, relaxation]
     launch(
-        _judge,
+        _verify_chain,
         (B,),
         *(probs if each is None else each.contiguous() for each in given),
         seeds.contiguous(),
@@ -166,8 +171,8 @@ def verify_chain(
         BLOCK_T=triton.next_power_of_2(max(T - 1, 1)),
         HAS_Q=q is not None,
         HAS_VALID=valid is not None,
-        RELAXED=wanted is not None,
-        num_warps=warps_for(V),
+        RELAXED=accept_prob is not None,
+        num_warps=choose_warps(V),
         enable_fp_fusion=False,
     )
     return ChainVerdict(count, next_token, spent)

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_transformer
 from torch import nn
 
-from vargen.kernels.few_rows import transpose_linear_weights
+from vargen.kernels.linear import transpose_linear_weights
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.weight_files import weights_digest
