@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,7 +23,7 @@ from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.pipelines.adapters.drafters import LowResolutionDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 METHODS = ["ar", "auto", "scd", "sjd", "gumbel", "gsd", "lantern-jacobi", "lantern", "eagle", "pac", "speculative", "wavefront"]
@@ -38,7 +39,8 @@ def tiny(device: str = "cpu", low_res: LowResolutionDrafter | None = None) -> Ll
     eagle = EagleDrafter(dim=32, vocab_size=64, above=True, **sizes).eval().to(device)
     medusa = MedusaDrafter(32, 64, 4).eval().to(device)
     transformer = tiny_transformer("class", n_layer=3, grid_size=GRID).to(device)
-    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, eagle=eagle, medusa=medusa, low_res=low_res)
+    heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, medusa)}
+    return LlamaGenTokenModel(transformer, 2.0, codebook=codes, draft_model=draft, draft_heads=heads, low_res=low_res)
 
 
 def tiny_low_res(upsampled: bool) -> LowResolutionDrafter:

@@ -5,6 +5,7 @@ only if, each token it is fed comes with the feature that the token was drawn by
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)
@@ -118,7 +120,8 @@ def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
 def tiny(guidance: float = 3.0, above: bool = False, **options) -> LlamaGenTokenModel:
     torch.manual_seed(2)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
-    return LlamaGenTokenModel(tiny_transformer("class"), guidance, eagle=eagle, medusa=MedusaDrafter(32, 64, 4), **options)
+    heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    return LlamaGenTokenModel(tiny_transformer("class"), guidance, draft_heads=heads, **options)
 
 
 CONDITION = Condition(class_labels=torch.tensor([1, 2, 7]))
