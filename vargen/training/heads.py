@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, decode, exact
+from vargen.decoding import Accelerator, decode, speculative_sampling
 from vargen.decoding.sampling import to_probs
 from vargen.options import OPTIONS
 from vargen.pipelines.components import Component
@@ -274,6 +274,6 @@ class HeadTrainer(Trainer):
         component = find_drafter(self.kind)
         depth = min(self.model.config.get("heads", _DEPTH), self.pipe.tokens - 1)
         drafter = component.drafter(depth, model=component.adapter(self.model, model))
-        method = Accelerator(self.kind, drafter, exact)
+        method = Accelerator(self.kind, drafter, speculative_sampling)
         seeds = torch.arange(len(numbers)) + (1 << 50)
         return decode(model, self.images.condition(numbers), seeds, method, self.images.sampling).stats.tokens_per_pass
