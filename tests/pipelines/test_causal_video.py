@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_video_folder import HOW, SHARED_FROM, OWN, video_folder
+from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
 from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
