@@ -15,7 +15,7 @@ from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Eagle, Jacobi, Medusa, Progress, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
+from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -120,11 +120,11 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
-        method.check_grid(described.tokens)
         drafter = method.drafter
+        drafter.validate_grid(described.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
-            raise ValueError(drafter.missing())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
+            raise ValueError(drafter.missing_head_message())
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
@@ -283,7 +283,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             step,
             codebook=codes,
             draft_model=draft,
-            examples=self.examples,
+            example_tokens=self.examples,
             draft_heads=heads,
             low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,

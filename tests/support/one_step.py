@@ -44,7 +44,7 @@ def one_step(rule, p: torch.Tensor, q: torch.Tensor) -> tuple[torch.Tensor, torc
     total, granted = torch.zeros_like(p), torch.zeros_like(p)
     rows = p[:, None].expand(B, 2, V)
     for d in range(V):
-        draft = Draft(torch.full((B, 1), d), Tree.of_chain(1), q[:, None])
+        draft = Draft(torch.full((B, 1), d), Tree.make_chain(1), q[:, None])
         low, high = torch.zeros(B, dtype=torch.float64), torch.ones(B, dtype=torch.float64)
         for _ in range(60):
             middle = (low + high) / 2

@@ -107,7 +107,7 @@ def collect_facts() -> dict[str, Any]:
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding.next_token import captured
+    from vargen.decoding.next_token.graphs import explain_graphs
     from vargen.device import describe_machine, preferred_dtype
     from vargen.kernels.dispatch import explain_kernels
 
@@ -126,7 +126,7 @@ def collect_facts() -> dict[str, Any]:
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
         "kernels": ": ".join(explain_kernels(device)),
-        "graphs": captured.explain(torch.device(device)),
+        "graphs": explain_graphs(torch.device(device)),
         "models": models,
         "presets": presets(),
     }

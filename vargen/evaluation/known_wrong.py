@@ -25,7 +25,7 @@ from vargen.decoding import (
     traversal,
 )
 from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, verify_siblings
-from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
+from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 
 TREE = ("chain", "tree")
 BINARY_TREE = StaticTree(make_k_ary(2, 2))
@@ -35,7 +35,7 @@ BINARY_TREE = StaticTree(make_k_ary(2, 2))
 
 
 def _inverted(siblings: Siblings) -> SiblingDecision:
-    p, q = siblings.own
+    p, q = siblings.p_and_q
     assert siblings.q is not None
     return SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
@@ -63,7 +63,7 @@ def stale_uniforms(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
     return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
 
 
-stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.judge)
+stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.function)
 
 
 # -- drafters -----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class RemovesEarlierSiblings(SpeculativeTree):
         earlier = draft.tokens[:, _first_of_pair(draft.tree)]
         less = draft.probs.scatter(2, earlier[..., None], 0.0)
         less = less / less.sum(-1, keepdim=True).clamp_min(1e-30)
-        later = (draft.tree.rank[1:] > 0)[:, None]
+        later = (draft.tree.sibling_rank[1:] > 0)[:, None]
         return dataclasses.replace(draft, probs=torch.where(later, less, draft.probs))
 
 
@@ -104,7 +104,7 @@ class SortsSiblings(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
-        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        assert draft.probs is not None and draft.tree.max_children == 2 and draft.tree.max_path == 2
         q = draft.probs[:, :1]
         tokens = draft.tokens.gather(1, q[:, 0].gather(1, draft.tokens).argsort(1, descending=True))
         less = q.scatter(2, tokens[:, :1, None], 0.0)
@@ -117,10 +117,10 @@ class KeepsLikeliest(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
-        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        assert draft.probs is not None and draft.tree.max_children == 2 and draft.tree.max_path == 2
         best = draft.probs[:, 0].gather(1, draft.tokens).argmax(1, keepdim=True)
         probs = draft.probs[torch.arange(len(best))[:, None], best]
-        return Draft(draft.tokens.gather(1, best), Tree.of_chain(1, best.device), probs, draft.valid)
+        return Draft(draft.tokens.gather(1, best), Tree.make_chain(1, best.device), probs, draft.valid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,10 @@ class RecordsBestAsSampled(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         best = super().propose(*arguments)
-        sampled = dataclasses.replace(self, drawing="sampled")
+        sampled = dataclasses.replace(self, child_sampling="without-replacement")
         probs = super(RecordsBestAsSampled, sampled).propose(*arguments).probs
         assert probs is not None
-        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.longest == 2 else probs)
+        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
 
 
 TWO_SIBLINGS = StaticTree((-1, 0, 0))
@@ -144,15 +144,15 @@ WRONG_TREES = {
         drafter=IgnoresEarlierSiblings(BINARY_TREE), acceptance=recursive_rejection
     ),
     "with replacement, recorded as without": Accelerator(
-        drafter=RemovesEarlierSiblings(BINARY_TREE, "independent"), acceptance=recursive_rejection
+        drafter=RemovesEarlierSiblings(BINARY_TREE, "with-replacement"), acceptance=recursive_rejection
     ),
     "siblings sorted after sampling": Accelerator(drafter=SortsSiblings(TWO_SIBLINGS), acceptance=recursive_rejection),
     "the likelier of two samples kept": Accelerator(drafter=KeepsLikeliest(TWO_SIBLINGS), acceptance=recursive_rejection),
     "the most probable recorded as sampled": Accelerator(
-        drafter=RecordsBestAsSampled(TWO_SIBLINGS, "best"), acceptance=recursive_rejection
+        drafter=RecordsBestAsSampled(TWO_SIBLINGS, "top-k"), acceptance=recursive_rejection
     ),
     "a Jacobi window verified by traversal": Accelerator(
-        drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal
+        drafter=JacobiTree(make_fan(8, 2, 2), "maximal"), acceptance=stale_traversal
     ),
 }
 REQUIRED_CONTROLS = ("an inverted residual", "with replacement, recorded as without", "the likelier of two samples kept")
