@@ -15,7 +15,7 @@ BANNED = frozenset(
     "pictures stands stood told youngers".split()
 )
 # Folder -> how many identifiers with a banned word are left in it.
-LEFT = {"vargen": 144, "pipelines": 24, "kernels": 21, "recipes": 48}
+LEFT = {"vargen": 126, "pipelines": 23, "kernels": 0, "recipes": 48}
 PAGES_LEFT = {"README.md": 1, "docs": 73}
 
 
