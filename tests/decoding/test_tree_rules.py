@@ -113,7 +113,7 @@ class Coins(Noise):
             return self.given[:, self.number, None].expand(-1, self.given.shape[1] + 1)
         return torch.cat([self.given[:, :1], self.given], 1)  # of each slot; the root's does not matter
 
-    def draw(self, probs, purpose):
+    def sample(self, probs, purpose):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 

@@ -18,7 +18,7 @@ class Coins(Noise):
     def uniform(self, purpose):
         return torch.full(self.position.shape, self.coin, dtype=torch.float64)
 
-    def draw(self, probs, purpose):
+    def sample(self, probs, purpose):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 

@@ -136,7 +136,7 @@ _RENAMED_FIELDS = {
     "Stage": {"drafted": "num_drafted"},
 }
 # Fields that only one of two versions has, and the value with which they change nothing.
-_NEUTRAL = {
+_NEUTRAL: dict[str, dict[str, Any]] = {
     "": {"commit": {"name": "Lazy", "most": 16}, "fused": False, "lazy": True, "refine_margin": None},
     "Stage": {"temperature": 1.0, "top_k": None},
 }
