@@ -15,7 +15,7 @@ BANNED = frozenset(
     "pictures stands stood told youngers".split()
 )
 # Folder -> how many identifiers with a banned word are left in it.
-LEFT = {"vargen": 210, "pipelines": 29, "kernels": 21, "recipes": 48}
+LEFT = {"vargen": 174, "pipelines": 28, "kernels": 0, "recipes": 48}
 PAGES_LEFT = {"README.md": 1, "docs": 77}
 
 
