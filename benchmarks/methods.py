@@ -85,16 +85,18 @@ def drafting(name: str, tokens: float, shape: Shape, gpu: GPU, overlap: bool) ->
     if isinstance(drafter, Jacobi) and str(drafter.initial).startswith("low-res"):
         return passes([1], 0.3 * shape.layers) * tokens / 4
     if isinstance(drafter, Eagle):  # and its layer that joins feature and embedding
-        return passes(drafter.tree.widths(), 1 + 2 * shape.dim**2 / shape.layer)
+        return passes(drafter.tree_shape.expanded_per_level(), 1 + 2 * shape.dim**2 / shape.layer)
     if isinstance(drafter, Medusa):
-        heads = drafter.tree.depth
+        heads = drafter.tree_shape.depth
         return shape.seconds(gpu, heads, heads * 3 * shape.dim**2 / shape.layer, overlap=overlap)
     if isinstance(drafter, LayerSkip):
-        return passes([1] * (drafter.max_fed - 1), 0.6 * shape.layers)
+        return passes([1] * (drafter.max_width - 1), 0.6 * shape.layers)
     if isinstance(drafter, Speculative):
-        return passes([2, *[1] * (drafter.max_fed - 2)], shape.layers / 4)
+        return passes([2, *[1] * (drafter.max_width - 2)], shape.layers / 4)
     if isinstance(drafter, SpeculativeTree):
-        return passes([drafter.tree.depth + 2, *list(accumulate(drafter.tree.widths()))[1:]], shape.layers / 4)
+        return passes(
+            [drafter.tree_shape.depth + 2, *list(accumulate(drafter.tree_shape.expanded_per_level()))[1:]], shape.layers / 4
+        )
     return 0.0
 
 

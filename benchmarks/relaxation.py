@@ -19,8 +19,8 @@ from typing import Any
 RULES = {
     "ratio": "ratio=8",
     "ratio, tightening": "ratio=8,tightening=0.7",
-    "neighbourhood": "size=1000,ratio=none,delta=0.5",
-    "neighbourhood, by ratio": "size=1000,ratio=8",
+    "neighborhood": "size=1000,ratio=none,delta=0.5",
+    "neighborhood, by ratio": "size=1000,ratio=8",
     "grouped": "size=50,delta=1",
     "typical": "epsilon=0.09,alpha=0.3",
 }

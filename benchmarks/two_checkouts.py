@@ -24,6 +24,8 @@ import vargen
 from vargen import LlamaGenPipeline
 from vargen.decoding import Sampling, Tree, decode
 
+make_chain = getattr(Tree, "make_chain", None) or Tree.of_chain  # its name in older checkouts
+
 torch.set_num_threads(1)
 pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
@@ -36,8 +38,8 @@ fed = torch.randint(4096, (1, 16), generator=torch.Generator().manual_seed(5))
 with mode():
     cache, _ = model.prefill(condition, 16)
     for _ in range(8):
-        model.forward(fed, cache, Tree.of_chain(15))
-        model.commit(cache, torch.arange(16)[None], torch.tensor([16]), Tree.of_chain(15))
+        model.forward(fed, cache, make_chain(15))
+        model.commit(cache, torch.arange(16)[None], torch.tensor([16]), make_chain(15))
 
 def do(what, count):
     seconds = []
@@ -45,7 +47,7 @@ def do(what, count):
         start = time.process_time()
         if what.isdigit():
             with mode():
-                result = model.forward(fed[:, : int(what)].contiguous(), cache, Tree.of_chain(int(what) - 1)).logits
+                result = model.forward(fed[:, : int(what)].contiguous(), cache, make_chain(int(what) - 1)).logits
         else:
             with torch.no_grad():
                 result = decode(model, condition, torch.tensor([7]), what, sampling).tokens

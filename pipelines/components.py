@@ -46,7 +46,7 @@ class Component:
     required: bool = False
     follows_dtype: bool | tuple[ClassPath, ...] = False
     matches: Mapping[str, str] | tuple[str, ...] = ()
-    adapter: Callable[[Any, Any], Any] | None = None
+    adapter: Any = None
     drafter: Any = None
     run_folder: str | None = None
 
@@ -72,7 +72,10 @@ class Component:
         """
         if isinstance(network_class := self.paths[tuple(entry)], type):
             return check_network_files(folder, network_class, variant)
-        return check_tokenizer_files(folder, entry[1]) if "Token" in entry[1] else check_t5_files(folder)
+        if tuple(entry) == _T5:
+            return check_t5_files(folder)
+        check_tokenizer_files(folder, entry[1])
+        return None
 
 
 # Classes are listed one by one, because allowing a whole library is not safe: diffusers imports whatever an index names (up to
@@ -189,7 +192,7 @@ class ModelFamily:
             ValueError: for components that do not match, or values that are not valid.
         """
         transformer = configs.get("transformer") or {}
-        condition = transformer.get("condition")
+        condition = transformer.get("condition", "")
         self.check_defaults(defaults, transformer)
         _check_labels(id2label, transformer["num_classes"] if condition == "class" else None)
         if prompt_styles is not None and not (
@@ -287,13 +290,12 @@ def register_drafter(family: ModelFamily, name: str, component: Component) -> Mo
     return register_family(replace(family, components={**family.components, name: component}))
 
 
-def find_family(index: Mapping[str, Any], file: Path) -> ModelFamily:
-    """Return the family that an index describes.
+def find_family(name: Any, file: Path) -> ModelFamily:
+    """Return the family of the pipeline class that an index names.
 
     Raises:
-        ValueError: if the index describes a pipeline of another library.
+        ValueError: if it is of another library.
     """
-    name = index.get("_class_name")
     if not isinstance(name, str) or name not in FAMILIES:
         raise ValueError(f"{file} describes a {name!r}; vargen opens {', '.join(FAMILIES)}")
     return FAMILIES[name]

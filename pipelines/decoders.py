@@ -58,7 +58,7 @@ class TokenDecoder:
         self, method: Accelerator, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
     ) -> tuple[float, int]:
         fed = sum((Counter(run.fed) for run in runs), Counter())
-        drafting = {width: method.drafting_cost(self.model, condition, batch, width - 1) for width in fed}
+        drafting = {width: method.drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
         return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
 
 

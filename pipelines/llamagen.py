@@ -15,7 +15,7 @@ from vargen.compat import without_autocast
 from vargen.convert.llamagen import convert_llamagen
 from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Eagle, Jacobi, Medusa, Progress, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
+from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -25,10 +25,10 @@ from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import llamagen_network
 from vargen.pipelines import validation as checks
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family, require_equal
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.decoders import TokenDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
@@ -120,11 +120,11 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
-        method.check_grid(described.tokens)
         drafter = method.drafter
+        drafter.validate_grid(described.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
-            raise ValueError(drafter.missing())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
+            raise ValueError(drafter.missing_head_message())
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
@@ -283,7 +283,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             step,
             codebook=codes,
             draft_model=draft,
-            examples=self.examples,
+            example_tokens=self.examples,
             draft_heads=heads,
             low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,
@@ -299,23 +299,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
 
 
-def _check_low_res(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
-    if low is None and configs.get("upsampler") is not None:
-        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
-    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
-        raise ValueError(
-            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
-        )
-    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
-
-
-_HEAD = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
+_HEAD: dict[str, Any] = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
 
 LLAMAGEN = register_family(
     ModelFamily(
@@ -336,7 +320,7 @@ LLAMAGEN = register_family(
             **TEXT_COMPONENTS,
         },
         condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
-        check_compatible=_check_low_res,
+        check_compatible=check_low_res,
         convert=convert_llamagen,
         benchmark=llamagen_network,
     )

@@ -76,14 +76,13 @@ def find_model_folder(name: Any, family: ModelFamily | None = None, options: Map
     file = path / "model_index.json"
     if not file.is_file():
         commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
-        raise ValueError(
-            f"{path} holds no model_index.json, so it is not a pipeline folder. For official files run {commands} first"
-        )
+        hint = f". For official files run {commands} first" if commands else ""
+        raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
     index = name.index if isinstance(name, ModelFolder) else read_config(file)
-    if family is not None and index.get("_class_name") != family.pipeline.__name__:
-        found, expected = index.get("_class_name"), family.pipeline.__name__
-        raise ValueError(f"{file} describes a {found!r}, this class opens {expected!r}")
-    family = find_family(index, file)
+    class_name = index.get("_class_name")
+    if family is not None and class_name != family.pipeline.__name__:
+        raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
+    family = find_family(class_name, file)
     _check_options(options, family.components)
     index = current_modules(index, family)
     family.check_index(index, file, options)
@@ -109,8 +108,7 @@ def check_model_folder(name: Any, family: ModelFamily | None = None, options: Ma
                 configs[part] = getattr(options[part], "config", None)
             elif entry[1]:
                 place = places.get(part, folder.path) / part
-                variant = options.get("variant")
-                configs[part] = component.check_files(place, entry, variant)
+                configs[part] = component.check_files(place, entry, options.get("variant"))
     values = {each: options.get(each, folder.index.get(each)) for each in STORED_VALUES}
     try:
         folder.family.check(configs, **values)
@@ -159,9 +157,6 @@ def _locate(name: Any, options: Mapping[str, Any]) -> Path:
         raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
-# -- dtypes ---------------------------------------------------------------------------------------------------------------
-
-
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
     """Return the fastest dtype of a device for the transformer of a pipeline folder; float32 for a small one on a CPU.
 
@@ -194,9 +189,6 @@ def resolve_dtypes(folder: ModelFolder, given: torch.dtype | dict[str, torch.dty
     components = folder.family.components.items()
     following = [name for name, each in components if each.follows(folder.index.get(name) or ())]
     return {"default": torch.float32, **dict.fromkeys(following, dtype), **own}
-
-
-# -- shared components and example tokens -----------------------------------------------------------------------------------
 
 
 def shared_component_folders(folder: Path) -> dict[str, Path]:
@@ -267,16 +259,6 @@ def save_example_tokens(tokens: Tensor, folder: Path) -> None:
     save_file({"tokens": tokens.to("cpu", dtype).contiguous()}, folder / EXAMPLES_FILE)
 
 
-# -- trained drafters -------------------------------------------------------------------------------------------------------
-
-
-def list_packaged_drafters(family: ModelFamily) -> dict[str, Path]:
-    """Return the folders of the packaged networks that `load_drafter` can load, by name, such as `"emoji/eagle"`."""
-    root = Path(vargen.assets.__file__).parent
-    found = [config.parent for name in family.trainable for config in sorted(root.rglob(f"{name}/config.json"))]
-    return {folder.relative_to(root).as_posix(): folder for folder in found}
-
-
 def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[str, Any]]:
     """Return the component name of a trained network that drafts, such as `"eagle"`, its folder and its configuration.
 
@@ -286,12 +268,14 @@ def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[
     Raises:
         ValueError: before any weight is read, for an unknown name, or a folder that contains code or no such network.
     """
-    packaged = list_packaged_drafters(family)
+    root = Path(vargen.assets.__file__).parent
+    files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
+    packaged = {file.parent.relative_to(root).as_posix(): file.parent for file in files}  # by name, such as "emoji/eagle"
     folder = packaged.get(str(name)) or expand_user(name, "drafter")
     if not os.path.isdir(folder):
         known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
         raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
-    runs = {folder / each.run_folder for each in family.trainable.values()}
+    runs = {folder / str(each.run_folder) for each in family.trainable.values()}
     folder = next((place for place in (folder, *sorted(runs)) if (place / "config.json").is_file()), folder)
     class_name = read_object(folder / "config.json").get("_class_name")
     for component_name, component in family.trainable.items():
@@ -318,14 +302,14 @@ def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
         family.check(configs | {name: config for name, (_, config) in found.items()})
     except ValueError as error:
         raise ValueError(f"{', '.join(str(folder) for folder, _ in found.values())}: {error}") from error
-    networks = {}
     for folder, config in found.values():
         codes = config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
         if codes and codes != config["codes"]:
+            digests = f"digest {config['codes']}, and this model's is {codes}"
             raise ValueError(
-                f"{folder} belongs to another codebook (digest {config['codes']}) than this model's ({codes}), as does the "
-                "low-resolution model that it was trained with: give those of this model"
+                f"{folder} belongs to another codebook ({digests}): give a network that was trained for this model"
             )
+    networks = {}
     for name, (folder, _) in found.items():
         component = family.components[name]
         dtype = pipeline.transformer.dtype if component.follows_dtype else torch.float32

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from vargen.disk import disk_errors
-from vargen.model_files import model_files, stale_weight_files
+from vargen.model_files import list_model_files, stale_weight_files
 
 if sys.platform != "win32":
     import fcntl
@@ -316,7 +316,7 @@ def atomic_folder(output: Path, inputs: list[Path], overwrite: bool) -> Iterator
             raise OSError(f"cannot write {output}: {error}") from error
         yield folder
         if there:
-            _commit(space, model_files(target, folder))
+            _commit(space, list_model_files(target, folder))
         else:
             target.parent.mkdir(parents=True, exist_ok=True)
             os.replace(folder, target)

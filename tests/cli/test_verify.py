@@ -10,12 +10,12 @@ import pytest
 
 MINE = """
 from vargen import Accelerator
-from vargen.decoding import Jacobi, Speculative, exact
+from vargen.decoding import Jacobi, Speculative, speculative_sampling
 from vargen.evaluation.exactness import refusal_from_p
 
-good = Accelerator("good", Jacobi(3, "maximal"), exact)
+good = Accelerator("good", Jacobi(3, "maximal"), speculative_sampling)
 wrong = Accelerator("wrong", Jacobi(4), refusal_from_p)
-long = Accelerator("long", Speculative(30), exact)
+long = Accelerator("long", Speculative(30), speculative_sampling)
 other = 5
 """
 

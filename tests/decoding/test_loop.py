@@ -152,13 +152,13 @@ def test_unknown_accelerators_name_the_nearest(name, message):
 
 
 def test_trees():
-    tree = Tree.of((-1, 0, 0, 1))
-    assert tree.depth.tolist() == [0, 1, 1, 2] and tree.longest == 3 and not tree.chain
+    tree = Tree.from_parents((-1, 0, 0, 1))
+    assert tree.depth.tolist() == [0, 1, 1, 2] and tree.max_path == 3 and not tree.is_chain
     assert tree.ancestors.tolist()[3] == [True, True, False, True]
-    assert Tree.of_chain(3).chain and Tree.of_chain(3).longest == 4
+    assert Tree.make_chain(3).is_chain and Tree.make_chain(3).max_path == 4
     for bad in [(), (0,), (-1, 1), (-1, 0, -1)]:
         with pytest.raises(ValueError, match="parents"):
-            Tree.of(bad)
+            Tree.from_parents(bad)
 
 
 def test_same_noise_verdict_against_a_plain_walk():

@@ -70,9 +70,9 @@ def test_uniform_fills_the_unit_interval_evenly():
 @pytest.mark.parametrize("draw", [sample_uniform, sample_uniform64])
 def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
     seeds, position = torch.arange(40) * 7919 - 3, torch.arange(500).expand(40, -1)
-    one = draw(seeds, position, Purpose.REDRAW, 9)
+    one = draw(seeds, position, Purpose.RESAMPLE, 9)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(one, draw(seeds, position, Purpose.REDRAW, 9))
+    assert torch.equal(one, draw(seeds, position, Purpose.RESAMPLE, 9))
     assert one.min() > 0 and one.max() < 1 and one.unique().numel() > 19_900
 
 
@@ -86,7 +86,7 @@ def test_a_pass_that_the_device_counts_has_the_same_coins(draw, step):
 def test_draws_of_one_coin_follow_their_law_pass_by_pass():
     probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]
-    one, two = (Noise(torch.tensor([9]), position, step).draw(probs.expand(1, n, 5), Purpose.REDRAW)[0] for step in (1, 2))
+    one, two = (Noise(torch.tensor([9]), position, step).sample(probs.expand(1, n, 5), Purpose.RESAMPLE)[0] for step in (1, 2))
     for drawn in (one, two):
         assert (torch.bincount(drawn, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
@@ -128,8 +128,8 @@ def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_ima
     seeds, position = torch.arange(3), torch.arange(5).expand(3, -1)
     probs = torch.full((3, 5, 64), 1 / 64)
     one, two = Noise(seeds, position, 1), Noise(seeds, position, 2)
-    assert torch.equal(one.draw(probs, Purpose.TOKEN), two.draw(probs, Purpose.TOKEN))
-    assert torch.equal(one.draw(probs, Purpose.TOKEN), sample_gumbel_max(probs, seeds, position))
+    assert torch.equal(one.sample(probs, Purpose.TOKEN), two.sample(probs, Purpose.TOKEN))
+    assert torch.equal(one.sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, seeds, position))
     for purpose in Purpose:
         same = torch.equal(one.uniform(purpose), two.uniform(purpose))
         assert same == (purpose == Purpose.TOKEN)
@@ -138,7 +138,7 @@ def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_ima
 
 def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
     position = torch.tensor([[0, 5, 10**12, -3]]).expand(len(SEEDS), -1)
-    for purpose in (Purpose.TOKEN, Purpose.REDRAW):
+    for purpose in (Purpose.TOKEN, Purpose.RESAMPLE):
         numpy = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
         with monkeypatch.context() as patch:
             patch.setattr("vargen.decoding.noise._use_numpy", lambda keys: False)
@@ -158,7 +158,7 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     tree = start - 20 + torch.tensor([0, 1, 1, 2, 2, 9])
     assert torch.equal(own.exponential(tree, 33), sample_exponential(SEEDS, tree, 33))
     probs = torch.rand(len(SEEDS), 6, 33, generator=generator)
-    assert torch.equal(Noise(SEEDS, tree, own=own).draw(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
+    assert torch.equal(Noise(SEEDS, tree, own=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
     made = []
     monkeypatch.setattr("vargen.decoding.noise._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1))
     own.exponential(tree, 33)

@@ -73,8 +73,8 @@ def test_a_model_that_drew_can_be_trained(pipe: LlamaGenPipeline) -> None:
 
 def test_trees_that_are_remembered_are_ordinary() -> None:
     with torch.inference_mode():
-        tree = Tree.of((-1, 0, 0, 1, 1, 1, 2))  # by no other test
-        kept = (tree.parents, tree.depth, tree.ancestors, tree.words)
+        tree = Tree.from_parents((-1, 0, 0, 1, 1, 1, 2))  # by no other test
+        kept = (tree.parents, tree.depth, tree.ancestors, tree.ancestor_bits)
     assert not any(part.is_inference() for part in kept)
 
 

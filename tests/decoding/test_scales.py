@@ -97,7 +97,7 @@ def test_a_scale_is_accepted_with_the_probability_of_a_maximal_coupling() -> Non
     p, q = (torch.randn(1, n, V, generator=generator).softmax(-1) for _ in range(2))
     noise = Noise(torch.arange(B), torch.arange(n).expand(B, -1))
     P, Q = p.expand(B, -1, -1), q.expand(B, -1, -1)
-    _, same = joint_coupling(P, Q, noise.draw(Q, Purpose.DRAFT), noise)
+    _, same = joint_coupling(P, Q, noise.sample(Q, Purpose.DRAFT), noise)
     single = (1 - (p - q).abs().sum(-1) / 2).prod()
     each = [(p[0, 0, a] * p[0, 1, b], q[0, 0, a] * q[0, 1, b]) for a, b in product(range(V), repeat=2)]
     whole = 1 - sum(abs(a - b) for a, b in each) / 2
@@ -115,7 +115,7 @@ def test_code_is_the_two_models_run_by_hand(handover: int) -> None:
     for scale, n in enumerate(model.scale_tokens):
         logits = (model if scale < handover else small).logits(zeros, canvas[:, :start], scale)
         position = torch.arange(start, start + n).expand(64, -1)
-        canvas, _ = model.add(canvas, Noise(seeds, position).draw(to_probs(logits, Sampling()), Purpose.TOKEN), scale)
+        canvas, _ = model.add(canvas, Noise(seeds, position).sample(to_probs(logits, Sampling()), Purpose.TOKEN), scale)
         start += n
     assert torch.equal(result.tokens, canvas)
     assert model.passes == [(k, k) for k in range(handover)], "the large model never sees the late scales"
@@ -135,7 +135,7 @@ def test_given_scales_stand_and_cost_no_pass() -> None:
     assert torch.equal(result.tokens[:, :3], torch.cat(given, 1)) and model.passes == [(0, 2)]
     assert result.stats.passes == 1 and result.stats.by_scale[0]["model"] == "given"
     third = model.logits(torch.zeros(64, dtype=torch.int64), torch.cat(given, 1), 2)
-    expected = Noise(torch.arange(64) + 5, torch.arange(3, 5).expand(64, -1)).draw(third.softmax(-1), Purpose.TOKEN)
+    expected = Noise(torch.arange(64) + 5, torch.arange(3, 5).expand(64, -1)).sample(third.softmax(-1), Purpose.TOKEN)
     assert torch.equal(result.tokens[:, 3:], expected)
     everything = [*given, torch.zeros(64, 2, dtype=torch.int64)]
     assert drawn(model, fixed_scales=everything).stats.passes == 0

@@ -88,7 +88,7 @@ def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> Non
     typical: Any = importlib.import_module("typical").typical
     probs = torch.full((1, 3, 4), 0.25)
     invalid = torch.zeros(1, 2, dtype=torch.bool)
-    draft = Draft(torch.tensor([[0, 1]]), Tree.of_chain(2), torch.full((1, 2, 4), 0.9), invalid)
+    draft = Draft(torch.tensor([[0, 1]]), Tree.make_chain(2), torch.full((1, 2, 4), 0.9), invalid)
     noise = Noise(torch.arange(1), torch.arange(3)[None], step=1)
     for rule in (typical, GroupedRule(size=2, delta=1.0)):
         assert rule(probs, draft, noise, torch.zeros(1)).relaxation.tolist() == [0.0]

@@ -16,7 +16,7 @@ import pytest
 from tiny_models import class_pipeline, class_var_pipeline, text_pipeline
 
 from vargen.cli.console import quiet_libraries
-from vargen.decoding import NeighborhoodRule, exact, resolve_method
+from vargen.decoding import NeighborhoodRule, resolve_method, speculative_sampling
 from vargen.evaluation.generation import Drawer, Drawing, draw, locally
 from vargen.evaluation.items import Items, class_subjects
 from vargen.evaluation.run_directory import Journal, RunFolder, file_slug, read_journal
@@ -285,9 +285,9 @@ def test_method_settings_reach_the_parts() -> None:
     made = resolve_method("gsd:budget=3,window=4,coupling=independent", "next-token")
     assert (made.acceptance.budget, made.drafter.window, made.drafter.coupling) == (3, 4, "independent")
     assert resolve_method("gsd:budget=none", "next-token").acceptance.budget is None
-    made = resolve_method("scd:acceptance=neighbourhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
+    made = resolve_method("scd:acceptance=neighborhood,ratio=none,delta=0.1,budget=2,window=4", "next-token")
     assert (made.acceptance, made.drafter.window) == (NeighborhoodRule(ratio=None, delta=0.1, budget=2), 4)
-    assert resolve_method("gsd:acceptance=exact", "next-token").acceptance == exact
+    assert resolve_method("gsd:acceptance=speculative-sampling", "next-token").acceptance == speculative_sampling
     assert resolve_method("layer-skip:skip=2+4", "next-token").drafter.skip == (2, 4)
     with pytest.raises(ValueError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
         resolve_method("scd:acceptance=typcal", "next-token")

@@ -40,7 +40,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": partial(EagleModel, drafter)})
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
-    rows = tokens.repeat(model.halves, 1)
+    rows = tokens.repeat(model.rows_per_image, 1)
     hidden = transformer(rows, joined).hidden  # row j predicted token j
     over = torch.zeros_like(hidden)
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
@@ -54,13 +54,13 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
         count = torch.tensor(counts)
         A = max(counts)
         place = (held[:, None] + torch.arange(A)).clamp(max=_N - 1)
-        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.halves, 1)]
-        out = eagle.forward(tokens.gather(1, place), known, state, Tree.of_chain(A - 1))
+        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.rows_per_image, 1)]
+        out = eagle.forward(tokens.gather(1, place), known, state, Tree.make_chain(A - 1))
         root = held + count - 1
         eagle.commit(state, count - 1)
-        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.halves)][:, None]
+        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.rows_per_image)][:, None]
         for step in range(_STEPS):
-            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.halves)]
+            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.rows_per_image)]
             known_above = not above or step <= 2  # with four columns, the token above is drafted itself from depth three on
             if known_above:
                 torch.testing.assert_close(features[:, 0], expected, atol=2e-5, rtol=1e-4)
@@ -68,7 +68,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
             if step and known_above:
                 torch.testing.assert_close(out.logits, logits, atol=2e-4, rtol=1e-4)
             drafted = tokens[every, root + step + 1][:, None]
-            out = eagle.forward(drafted, features, state, Tree.of_chain(step + 1))
+            out = eagle.forward(drafted, features, state, Tree.make_chain(step + 1))
             features = out.features
         eagle.commit(state, torch.ones_like(count))
         held += count
@@ -82,19 +82,19 @@ def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
 
     def begun():
         state = eagle.start(2, 5)
-        out = eagle.forward(root, known, state, Tree.of_chain(0))
+        out = eagle.forward(root, known, state, Tree.make_chain(0))
         eagle.commit(state, torch.zeros(2, dtype=torch.int64))
         return state, out.features
 
     state, features = begun()
-    tree = Tree.of((-1, 0, 0, 1, 2))  # two paths of two, fed level by level
+    tree = Tree.from_parents((-1, 0, 0, 1, 2))  # two paths of two, fed level by level
     first = torch.tensor([[7, 8], [1, 2]])
-    level = eagle.forward(first, features.expand(-1, 2, -1), state, Tree.of((-1, 0, 0)))
+    level = eagle.forward(first, features.expand(-1, 2, -1), state, Tree.from_parents((-1, 0, 0)))
     both = eagle.forward(torch.tensor([[3, 4], [5, 6]]), level.features, state, tree)
     for path in (0, 1):
         state, features = begun()
-        one = eagle.forward(first[:, path : path + 1], features, state, Tree.of_chain(1))
-        two = eagle.forward(torch.tensor([[3, 4], [5, 6]])[:, path : path + 1], one.features, state, Tree.of_chain(2))
+        one = eagle.forward(first[:, path : path + 1], features, state, Tree.make_chain(1))
+        two = eagle.forward(torch.tensor([[3, 4], [5, 6]])[:, path : path + 1], one.features, state, Tree.make_chain(2))
         torch.testing.assert_close(level.features[:, path], one.features[:, 0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(both.logits[:, path], two.logits[:, 0], atol=1e-4, rtol=1e-4)
 

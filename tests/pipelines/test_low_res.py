@@ -8,16 +8,16 @@ import torch
 from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 
 from vargen import LlamaGenPipeline
-from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, exact
+from vargen.decoding import Accelerator, Jacobi, Noise, PooledRule, Sampling, Tree, speculative_sampling
 from vargen.decoding.noise import Purpose
 from vargen.models.condition import Condition
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.pipelines.adapters import drafters as llamagen_low_res
 
-EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=exact)
-MULO = Accelerator(drafter=Jacobi(8, "judged", "low-res"), acceptance=PooledRule(4, 0.2, 1))
-REFRESHED = Accelerator(drafter=Jacobi(8, "maximal", "low-res-refreshed"), acceptance=exact)
+EXACT = Accelerator(drafter=Jacobi(8, "maximal", "low-res"), acceptance=speculative_sampling)
+MULO = Accelerator(drafter=Jacobi(8, "from-verdict", "low-res"), acceptance=PooledRule(4, 0.2, 1))
+REFRESHED = Accelerator(drafter=Jacobi(8, "maximal", "low-res-refreshed"), acceptance=speculative_sampling)
 
 
 def saved(folder: Path, small: dict | None = None, up: dict | None = None) -> tuple[Path, Path]:
@@ -140,9 +140,9 @@ def test_what_follows_is_what_the_model_draws_behind_what_was_committed(tmp_path
         for image, rows in enumerate((committed // 16).tolist()):
             condition = Condition(class_labels=torch.tensor([3 + image]))
             cache, _ = model.model.prefill(condition, 16)
-            out = model.model.forward(state.low[image : image + 1, : 4 * rows], cache, Tree.of_chain(4 * rows - 1))
+            out = model.model.forward(state.low[image : image + 1, : 4 * rows], cache, Tree.make_chain(4 * rows - 1))
             noise = Noise(state.seeds[image : image + 1], torch.tensor([[4 * rows]]))
-            assert state.low[image, 4 * rows] == noise.draw(out.logits[:, -1:].softmax(-1), Purpose.TOKEN)
+            assert state.low[image, 4 * rows] == noise.sample(out.logits[:, -1:].softmax(-1), Purpose.TOKEN)
 
 
 @pytest.mark.parametrize(("small", "up", "message"), [

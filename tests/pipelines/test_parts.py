@@ -64,8 +64,8 @@ def test_the_untouched_folders_pass(copied):
 @pytest.mark.parametrize(
     ("kind", "part", "change_to", "said"),
     [
-        ("class", "transformer", {"n_layer": 100_000}, "n_layer: 100000, but the weights beside it hold 2"),
-        ("class", "draft_transformer", {"n_layer": 2}, "n_layer: 2, but the weights beside it hold 1"),
+        ("class", "transformer", {"n_layer": 100_000}, "n_layer: 100000, but the weights in its folder hold 2"),
+        ("class", "draft_transformer", {"n_layer": 2}, "n_layer: 2, but the weights in its folder hold 1"),
         ("class", "vqvae", {"num_res_blocks": 100_000}, "num_res_blocks: 100000, but .* hold 1"),
         ("class", "vqvae", {"encoder_ch_mult": [1] * 50_000}, "50000 numbers in encoder_ch_mult, but .* hold 2"),
         ("class", "vqvae", {"decoder_ch_mult": [1] * 50_000}, "50000 numbers in decoder_ch_mult, but .* hold 2"),
@@ -93,7 +93,7 @@ def test_foreign_weights_do_not_let_an_absurd_size_through(copied):
     folder = copied("class")
     save_file({"stranger": torch.zeros(1)}, folder / "transformer" / WEIGHTS)
     change(folder / "transformer" / "config.json", n_layer=100_000)
-    refused(folder, r"n_layer: 100000, but the weights beside it hold 0")
+    refused(folder, r"n_layer: 100000, but the weights in its folder hold 0")
 
 
 @pytest.mark.parametrize("grid", [100_000, 257, 0, -4, 4.5, "4", True])

@@ -11,7 +11,7 @@ from tiny_models import class_pipeline, text_pipeline
 
 from recipes.package import package_head
 from vargen.assets import packaged_model_path
-from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, exact
+from vargen.decoding import Accelerator, Eagle, Medusa, Sampling, decode, speculative_sampling
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.pipelines.llamagen import LlamaGenPipeline
@@ -60,7 +60,7 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
     assert 1 < late["tokens_per_pass"] <= 5 and late["overlap_1"] <= 1
 
     pipe.load_drafter(tmp_path / "late" / "drafter")
-    method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), exact)
+    method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), speculative_sampling)
     condition, _ = pipe.condition(class_labels=[number % 10 for number in range(64)])
     stats = decode(pipe.token_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
     tested = sum(stats.accepted_histogram[1:]) - 64

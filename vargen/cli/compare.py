@@ -153,7 +153,7 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
         return found
     print_status("warning: --window is deprecated and will be removed in the next minor version; use METHOD:window=N")
     size: Any = int(window) if window.isascii() and window.isdigit() and len(window) < 1000 else window
-    return {name: method.resized(size) for name, method in found.items()}
+    return {name: method.with_window(size) for name, method in found.items()}
 
 
 def check_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:

@@ -16,14 +16,14 @@ from vargen.decoding.next_token.acceptance import (
     RelaxedRule,
     TypicalRule,
     acceptance_rule,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.next_token.draft_length import AutoWindow, FixedWindow
 from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
@@ -36,6 +36,7 @@ from vargen.decoding.next_token.drafters import (
     SpeculativeTree,
     Wavefront,
 )
+from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
@@ -66,23 +67,23 @@ __all__ = [
     "PRESETS",
     "Accelerator",
     "AcceptanceRule",
-    "Adaptive",
     "AdaptiveThreshold",
-    "Auto",
     "AutoTree",
+    "AutoWindow",
     "AutoregressiveHead",
     "BlockDecoder",
     "BlockModel",
     "BlockRecord",
     "BlockStream",
     "BlockView",
+    "ChainDrafter",
     "DecodeOutput",
     "DecodeStats",
     "Draft",
     "Drafter",
     "DynamicTree",
     "Eagle",
-    "Fixed",
+    "FixedWindow",
     "GroupedRule",
     "Jacobi",
     "JacobiTree",
@@ -119,6 +120,7 @@ __all__ = [
     "Threshold",
     "TokenModel",
     "Tree",
+    "TreeDrafter",
     "TypicalRule",
     "Verdict",
     "VideoBlock",
@@ -129,18 +131,26 @@ __all__ = [
     "decode",
     "decode_scales",
     "decode_video",
-    "exact",
     "k_seq",
     "list_methods",
     "min_score",
     "recursive_rejection",
     "resolve_method",
     "shared_noise",
+    "speculative_sampling",
     "traversal",
 ]
 
-_RENAMED = {"Block": "VideoBlock", "View": "BlockView", "lowest": "min_score"}
+_RENAMED = {
+    "Auto": "AutoWindow",
+    "Block": "VideoBlock",
+    "Fixed": "FixedWindow",
+    "View": "BlockView",
+    "exact": "speculative_sampling",
+    "lowest": "min_score",
+}
 _REMOVED = {
+    "Adaptive": "use AutoWindow or a fixed width",
     "Eager": "use VideoMethod(lazy=False)",
     "Lazy": "it is the default; VideoMethod(lazy=False) updates the cache after every block",
     "LEFT_OUT": "schedules no longer skip scales",

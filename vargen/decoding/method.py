@@ -93,8 +93,10 @@ def _qualified_name(part: Any) -> str:
 
 # Names of parts in vargen 0.1, which occur in the specs of old run folders.
 _RENAMED = {
+    "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
+    "Fixed": "FixedWindow",
     "Grouped": "GroupedRule",
     "Neighbourhood": "NeighborhoodRule",
     "Pooled": "PooledRule",
@@ -103,9 +105,17 @@ _RENAMED = {
     "RunningQuantile": "QuantileThreshold",
     "Typical": "TypicalRule",
     "Unscored": "SingleModel",
+    "best": "top-k",
+    "coupled": "shared-noise",
+    "exact": "speculative_sampling",
+    "fresh": "independent-per-pass",
+    "independent": "with-replacement",  # of siblings; couplings of this name are renamed alike on both sides
     "joint": "joint_coupling",
+    "judged": "from-verdict",
     "lowest": "min_score",
+    "replacement": "with-replacement",
     "same_picture": "shared_noise",
+    "sampled": "without-replacement",
 }
 # Fields of vargen 0.1, by the class that they were of ("" for a whole method).
 _RENAMED_FIELDS: dict[str, dict[str, str]] = {
@@ -115,8 +125,14 @@ _RENAMED_FIELDS: dict[str, dict[str, str]] = {
         "off_after": "pause_after_rejections",
         "off_blocks": "pause_blocks",
     },
+    "Eagle": {"drawing": "child_sampling"},
+    "FunctionRule": {"judge": "function", "needs": "requires"},
+    "Lookup": {"drafts": "length", "counted": "max_matches", "own": "image_weight"},
+    "Medusa": {"drawing": "child_sampling"},
+    "Recycle": {"drafts": "length", "kept": "top_k"},
     "Replay": {"makers": "sources"},
     "ScaleRule": {"judge": "verify", "drafts": "draft_noise"},
+    "SpeculativeTree": {"drawing": "child_sampling"},
     "Stage": {"drafted": "num_drafted"},
 }
 # Fields that only one of two versions has, and the value with which they change nothing.
@@ -131,7 +147,9 @@ def _normalize_spec(spec: Any) -> Any:
         name = spec.rpartition(".")[2] if spec.startswith("vargen.") else spec
         return _RENAMED.get(name, name)
     if isinstance(spec, Mapping):
-        found = {name: _normalize_spec(value) for name, value in spec.items()}
+        found = {name: _normalize_spec(value) for name, value in spec.items() if name != "topology"}  # that of the drafter
+        if "drafter" in found and found["drafter"] is None:
+            found["drafter"] = {"name": "Sequential"}
         owner = str(found.get("name", ""))
         renamed, neutral = _RENAMED_FIELDS.get(owner, {}), _NEUTRAL.get(owner, {})
         return {renamed.get(k, k): v for k, v in found.items() if k not in neutral or v != neutral[k]}

@@ -34,8 +34,8 @@ class Purpose(IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     DRAFT = 3
-    REDRAW_ACCEPT = 4
-    REDRAW = 5
+    RESAMPLE_ACCEPT = 4
+    RESAMPLE = 5
     CHOICE = 6
     LOW_RES = 7  # generation of the low-resolution image
     LATENT = 8  # video latents: step 0 is the initial noise, step k is added again before denoising step k
@@ -285,8 +285,6 @@ class Noise:
                 return sample_gumbel_max(probs, self.seeds, self.position)
             return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
         return sample_categorical(probs, self.uniform64(purpose))
-
-    draw = sample  # the name in the next-token room
 
     def branch(self, number: int | Tensor) -> Noise:
         """Return independent noise for one of several samples at a position; branch 0 is this noise. Not for `Purpose.TOKEN`.

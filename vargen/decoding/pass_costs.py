@@ -43,6 +43,12 @@ _costs_by_key: dict[_CostKey, dict[int, float]] = {}
 _costs_without_key: WeakKeyDictionary[Any, dict[_CostKey, dict[int, float]]] = WeakKeyDictionary()
 
 
+def candidate_widths(max_width: int) -> list[int]:
+    """List the numbers of tokens per pass among which controllers choose, up to `max_width` and including it."""
+    widths = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    return [width for width in widths if width < max_width] + [max_width]
+
+
 def measure_pass_costs(
     model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, force: bool = False
 ) -> dict[int, float]:
@@ -164,7 +170,7 @@ def time_call(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
 def _time_pass(model: TokenModel, state: Any, images: int, width: int) -> float:
     """Time one pass over a chain of `width` tokens, in seconds."""
     tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
-    tree = Tree.of_chain(width - 1, model.device)
+    tree = Tree.make_chain(width - 1, model.device)
     return time_call(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
@@ -176,7 +182,7 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
     state, _ = model.prefill(condition, max(fed, max_fed))
-    tree = Tree.of_chain(fed - 1, model.device)
+    tree = Tree.make_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
     path = torch.arange(fed, device=model.device).expand(images, fed)
     begun = time.perf_counter()

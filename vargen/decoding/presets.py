@@ -29,6 +29,20 @@ _REMOVED_SETTINGS = {
     "temperature": "a call's temperature applies to all stages",
     "top_k": "a call's top_k applies to all stages",
 }
+_RENAMED_PRESETS = {"eagle-same": "eagle-gumbel"}  # names of vargen 0.1
+_RENAMED_SAMPLING = {
+    "best": "top-k",
+    "coupled": "shared-noise",
+    "independent": "with-replacement",
+    "sampled": "without-replacement",
+}
+# Values of settings in vargen 0.1, by the name of the setting.
+_RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
+    "child_sampling": _RENAMED_SAMPLING,
+    "coupling": {"judged": "from-verdict"},
+    "drawing": _RENAMED_SAMPLING,
+}
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
@@ -65,9 +79,14 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     given = accelerator
     if isinstance(accelerator, str):
         name, options = read_spec(accelerator)
-        if name not in PRESETS:
+        if name in _RENAMED_PRESETS:
+            new = _RENAMED_PRESETS[name]
+            warn_renamed(f"preset {name}", new)
+            accelerator = replace(PRESETS[new], name=name)  # under this name in run folders
+        elif name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
-        accelerator = PRESETS[name]
+        else:
+            accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
         kinds = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}
         kind = kinds.get(paradigm, "a VideoMethod")
@@ -91,6 +110,7 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     Raises:
         ValueError, TypeError: if a setting is unknown, or a part rejects its value.
     """
+    options = _rename_values(options)
     parts, whole = _parts(method, options)
     end = ".{}" if isinstance(method, ScaleSchedule) else ""
     allowed = {part: {field + end.format(part): field for field in _settable(value)} for part, value in parts.items()}
@@ -125,6 +145,15 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
         return replace(method, stages=tuple(parts.values()))
     changed = parts.pop("", method)
     return replace(changed, **parts)
+
+
+def _rename_values(options: Mapping[str, str]) -> dict[str, str]:
+    """Return settings with the values of today, with a warning for each value of vargen 0.1."""
+    renamed = {name: _RENAMED_VALUES.get(name, {}).get(value, value) for name, value in options.items()}
+    for name, value in options.items():
+        if renamed[name] != value:
+            warn_renamed(f"{name}={value}", f"{name}={renamed[name]}", stacklevel=5)
+    return renamed
 
 
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:

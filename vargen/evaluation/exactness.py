@@ -21,7 +21,9 @@ from torch import Tensor
 from vargen.decoding import (
     Accelerator,
     Draft,
+    Eagle,
     Jacobi,
+    Medusa,
     Method,
     Noise,
     Purpose,
@@ -33,7 +35,7 @@ from vargen.decoding import (
     acceptance_rule,
     decode,
     decode_scales,
-    exact,
+    speculative_sampling,
 )
 from vargen.decoding.next_scale.acceptance import scale_rule
 from vargen.decoding.noise import sample_gumbel_max
@@ -62,9 +64,9 @@ class Case:
         model = TableModel(seed=4, **arguments)
         generator = torch.Generator().manual_seed(5)
         model.codebook = torch.randn(3, 4, generator=generator)  # for rules that use similarity of tokens
-        model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
+        model.example_tokens = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
         model.draft_model = TableModel(seed=77, **arguments)
-        model.draft_heads = {"eagle": TableEagle(model.draft_model), "medusa": TableMedusa(model.draft_model)}
+        model.draft_heads = {Eagle.kind: TableEagle(model.draft_model), Medusa.kind: TableMedusa(model.draft_model)}
         model.low_res = TableLowRes(model.draft_model)
         return model
 
@@ -195,7 +197,7 @@ def check(accelerator: Method, chains: int = CHAINS) -> Report:
 
 def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Method:
     """Return the method, cut to the size of the case's model."""
-    return method.fitted(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fit_to_scales(case.tokens)
+    return method.fit_to_grid(case.tokens, VOCAB) if isinstance(method, Accelerator) else method.fit_to_scales(case.tokens)
 
 
 # -- negative controls --------------------------------------------------------------------------------------------------
@@ -204,7 +206,7 @@ def _fitted(method: Accelerator | ScaleSchedule, case: Case | ScaleCase) -> Meth
 @acceptance_rule(exact=True)
 def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Lumina-mGPT 2.0: a rejected token is resampled from p instead of the residual."""
-    verdict = exact(probs, draft, noise, relaxation)
+    verdict = speculative_sampling(probs, draft, noise, relaxation)
     row = probs[torch.arange(len(probs)), verdict.count - 1]
     return dataclasses.replace(verdict, next_token=noise.at(verdict.count - 1).sample(row[:, None], Purpose.RESIDUAL)[:, 0])
 
@@ -212,7 +214,7 @@ def refusal_from_p(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor
 @acceptance_rule(exact=True)
 def uniform_bonus(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """SJD-PAC as released: if the whole draft is accepted, a uniformly distributed token is committed."""
-    verdict = exact(probs, draft, noise, relaxation)
+    verdict = speculative_sampling(probs, draft, noise, relaxation)
     drawn = sample_gumbel_max(torch.ones_like(probs[:, :1]), noise.seeds, noise.position[:, :1], Purpose.CHOICE, noise.step)[
         :, 0
     ]

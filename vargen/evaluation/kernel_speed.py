@@ -274,14 +274,17 @@ def standard_operations(
 def _exact_rules(V: int, T: int, device: torch.device) -> list[Operation]:
     """Return the exact rules on a chain, and on a tree with two children per node."""
     from vargen.decoding import Draft, Tree
-    from vargen.decoding.next_token.acceptance import exact, recursive_rejection
+    from vargen.decoding.next_token.acceptance import recursive_rejection, speculative_sampling
     from vargen.decoding.noise import Noise
 
     probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
     tokens = q.argmax(-1)
     seeds, excess = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
-    chain, tree = Tree.of_chain(T - 1, device), Tree.of((-1, *((slot - 1) // 2 for slot in range(1, T))), device)
-    cases: list[tuple[str, Tree, Callable[..., Any]]] = [("chain", chain, exact), ("tree", tree, recursive_rejection)]
+    chain, tree = Tree.make_chain(T - 1, device), Tree.from_parents((-1, *((slot - 1) // 2 for slot in range(1, T))), device)
+    cases: list[tuple[str, Tree, Callable[..., Any]]] = [
+        ("chain", chain, speculative_sampling),
+        ("tree", tree, recursive_rejection),
+    ]
     return [
         acceptance_operation(
             kind, V, T, device, partial(rule, probs, Draft(tokens, shape, q), Noise(seeds, shape.depth[None], 1), excess)

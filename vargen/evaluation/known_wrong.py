@@ -25,7 +25,7 @@ from vargen.decoding import (
     traversal,
 )
 from vargen.decoding.next_token.acceptance import SiblingDecision, Siblings, verify_siblings
-from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
+from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 
 TREE = ("chain", "tree")
 PAIRS = StaticTree(make_k_ary(2, 2))
@@ -35,7 +35,7 @@ PAIRS = StaticTree(make_k_ary(2, 2))
 
 
 def _inverted(siblings: Siblings) -> SiblingDecision:
-    p, q = siblings.own
+    p, q = siblings.p_and_q
     assert siblings.q is not None
     return SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
@@ -63,7 +63,7 @@ def coins_of_the_first_pass(probs: Tensor, draft: Draft, noise: Noise, relaxatio
     return recursive_rejection(probs, draft, Noise(noise.seeds, noise.position - noise.position[:, :1]), relaxation)
 
 
-stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.judge)
+stale_traversal = acceptance_rule(exact=True, topologies=TREE)(traversal.function)
 
 
 # -- drafters -----------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ class ElderRemoved(SpeculativeTree):
         elder = draft.tokens[:, _first_of_pair(draft.tree)]
         less = draft.probs.scatter(2, elder[..., None], 0.0)
         less = less / less.sum(-1, keepdim=True).clamp_min(1e-30)
-        younger = (draft.tree.rank[1:] > 0)[:, None]
+        younger = (draft.tree.sibling_rank[1:] > 0)[:, None]
         return dataclasses.replace(draft, probs=torch.where(younger, less, draft.probs))
 
 
@@ -104,7 +104,7 @@ class LikelierFirst(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
-        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        assert draft.probs is not None and draft.tree.max_children == 2 and draft.tree.max_path == 2
         q = draft.probs[:, :1]
         tokens = draft.tokens.gather(1, q[:, 0].gather(1, draft.tokens).argsort(1, descending=True))
         less = q.scatter(2, tokens[:, :1, None], 0.0)
@@ -117,10 +117,10 @@ class LikeliestKept(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         draft = super().propose(*arguments)
-        assert draft.probs is not None and draft.tree.widest == 2 and draft.tree.longest == 2
+        assert draft.probs is not None and draft.tree.max_children == 2 and draft.tree.max_path == 2
         best = draft.probs[:, 0].gather(1, draft.tokens).argmax(1, keepdim=True)
         probs = draft.probs[torch.arange(len(best))[:, None], best]
-        return Draft(draft.tokens.gather(1, best), Tree.of_chain(1, best.device), probs, draft.valid)
+        return Draft(draft.tokens.gather(1, best), Tree.make_chain(1, best.device), probs, draft.valid)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +129,10 @@ class BestAsDrawn(SpeculativeTree):
 
     def propose(self, *arguments: Any) -> Draft:
         best = super().propose(*arguments)
-        drawn = dataclasses.replace(self, drawing="sampled")
+        drawn = dataclasses.replace(self, child_sampling="without-replacement")
         probs = super(BestAsDrawn, drawn).propose(*arguments).probs
         assert probs is not None
-        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.longest == 2 else probs)
+        return dataclasses.replace(best, probs=probs[:, :1].expand(-1, 2, -1) if best.tree.max_path == 2 else probs)
 
 
 TWINS = StaticTree((-1, 0, 0))
@@ -142,11 +142,13 @@ WRONG_TREES = {
     "coins of the first pass in all": Accelerator(drafter=SpeculativeTree(PAIRS), acceptance=coins_of_the_first_pass),
     "without replacement, recorded as with": Accelerator(drafter=ElderForgotten(PAIRS), acceptance=recursive_rejection),
     "with replacement, recorded as without": Accelerator(
-        drafter=ElderRemoved(PAIRS, "independent"), acceptance=recursive_rejection
+        drafter=ElderRemoved(PAIRS, "with-replacement"), acceptance=recursive_rejection
     ),
     "siblings sorted after the draw": Accelerator(drafter=LikelierFirst(TWINS), acceptance=recursive_rejection),
     "the likeliest of two drawn kept": Accelerator(drafter=LikeliestKept(TWINS), acceptance=recursive_rejection),
-    "the most probable recorded as drawn": Accelerator(drafter=BestAsDrawn(TWINS, "best"), acceptance=recursive_rejection),
-    "a Jacobi window judged by traversal": Accelerator(drafter=JacobiTree(fan(8, 2, 2), "maximal"), acceptance=stale_traversal),
+    "the most probable recorded as drawn": Accelerator(drafter=BestAsDrawn(TWINS, "top-k"), acceptance=recursive_rejection),
+    "a Jacobi window judged by traversal": Accelerator(
+        drafter=JacobiTree(make_fan(8, 2, 2), "maximal"), acceptance=stale_traversal
+    ),
 }
 TELLING = ("an inverted residual", "with replacement, recorded as without", "the likeliest of two drawn kept")

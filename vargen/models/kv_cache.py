@@ -33,7 +33,10 @@ class KVCache:
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
         norm_scales: by layer, precomputed weights of its two norms on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until
             the prefill.
+        in_place: declares that passes change the cache only by writing to its tensors, as captured passes require.
     """
+
+    in_place = True
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, decode, exact
+from vargen.decoding import Accelerator, decode, speculative_sampling
 from vargen.decoding.sampling import to_probs
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
@@ -263,7 +263,7 @@ class _Trainer:
         component = find_drafter(self.kind)
         depth = min(self.drafter.config.get("heads", _DEPTH), self.pipe.tokens - 1)
         drafter = component.drafter(depth, model=component.adapter(self.drafter, model))
-        method = Accelerator(self.kind, drafter, exact)
+        method = Accelerator(self.kind, drafter, speculative_sampling)
         seeds = torch.arange(len(held)) + (1 << 50)
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass
 

@@ -58,8 +58,8 @@ class Case:
         self.bias = torch.randn(R, P) * 3
         chain_parents = list(range(-1, held - 1))
         self.parents = [chain_parents if chain else random_parents(held, 7 * row) for row in range(R)]
-        per_image = Tree.per_image(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
-        self.words: Tensor | None = None if chain else per_image.words[:, earlier:].contiguous()
+        per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
+        self.words: Tensor | None = None if chain else per_image.ancestor_bits[:, earlier:].contiguous()
 
     def expected(self, **options: Tensor) -> Tensor:
         return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options)

@@ -13,9 +13,9 @@ from vargen.decoding import Draft, Tree
 from vargen.decoding.next_token.acceptance import (
     GroupedRule,
     NeighborhoodRule,
-    exact,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Verdict
@@ -45,7 +45,7 @@ class Case:
             tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, T - 1)
         if not drawn:  # the likeliest of each slot, by rank
             order = likely.argsort(-1, descending=True)
-            rank = tree.rank[..., 1:].expand(B, T - 1)
+            rank = tree.sibling_rank[..., 1:].expand(B, T - 1)
             tokens = order.gather(2, rank[..., None])[..., 0]
         marks = torch.rand(B, T - 1, generator=generator) < 0.8 if valid else None
         self.draft = Draft(tokens, tree, q if drawn else None, marks)
@@ -69,14 +69,14 @@ def random_tree(T: int, B: int | None, seed: int) -> Tree:
         return tuple(found)
 
     if B is None:
-        return Tree.of(parents())
-    return Tree.per_image(torch.tensor([parents() for _ in range(B)]), T)
+        return Tree.from_parents(parents())
+    return Tree.batched(torch.tensor([parents() for _ in range(B)]), T)
 
 
 TREES: dict[str, Callable[[int], Tree]] = {
-    "root alone": lambda B: Tree.of_chain(0),
-    "chain": lambda B: Tree.of_chain(6),
-    "fan": lambda B: Tree.of((-1, 0, 0, 0, 0, 0)),
+    "root alone": lambda B: Tree.make_chain(0),
+    "chain": lambda B: Tree.make_chain(6),
+    "fan": lambda B: Tree.from_parents((-1, 0, 0, 0, 0, 0)),
     "one for all": lambda B: random_tree(13, None, 3),
     "one for each": lambda B: random_tree(9, B, 4),
 }
@@ -96,8 +96,8 @@ def check(verdict: Verdict, count: Tensor, next_token: Tensor, path: Tensor | No
 def test_chains_are_verified_as_by_the_exact_rule(T: int, V: int, drawn: bool, valid: bool) -> None:
     accepted = set()
     for seed in range(3):
-        case = Case(Tree.of_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
-        expected = exact(case.probs, case.draft, case.noise, torch.zeros(4))
+        case = Case(Tree.make_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
+        expected = speculative_sampling(case.probs, case.draft, case.noise, torch.zeros(4))
         probs, tokens, q, marks, seeds, position = case.there()
         got = verify_chain(probs, tokens, q, marks, seeds, position, case.step)
         check(expected, got.num_committed, got.next_token)
@@ -113,7 +113,9 @@ def strided(seeds: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "gumbel-max"])
 def test_seeds_of_any_stride_are_read(name: str) -> None:
     """Such as one seed that is expanded, or every second one of a tensor that lies on the device."""
-    case = Case(Tree.of((-1, 0, 0, 1)) if name != "chain" else Tree.of_chain(3), 3, 50, drawn=True, valid=False, seed=1)
+    case = Case(
+        Tree.from_parents((-1, 0, 0, 1)) if name != "chain" else Tree.make_chain(3), 3, 50, drawn=True, valid=False, seed=1
+    )
     probs, tokens, q, _, seeds, position = case.there()
     tree = case.draft.tree
     tables = [each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder)]
@@ -124,8 +126,8 @@ def test_seeds_of_any_stride_are_read(name: str) -> None:
         if name == "chain":
             return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
         if name == "siblings":
-            return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.longest, seeds, position, 5))[1:]
-        return list(verify_traversal(probs, tokens, q, None, *tables, tree.longest, seeds, position, 5))[1:]
+            return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.max_path, seeds, position, 5))[1:]
+        return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position, 5))[1:]
 
     differ = False
     for shift in range(4):
@@ -152,7 +154,7 @@ def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
         if isinstance(rule, GroupedRule):
             object.__setattr__(rule, "codebook", codes)
         else:
-            object.__setattr__(rule, "nearest", near[:, : rule.size].contiguous())
+            object.__setattr__(rule, "neighbor_table", near[:, : rule.size].contiguous())
     return rules
 
 
@@ -160,28 +162,31 @@ def accept_prob_of(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | 
     if isinstance(rule, GroupedRule):
         assert rule.codebook is not None
         return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
-    assert rule.nearest is not None
-    return neighborhood_accept_prob(p, q, tokens, rule.nearest.to(DEVICE), rule.ratio, rule.delta)
+    assert rule.neighbor_table is not None
+    return neighborhood_accept_prob(p, q, tokens, rule.neighbor_table.to(DEVICE), rule.ratio, rule.delta)
 
 
 @pytest.mark.parametrize("number", range(6))
 @pytest.mark.parametrize("drawn", [True, False])
 def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
     rule = relaxed_rules()[number]
-    case = Case(Tree.of_chain(5), 3, 200, drawn=drawn, valid=True, seed=number)
+    case = Case(Tree.make_chain(5), 3, 200, drawn=drawn, valid=True, seed=number)
     case.probs[0, 2, 50:] = 0  # as filters leave it
     case.probs[0, 2] /= case.probs[0, 2].sum()
     probs, tokens, q, marks, seeds, position = case.there()
     for budget, tightening in ((None, 0.0), (0.5, 0.3)):
         limited = replace(rule, budget=budget, tightening=tightening)
-        for name in ("codebook", "nearest"):
+        for name in ("codebook", "neighbor_table"):
             if hasattr(rule, name):
                 object.__setattr__(limited, name, getattr(rule, name))
         spent = torch.tensor([0.0, 0.2, 0.6])
         expected = limited(case.probs, case.draft, case.noise, spent)
         accept_prob = accept_prob_of(limited, probs[:, :-1], q, tokens)
         torch.testing.assert_close(
-            accept_prob.cpu(), limited.wanted(case.probs[:, :-1], case.draft.probs, case.draft.tokens), atol=1e-5, rtol=1e-5
+            accept_prob.cpu(),
+            limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens),
+            atol=1e-5,
+            rtol=1e-5,
         )
         limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
         got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
@@ -200,7 +205,7 @@ def test_trees_are_verified_sibling_by_sibling(name: str, drawn: bool, valid: bo
         expected = recursive_rejection(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
         got = verify_recursive_rejection(
-            probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, case.step
+            probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, case.step
         )
         check(expected, got.num_committed, got.next_token, got.path)
 
@@ -215,7 +220,7 @@ def test_trees_are_verified_by_traversal(name: str, drawn: bool, valid: bool) ->
         expected = traversal(case.probs, case.draft, case.noise, torch.zeros(3))
         probs, tokens, q, marks, seeds, position = case.there()
         tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-        got = verify_traversal(probs, tokens, q, marks, *tables, tree.longest, seeds, position, case.step)
+        got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, case.step)
         check(expected, got.num_committed, got.next_token, got.path)
 
 
@@ -226,22 +231,22 @@ def test_trees_are_verified_with_shared_noise(name: str) -> None:
         case = Case(TREES[name](3), 3, 4, drawn=True, valid=False, seed=seed)  # of so few tokens that many agree
         tree = case.draft.tree
         expected = shared_noise(case.probs, case.draft, case.noise, torch.zeros(3))
-        assert expected.drawn is not None
+        assert expected.sampled is not None
         got = verify_shared_noise(
-            expected.drawn.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.longest
+            expected.sampled.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.max_path
         )
         check(expected, got.num_committed, got.next_token, got.path)
 
 
 @pytest.mark.parametrize("V", [8192, 16384])
 def test_whole_vocabularies(V: int) -> None:
-    case = Case(Tree.of((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
+    case = Case(Tree.from_parents((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
     probs, tokens, q, marks, seeds, position = case.there()
     tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
-    got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.longest, seeds, position, step)
+    got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, step)
     check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
     tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
-    got = verify_traversal(probs, tokens, q, marks, *tables, tree.longest, seeds, position, step)
+    got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
     check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
 
 

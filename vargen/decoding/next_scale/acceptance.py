@@ -66,7 +66,7 @@ def joint_coupling(p: Tensor, q: Tensor, draft: Tensor, noise: Noise) -> tuple[T
         attempt = sample_categorical(p, sample_uniform64(noise.seeds, noise.position, Purpose.RESIDUAL, step))
         tokens = torch.where(rejected[:, None], attempt, tokens)
         ratio = (_sum_log_probs(q, attempt) - _sum_log_probs(p, attempt)).exp()  # Q / P
-        rejected = rejected & (sample_uniform(noise.seeds, first, Purpose.REDRAW_ACCEPT, step)[:, 0] >= 1 - ratio)
+        rejected = rejected & (sample_uniform(noise.seeds, first, Purpose.RESAMPLE_ACCEPT, step)[:, 0] >= 1 - ratio)
     return tokens, accepted
 
 

@@ -141,7 +141,7 @@ class ScaleSchedule(Method):
         last = ends.index(None) + 1 if None in ends else len(ends)
         return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
-    def resized(self, window: int | str) -> ScaleSchedule:
+    def with_window(self, window: int | str) -> ScaleSchedule:
         """Return this schedule unchanged: it has no window."""
         return self
 
