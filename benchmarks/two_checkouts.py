@@ -30,7 +30,8 @@ pipe.set_progress_bar_config(disable=True)
 condition, _ = pipe.condition("a red apple")
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
-model = pipe.token_model(settings["guidance_scale"])
+model = getattr(pipe, "decoding_model", None) or pipe.token_model  # its name until 0.1
+model = model(settings["guidance_scale"])
 mode = torch.inference_mode if importlib.util.find_spec("vargen.modes") else torch.no_grad
 fed = torch.randint(4096, (1, 16), generator=torch.Generator().manual_seed(5))
 with mode():

@@ -21,7 +21,6 @@ from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.calls import Calls
 from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.loading import resolve_drafter
-from vargen.pipelines.model_info import Decoder
 from vargen.pipelines.quiet import placing
 from vargen.pipelines.stored import StoredPipeline
 
@@ -95,8 +94,8 @@ class VisualPipeline(StoredPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def decoder(self, settings: Mapping[str, Any]) -> Decoder:
-        """Decoder with these `guidance_scale`, `temperature`, `top_k` and `top_p`; the checkpoint's where not given."""
+    def decoding_model(self, guidance_scale: float, *, compile: bool = False) -> Any:
+        """Return the adapter of the transformer for the loop of this paradigm."""
 
     @abstractmethod
     def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:

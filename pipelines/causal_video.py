@@ -142,7 +142,7 @@ class CausalVideoPipeline(VideoModel):
         condition = self.video_condition(prompt, prompt_embeds, clean_prompt)
         judge = self.frame_scorer(scorer) if scored else None
         made = decode_video(
-            self.block_model(window, sinks, motion),
+            self.decoding_model(window, sinks, motion),
             condition,
             int(seeds.noise[0]),
             method,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,13 @@ from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.models.tokenizers.vq import VQModel
-from vargen.models.var import VARTransformer
+from vargen.models.var import SCALES, VARTransformer, official_config
 
 Class = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
 
@@ -56,7 +56,7 @@ class Family:
         module: module of that class.
         networks: required vargen class of each component.
         convert: command that converts official checkpoints to such a folder.
-        networks_module: module that opens the family's networks for benchmarks; None if they are not benchmarked.
+        official_sizes: configurations by component of the released sizes, by name; benchmarks run them with random weights.
         shared: by kind of condition, the configuration keys in which a draft transformer must agree with the transformer.
         drafters: components that are drafters trained on the transformer's features.
         required: components that an index must name.
@@ -69,7 +69,7 @@ class Family:
     networks: dict[str, type]
     convert: str
     shared: dict[str, tuple[str, ...]]
-    networks_module: str | None = None
+    official_sizes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     drafters: tuple[str, ...] = ()
     required: tuple[str, ...] = ("transformer", "vqvae")
     check: str | None = None
@@ -117,7 +117,7 @@ FAMILIES: dict[str, Family] = {
                 "class": ("condition", "num_classes", "vocab_size", "grid_size"),
                 "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
             },
-            networks_module="vargen.pipelines.llamagen_network",
+            official_sizes={f"llamagen-{name.lower()}": {"transformer": size} for name, size in SIZES.items()},
             drafters=("eagle", "medusa"),
         ),
         Family(
@@ -129,7 +129,10 @@ FAMILIES: dict[str, Family] = {
                 "class": ("condition", "num_classes", "vocab_size", "code_dim", "scales"),
                 "text": ("condition", "caption_rows", "caption_dim", "vocab_size", "code_dim", "scales"),
             },
-            networks_module="vargen.pipelines.var_network",
+            official_sizes={
+                f"var-d{depth}": {"transformer": official_config(depth, pixels), "vqvae": {"scales": SCALES[pixels]}}
+                for depth, pixels in ((16, 256), (20, 256), (24, 256), (30, 256), (36, 512))
+            },
         ),
         Family(
             pipeline="CausalVideoPipeline",

@@ -26,7 +26,6 @@ from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.decoders import TokenDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
 from vargen.pipelines.model_info import ModelInfo
@@ -135,11 +134,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
-        method.bind(self.token_model(1.0))
-
-    def decoder(self, settings: Mapping[str, Any]) -> TokenDecoder:
-        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
-        return TokenDecoder(self.token_model(scale), sampling)
+        method.bind(self.decoding_model(1.0))
 
     @property
     def vocab(self) -> int:
@@ -255,13 +250,13 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
 
         def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
             negative = request.negative and request.negative.rows(chosen)
-            model = self.token_model(scale, guidance_interval, negative, compress_prefix, compile)
+            model = self.decoding_model(scale, guidance_interval, negative, compress_prefix, compile)
             condition, seeds = request.condition.rows(chosen), request.seeds.noise[chosen]
             return decode(model, condition, seeds, preset, sampling, callback=callback)
 
         return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
-    def token_model(
+    def decoding_model(
         self,
         guidance_scale: float,
         guidance_interval: int | None = None,
@@ -280,7 +275,8 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         draft = None if self.draft_transformer is None else LlamaGenTokenModel(self.draft_transformer, *options, device=device)
         low = None if self.low_res is None else LlamaGenTokenModel(self.low_res, *options, device=device)
         side = self.transformer.config.grid_size
-        codes = self.codebook.to(device)
+        codes = None if self.vqvae is None else self.codebook.to(device)
+        small = low and LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes)
         step = self._step() if compile else None
         return LlamaGenTokenModel(
             self.transformer,
@@ -291,7 +287,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             examples=self.examples,
             eagle=self.eagle,
             medusa=self.medusa,
-            low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
+            low_res=small,
             device=device,
         )
 

@@ -1,18 +1,9 @@
-"""Data types that describe pipelines and models: supported methods, contents of a folder, and the decoder protocol."""
+"""Data types that describe pipelines and models: supported methods, and contents of a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
-from torch import Tensor
-
-from vargen.decoding import DecodeOutput, DecodeStats, Progress
-from vargen.models.condition import Condition
 
 
 @dataclass(frozen=True)
@@ -63,32 +54,3 @@ class ModelInfo:
     drafters: tuple[str, ...] = ()
     low_res: bool = False
     fps: int | None = None
-
-
-class Decoder(Protocol):
-    """Generates tokens with fixed guidance and sampling, and measures the cost of passes; used to compare methods."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def decode(
-        self,
-        condition: Condition,
-        seeds: Tensor,
-        method: Any,
-        callback: Callable[[Progress], bool | None] | None = None,
-        profile: bool = False,
-    ) -> DecodeOutput:
-        """Generate B images with a preset (by name) or a method of this paradigm; see `vargen.decoding.decode`."""
-
-    def threads(self, condition: Condition, batch: int) -> AbstractContextManager[int]:
-        """Use the autotuned number of CPU threads for passes of the baseline while the block runs."""
-
-    def measure_pass_costs(self, condition: Condition, batch: int, widths: Sequence[int]) -> dict[int, float]:
-        """Measure the seconds of a target pass by number of fed tokens, for `widths` and the narrowest pass, uncached."""
-
-    def spent(
-        self, method: Any, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Condition, batch: int
-    ) -> tuple[float, int]:
-        """Return the seconds of all passes of some runs according to the cost curve, including drafting but nothing else, and
-        the number of passes, excluding those of a drafter that only proposes."""

@@ -1,21 +1,18 @@
-"""Opening and describing models of any family by name or folder, and the networks that benchmarks measure."""
+"""Opening and describing models of any family by name or folder."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from vargen.decoding import DecodeOutput
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.loading import check_model_folder, default_dtype, read_model_index
-from vargen.pipelines.model_info import Decoder, ModelInfo
+from vargen.pipelines.model_info import ModelInfo
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
@@ -61,109 +58,3 @@ def describe(name: Any) -> ModelInfo:
     folder = check_model_folder(name, None, {})
     index = json.loads((folder / "model_index.json").read_text("utf-8"))
     return pipeline_class(index["_class_name"]).described(folder, index)
-
-
-class Network(Protocol):
-    """A transformer to benchmark, with the sampling settings of its checkpoint.
-
-    Attributes:
-        baseline: name of the preset for sequential decoding.
-        tokens: number of tokens of an image.
-        weight_bytes: size of the parameters that every pass reads in full.
-    """
-
-    baseline: str
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def transformer(self) -> Any: ...
-
-    @property
-    def guidance_scale(self) -> float: ...
-
-    @property
-    def tokens(self) -> int: ...
-
-    @property
-    def weight_bytes(self) -> int: ...
-
-    def passes(self, rows: int, widths: Sequence[int]) -> dict[int, Callable[[], Any]]:
-        """By width, a function that runs one pass of `width` tokens with half of an image in the cache."""
-
-    def condition(self, batch: int) -> Any:
-        """Return an arbitrary condition of the right shape."""
-
-    def decoder(self, compile: bool = False) -> Decoder:
-        """Return a decoder with the checkpoint's sampling settings; `compile` runs the passes through `torch.compile`."""
-
-
-class PictureNetwork(Network, Protocol):
-    """A network that can be benchmarked on whole images, against the sampling loop that its authors published."""
-
-    def pixels(self, drawn: DecodeOutput) -> Tensor:
-        """Decode the output of a decoder to pixels `[B, 3, Y, X]`."""
-
-    def published(self, batch: int) -> tuple[Callable[[], Tensor], Callable[[Tensor], Tensor]]:
-        """Return a function that runs the published float32 loop on a batch, and one that decodes its result to pixels."""
-
-    def work(self, batch: int) -> list[tuple[int, int]]:
-        """Return the bytes of weights read and the floating-point operations of each pass of the baseline."""
-
-    def pixel_work(self, batch: int) -> int:
-        """Floating-point operations of decoding the pixels."""
-
-
-def random_networks() -> dict[str, str]:
-    """Return, by name, the modules that create networks of official sizes with random weights for benchmarks."""
-    modules = [family.networks_module for family in FAMILIES.values() if family.networks_module]
-    return {name: module for module in modules for name in import_module(module).RANDOM}
-
-
-def check_network(name: str, pictures: bool = False) -> None:
-    """Raise ValueError unless `open_network` can open `name`; reads no weight.
-
-    Args:
-        pictures: require a `PictureNetwork`, which can be benchmarked on whole images.
-    """
-    module = _module_of(name)
-    if pictures and not hasattr(import_module(module).Network, "published"):
-        able = [each for each, made_by in random_networks().items() if hasattr(import_module(made_by).Network, "published")]
-        raise ValueError(f"model must be a next-scale one, such as {able[0]}, to compare with a published loop; got {name!r}")
-
-
-def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network:
-    """Load the transformer of a folder, a packaged or a Hub model, or create one of an official size with random weights.
-
-    Raises:
-        ValueError: for an unknown name; see `check_model_folder`.
-    """
-    module = import_module(_module_of(name))
-    if name in random_networks():
-        return module.random_network(name, dtype, device)
-    return module.stored_network(name, check_model_folder(name, None, {}), dtype, device)
-
-
-def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
-    """Like `open_network`, with the image tokenizer.
-
-    Raises:
-        ValueError: see `check_network`.
-    """
-    check_network(name, pictures=True)
-    network: Any = open_network(name, dtype, device)
-    return network
-
-
-def _module_of(name: str) -> str:
-    """Return the module that opens the networks of a model."""
-    random = random_networks()
-    if name in random:
-        return random[name]
-    folder = check_model_folder(name, None, {})
-    kind = json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"]
-    module = FAMILIES[kind].networks_module
-    if module is None:
-        raise ValueError(f"{folder} holds a model for {kind}, whose passes this benchmark does not measure")
-    return module

@@ -19,7 +19,6 @@ from vargen.models.var import VARTransformer
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.decoders import ScaleDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.images import check_source
 from vargen.pipelines.model_info import ModelInfo
@@ -108,11 +107,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
-        method.bind(self.scale_model(1.0))
-
-    def decoder(self, settings: Mapping[str, Any]) -> ScaleDecoder:
-        scale, sampling = checks.check_sampling({**self.default_sampling, **settings})
-        return ScaleDecoder(self.scale_model(scale), sampling)
+        method.bind(self.decoding_model(1.0))
 
     @property
     def vocab(self) -> int:
@@ -216,7 +211,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
         def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
             return decode_scales(
-                self.scale_model(scale, request.negative and request.negative.rows(chosen), compile),
+                self.decoding_model(scale, request.negative and request.negative.rows(chosen), compile),
                 request.condition.rows(chosen),
                 request.seeds.noise[chosen],
                 schedule,
@@ -228,7 +223,7 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
         return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
 
-    def scale_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScaleModel:
+    def decoding_model(self, guidance_scale: float, negative: Condition | None = None, compile: bool = False) -> VARScaleModel:
         """Return the adapter of the transformer and its draft model for `vargen.decoding.decode_scales`; arguments as in
         `__call__`."""
         scale, quantiser = checks.check_guidance(guidance_scale), self._quantiser()

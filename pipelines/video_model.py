@@ -58,7 +58,7 @@ class VideoModel(StoredPipeline):
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
-        method.check(self.block_model(), scored=True)
+        method.check(self.decoding_model(), scored=True)
 
     @property
     def by_class(self) -> bool:
@@ -81,7 +81,7 @@ class VideoModel(StoredPipeline):
 
     # -- steps of a call --------------------------------------------------------------------------------------------------
 
-    def block_model(
+    def decoding_model(
         self, window: int | None = None, sinks: int | None = None, motion: int | None = None
     ) -> CausalVideoBlockModel:
         """Return the adapter of both models for `vargen.decoding.decode_video`; arguments as in `stream`."""

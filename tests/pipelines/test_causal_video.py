@@ -261,7 +261,7 @@ def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:
     mine = guided.no_caption().caption_embeds
     assert torch.allclose(mine[0], bank.caption_embeds[0][bank.caption_mask[0]], atol=2e-3)
     assert len(guided("a cat", num_blocks=1).frames[0]) == 2
-    text = guided.block_model().start(guided.video_condition("a cat that waves"), 2).text
+    text = guided.decoding_model().start(guided.video_condition("a cat that waves"), 2).text
     hidden = text.bias[:, 0, 0].isinf().sum(1)
     assert hidden[0] == 0 and hidden[1] == text.keys[0].shape[2] - 1 - mine.shape[1], "rows that fill up are not seen"
 

@@ -423,7 +423,7 @@ def compiling(monkeypatch):
 def test_compile_is_refused_on_a_cpu_before_work_starts(classes, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda *_, **__: pytest.fail("compiled"))
     monkeypatch.setattr(classes.transformer, "forward", lambda **_: pytest.fail("passed"))
-    for call in (partial(classes, class_labels=3), partial(classes.token_model, 1.0)):
+    for call in (partial(classes, class_labels=3), partial(classes.decoding_model, 1.0)):
         with pytest.raises(ValueError, match=r"^compile must be False on a CPU: .* longer .*; leave it out, or run on a GPU$"):
             call(compile=True)
 

@@ -46,22 +46,22 @@ def step(
     widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
     check_range(rounds, "rounds", 1)
     json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
-    from vargen.pipelines.registry import random_networks
+    from vargen.evaluation.networks import official_sizes
 
-    names = model or ["emoji", next(iter(random_networks()))]
+    names = model or ["emoji", next(iter(official_sizes()))]
     read = {"a file of model": [file for name in names for file in model_files(name)]}
     check_apart({"json": [json_file], "plot": [plot_file]}, read)
     chosen, kind, machine = prepare(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
+    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
     from vargen.evaluation.speed import measure_steps
-    from vargen.pipelines.registry import check_network, open_network
 
     for name in names:  # fail before minutes of measurement
-        check_network(name)
+        check_benchmark_model(name)
     reports = []
     for name in names:
-        network = open_network(name, kind, chosen)
+        network = open_benchmark_model(name, kind, chosen)
         with tqdm(desc=name, disable=None, leave=False) as bar:
 
             def show(done: int, total: int, bar: tqdm = bar) -> None:
@@ -103,14 +103,14 @@ def ar(
     check_compile(compile, chosen)
 
     from vargen.evaluation.machine import machine_line
+    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
     from vargen.evaluation.speed import measure_baseline
-    from vargen.pipelines.registry import check_network, open_network
 
     for name in names:
-        check_network(name)
+        check_benchmark_model(name)
     reports = []
     for name in names:
-        network = open_network(name, kind, chosen)
+        network = open_benchmark_model(name, kind, chosen)
         for count in tqdm(batches, desc=name, disable=None, leave=False):
             reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
         del network
@@ -143,9 +143,10 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
     quiet_libraries()
 
     from vargen.evaluation.machine import describe_machine
-    from vargen.pipelines.registry import describe, random_networks
+    from vargen.evaluation.networks import official_sizes
+    from vargen.pipelines.registry import describe
 
-    saved = next((name for name in models if name not in random_networks()), None)
+    saved = next((name for name in models if name not in official_sizes()), None)
     folder = None if saved is None else describe(saved).folder
     chosen = select_device(device)
     machine = describe_machine()

@@ -40,13 +40,13 @@ def pictures(
 
     from vargen.evaluation.image_speed import measure_pictures
     from vargen.evaluation.machine import machine_line
-    from vargen.pipelines.registry import check_network, open_picture_network
+    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
 
     for name in names:  # fail before minutes of measurement
-        check_network(name, pictures=True)
+        check_benchmark_model(name, whole_images=True)
     reports = []
     for name in names:
-        network = open_picture_network(name, kind, chosen)
+        network = open_benchmark_model(name, kind, chosen)
         for count in batches:
             with tqdm(desc=f"{name}, {count} at once", total=rounds, disable=None, leave=False) as bar:
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from vargen.decoding import Method, resolve_method
 from vargen.decoding.method import same_spec
+from vargen.evaluation.decoders import open_decoder
 from vargen.files import atomic_file
 from vargen.pipelines.base import VisualPipeline
 from vargen.weight_files import load_npz, weights_digest
@@ -195,7 +196,7 @@ def draw_many(
         ValueError: `folder` holds tokens of other weights, prompts, settings or another method, or damaged ones.
         OSError: a file cannot be written and `not_kept` is None.
     """
-    decoder = pipe.decoder(settings)
+    decoder = open_decoder(pipe, settings)
     made_of = {
         "weights": weights,
         "dtype": str(pipe.transformer.dtype).removeprefix("torch."),

@@ -16,8 +16,8 @@ import torch
 
 from vargen.decoding.pass_costs import timed
 from vargen.device import check_compile
+from vargen.evaluation.networks import BenchmarkModel
 from vargen.evaluation.speed import weight_readers
-from vargen.pipelines.registry import PictureNetwork
 
 _PRODUCT = 1536  # rows and columns of the matrices that measure the rate
 
@@ -60,7 +60,7 @@ class PictureReport:
 
 
 def measure_pictures(
-    network: PictureNetwork,
+    network: BenchmarkModel,
     batch: int = 1,
     *,
     rounds: int = 5,
@@ -82,7 +82,7 @@ def measure_pictures(
     check_compile(compile, device)
     decoder = network.decoder(compile)
     condition, seeds = network.condition(batch), torch.arange(batch)
-    published_draw, published_pixels = network.published(batch)
+    published_draw, published_pixels = network.published_sampler(batch)
     seconds: dict[str, list[float]] = {}
 
     def part(name: str, run: Callable[[], Any]) -> Any:
@@ -91,7 +91,7 @@ def measure_pictures(
         return result
 
     for done in range(rounds + 1):
-        drawn = part("drawing", lambda: decoder.decode(condition, seeds, network.baseline))
+        drawn = part("drawing", lambda: decoder.decode(condition, seeds, network.pipe.baseline))
         part("decoding", partial(network.pixels, drawn))
         canvas = part("published_drawing", published_draw)
         part("published_decoding", partial(published_pixels, canvas))
@@ -99,8 +99,8 @@ def measure_pictures(
             progress(done, rounds)
     each = {name: 1e3 * statistics.median(times[1:]) / batch for name, times in seconds.items()}
     bandwidth, rate = _bandwidth(network.weight_bytes, device), _product_rate(transformer.dtype, device)
-    least = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.work(batch))
-    pixels = network.pixel_work(batch) / _product_rate(torch.float32, device)
+    least = sum(max(nbytes / bandwidth, operations / rate) for nbytes, operations in network.pass_work(batch))
+    pixels = network.decoder_flops(batch) / _product_rate(torch.float32, device)
     roofline, roofline_with = 1e3 * least / batch, 1e3 * (least + pixels) / batch
     ours, with_pixels = each["drawing"], each["drawing"] + each["decoding"]
     return PictureReport(

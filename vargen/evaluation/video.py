@@ -192,7 +192,7 @@ def _told(
     pipe: Any, prompts: list[str], seed: int, methods: Mapping[str, VideoMethod], seen: dict[str, _Seen], scorer: str
 ) -> VideoComparison:
     base = seen[pipe.baseline]
-    steps = len(pipe.block_model().levels)
+    steps = len(pipe.decoding_model().levels)
     refused = [name for name, method in methods.items() if method.policy.scored]
     costs = None
     if "draft" in methods and refused:

@@ -205,7 +205,7 @@ class GeneratedImages:
         first = (1 << 40) if numbers[0] >= self.training else 0
         base = numbers[0] - (self.training if first else 0)
         seeds = torch.arange(len(numbers)) + base + first + self.recipe.seed * (1 << 44)
-        drawn = decode(self.pipe.token_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
+        drawn = decode(self.pipe.decoding_model(self.scale), self.condition(numbers), seeds, "auto", sampling).tokens
         self.tokens[numbers] = drawn.cpu().numpy()
         with atomic_file(self._file(numbers[0])) as temporary, open(temporary, "wb") as file:
             np.savez(file, tokens=self.tokens[numbers], made_of=np.array(self.made_of))

@@ -275,7 +275,7 @@ class _Trainer:
     def tokens_per_pass(self) -> float:
         """Measure tokens per pass of a chain of drafts on a few held-out conditions, with seeds that no training image has."""
         self.drafter.eval()
-        model = self.pipe.token_model(self.drawn.scale)
+        model = self.pipe.decoding_model(self.drawn.scale)
         held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
         drafter: Any
         if isinstance(self.drafter, EagleDrafter):

@@ -71,7 +71,7 @@ def decode(
     method: Accelerator = resolve_method(accelerator)
     sampling = Sampling() if sampling is None else sampling
     if isinstance(model, type) or not isinstance(model, TokenModel):
-        raise TypeError(f"model must be a TokenModel, such as pipe.token_model(1.0), got {short_repr(model)}")
+        raise TypeError(f"model must be a TokenModel, such as pipe.decoding_model(1.0), got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
     sampling.check_vocabulary(model.vocab)
     max_fed = 1 if method.drafter is None else method.drafter.max_fed

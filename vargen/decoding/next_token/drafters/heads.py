@@ -120,7 +120,7 @@ class HeadDrafter(TreeDrafter):
         straight = isinstance(tree, StaticTree) and tree.slots == chain(tree.nodes)
         object.__setattr__(self, "topology", "chain" if straight else "tree")
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, self.protocol)):
-            example = f"such as pipe.token_model(1.0).{self.kind}"
+            example = f"such as pipe.decoding_model(1.0).{self.kind}"
             raise TypeError(f"model must be a {self.protocol.__name__}, {example}, or None, got {short_repr(self.model)}")
 
     @property
