@@ -27,7 +27,7 @@ from vargen.decoding import Sampling, Tree, decode
 torch.set_num_threads(1)
 pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
 pipe.set_progress_bar_config(disable=True)
-condition, _ = pipe.condition("a red apple")
+condition, _ = pipe.encode_condition("a red apple")
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
 model = getattr(pipe, "decoding_model", None) or pipe.token_model  # its name until 0.1

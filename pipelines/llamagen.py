@@ -3,53 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Jacobi, Progress, decode
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Jacobi, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
 from vargen.device import check_compile
-from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation as checks
+from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
-from vargen.pipelines.grid_pictures import GridPictures
+from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
+from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
 from vargen.pipelines.model_info import ModelInfo
-from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
-from diffusers.utils import BaseOutput  # isort: skip  # after base, which guards torchvision
+LlamaGenPipelineOutput = ImagePipelineOutput
 
 
-@dataclass
-class LlamaGenPipelineOutput(BaseOutput):
-    """Result of a call.
-
-    Attributes:
-        images: depending on `output_type`, a list of PIL images, a float32 NumPy array `[B, Y, X, 3]` or torch tensor
-            `[B, 3, Y, X]` in [0, 1], or tokens, int64 `[B, rows, columns]`.
-        stats: statistics of decoding; see `vargen.decoding.DecodeStats`.
-    """
-
-    images: Any
-    stats: DecodeStats
-
-
-class LlamaGenPipeline(GridPictures, VisualPipeline):
+class LlamaGenPipeline(VisualPipeline):
     """Text or class to image with LlamaGen (Sun et al. 2024).
 
     Example:
@@ -76,7 +62,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
     """
 
     paradigm: ClassVar[str] = "next-token"
-    output: ClassVar[Any] = LlamaGenPipelineOutput
+    output_class: ClassVar[Any] = LlamaGenPipelineOutput
     _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa", "low_res", "upsampler"]
     _optional_components: ClassVar[list[str]] = [
         *VisualPipeline._optional_components, "eagle", "medusa", "low_res", "upsampler",
@@ -103,12 +89,14 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         low_res: LlamaGenTransformer | None = None,
         upsampler: TokenUpsampler | None = None,
     ):
-        parts = {
+        components = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
             "low_res": low_res, "upsampler": upsampler,
         }  # fmt: skip
-        self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
+        self._register_components(
+            components, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names
+        )
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -137,14 +125,6 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         method.bind(self.decoding_model(1.0))
 
     @property
-    def vocab(self) -> int:
-        return self.transformer.config.vocab_size
-
-    @property
-    def tokens(self) -> int:
-        return self.transformer.tokens
-
-    @property
     def grids(self) -> tuple[tuple[int, int], ...]:
         side = self.transformer.config.grid_size
         return ((side, side),)
@@ -158,7 +138,7 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         return self.vqvae.quantize.codebook()
 
     @property
-    def caption_rows(self) -> int:
+    def max_caption_tokens(self) -> int:
         return self.transformer.config.cls_token_num
 
     # -- the call -----------------------------------------------------------------------------------------------------
@@ -190,7 +170,6 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         callback_on_step_end: Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None] | None = None,
         callback_on_step_end_tensor_inputs: list[str] | None = None,
         compile: bool = False,
-        compress_prefix: bool = True,
         clean_prompt: bool = False,
     ) -> LlamaGenPipelineOutput | tuple[Any]:
         """Generate images.
@@ -225,7 +204,6 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
                 the tokens in place or return `{"latents": ...}`. Returning `{"stop": True}`, or setting `pipe._interrupt`,
                 ends the call with the tokens generated so far.
             compile: run the passes through `torch.compile`; the first call takes minutes. Rejected on CPUs: no gain.
-            compress_prefix: store the conditioning in one cache slot, which is exact; False stores all its rows.
             clean_prompt: clean the prompt as in the training of official LlamaGen text models (needs ftfy and beautifulsoup4).
 
         Raises:
@@ -235,59 +213,59 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             NonFiniteScoreError: if the scorer returns NaN or infinite scores.
         """
         inputs = callback_on_step_end_tensor_inputs
-        check_call(self, output_type, compile, callback_on_step_end, inputs, negative_prompt)
-        preset = self.resolved(accelerator)
-        base, colon, settings = preset.name.partition(":")
+        output = OutputOptions.build(self, output_type, return_dict, callback_on_step_end, inputs, compile)
+        method = self.resolve_method(accelerator)
+        base, colon, settings = method.name.partition(":")
         if compile and base == DEFAULT_METHOD:  # whose many widths each need a graph; gumbel gives the same image with one
-            preset = self.resolved(f"gumbel{colon}{settings}")
-        given = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p}
-        scale, sampling = resolve_sampling(self, given)
-        guidance_interval = checks.check_guidance_interval(guidance_interval)
-        best = CandidateSelection.checked(num_candidates, scorer, self.named_scorer)
-        asked = PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels)
-        unwanted = PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask)
-        request = requested(self, asked, unwanted, num_images_per_prompt, generator, best, clean_prompt)
+            method = self.resolve_method(f"gumbel{colon}{settings}")
+        request = GenerationRequest.build(
+            self,
+            method,
+            PromptInputs(prompt, prompt_embeds, prompt_mask, class_labels, clean_prompt),
+            PromptInputs(negative_prompt, negative_prompt_embeds, negative_prompt_mask, clean=clean_prompt),
+            {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k, "top_p": top_p},
+            CandidateSelection.build(num_candidates, scorer, self.named_scorer),
+            output,
+            num_images_per_prompt=num_images_per_prompt,
+            generator=generator,
+            guidance_interval=guidance_interval,
+        )
+        return run_request(self, request)
 
-        def run(chosen: slice, callback: Callable[[Progress], bool | None]) -> DecodeOutput:
-            negative = request.negative and request.negative.rows(chosen)
-            model = self.decoding_model(scale, guidance_interval, negative, compress_prefix, compile)
-            condition, seeds = request.condition.rows(chosen), request.seeds.noise[chosen]
-            return decode(model, condition, seeds, preset, sampling, callback=callback)
+    def _decode(self, request: GenerationRequest, callback: Any) -> DecodeOutput:
+        model = self.decoding_model(request.guidance, compile=request.output.compile)
+        seeds = request.seeds.noise_seeds
+        return decode(model, request.condition, seeds, request.method, request.sampling, callback=callback)
 
-        return drawn(self, request, scale, run, callback_on_step_end, output_type, return_dict)
+    def decoding_model(self, guidance: Guidance | float = 1.0, *, compile: bool = False) -> LlamaGenTokenModel:
+        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`.
 
-    def decoding_model(
-        self,
-        guidance_scale: float,
-        guidance_interval: int | None = None,
-        negative: Condition | None = None,
-        compress_prefix: bool = True,
-        compile: bool = False,
-    ) -> LlamaGenTokenModel:
-        """Return the adapter of the transformer and its drafters for `vargen.decoding.decode`; arguments as in `__call__`.
+        Args:
+            guidance: classifier-free guidance, or its scale.
+            compile: see `__call__`.
 
         Raises:
             ValueError: for an invalid guidance scale, or `compile` on a CPU.
         """
-        check_compile(compile, self._device_of(self.transformer))
-        options = (checks.check_guidance(guidance_scale), guidance_interval, negative, compress_prefix)
-        device = self._device_of(self.transformer)
-        draft = None if self.draft_transformer is None else LlamaGenTokenModel(self.draft_transformer, *options, device=device)
-        low = None if self.low_res is None else LlamaGenTokenModel(self.low_res, *options, device=device)
-        side = self.transformer.config.grid_size
+        device, guidance = self._device_of(self.transformer), to_guidance(guidance)
+        check_compile(compile, device)
+        checks.check_guidance(guidance.scale)
         codes = None if self.vqvae is None else self.codebook.to(device)
-        small = low and LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes)
-        step = self._step() if compile else None
+
+        def adapt(transformer: Any) -> Any:
+            return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
+
+        low = adapt(self.low_res)
         return LlamaGenTokenModel(
             self.transformer,
-            *options,
-            step,
+            guidance,
+            compiled_forward=self._compiled_transformer() if compile else None,
             codebook=codes,
-            draft_model=draft,
+            draft_model=adapt(self.draft_transformer),
             examples=self.examples,
             eagle=self.eagle,
             medusa=self.medusa,
-            low_res=small,
+            low_res=low and LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes),
             device=device,
         )
 
@@ -309,3 +287,54 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
         networks, device = opened(low_res, upsampler, self.transformer, self.vqvae), self._device_of(self.transformer)
         self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
+
+    # -- images -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    @without_autocast
+    def decode_tokens(self, tokens: Tensor, length: Tensor | None = None, output_type: str = "pil") -> Any:
+        """Decode tokens int64 `[B, N]` or `[B, rows, columns]` to images. The area of tokens past `length [B]` is left white.
+
+        With `length`, this also previews an image during generation.
+
+        Raises:
+            ValueError, TypeError: for tokens that do not fit this model, or an unknown output type.
+            NonFinitePixelsError: for NaN or infinite pixels; the message has the image and position of the first one.
+        """
+        validate_tokens(tokens, length, output_type, self.vqvae.config.codebook_size)
+        side = self.transformer.config.grid_size
+        if tokens.dim() not in (2, 3) or not len(tokens) or tokens[0].numel() != side**2:
+            raise ValueError(f"tokens must be [B, {side**2}] or [B, {side}, {side}], got {list(tokens.shape)}")
+        tokens = tokens.reshape(-1, side, side)
+        if output_type == "latent":
+            return tokens
+        pixels = decode_pixels(self.vqvae.decode, tokens.to(self._device_of(self.vqvae)))
+        if length is not None:
+            generated = torch.arange(side * side, device=pixels.device) < length.to(pixels.device)[:, None]
+            mask = generated.view(-1, 1, side, side).repeat_interleave(self.vqvae.downsampling, 2)
+            pixels = torch.where(mask.repeat_interleave(self.vqvae.downsampling, 3), pixels, 1.0)
+        return self.image_processor.postprocess(pixels.clamp(-1, 1), output_type=output_type)
+
+    def preview(self, tokens: Tensor, num_tokens: int) -> list[Image.Image]:
+        side = self.transformer.config.grid_size
+        mask = Image.new("L", (side, side))
+        mask.putdata([255 if position < num_tokens else 0 for position in range(side * side)])
+        images = self.decode_tokens(tokens)
+        for image in images:
+            image.putalpha(mask.resize(image.size, Image.Resampling.NEAREST))
+        return images
+
+    @torch.no_grad()
+    @without_autocast
+    def encode_image(self, images: Any) -> Tensor:
+        """Encode PIL images or a tensor `[B, 3, Y, X]` (float in [0, 1], or uint8) to tokens int64 `[B, rows, columns]`.
+
+        Images are resized to the model's size.
+
+        Raises:
+            ValueError, TypeError: if it is not an image, or has another dtype or values outside [0, 1].
+            NonFinitePixelsError: if the tokenizer returns NaN or infinite values for finite ones.
+        """
+        side = self.transformer.config.grid_size * self.vqvae.downsampling
+        pixels = preprocess_images(images, self.image_processor, side)
+        return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))

@@ -10,11 +10,13 @@ import difflib
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from diffusers.utils import is_accelerate_available, logging
 from huggingface_hub import snapshot_download
 
 import vargen.assets
@@ -33,7 +35,6 @@ from vargen.pipelines.components import (
     check_options,
     current_modules,
 )
-from vargen.pipelines.generation import loading_memory
 from vargen.pipelines.parts import check_parts
 from vargen.values import short_repr
 from vargen.weight_files import read_header
@@ -176,7 +177,7 @@ def check_model_folder(name: Any, pipeline: str | None, hub_options: dict[str, A
     """
     folder, index = read_model_index(name, pipeline, hub_options)
     check_no_code(folder)
-    with loading_memory(folder):  # reading a header maps the whole file
+    with report_memory(folder):  # reading a header maps the whole file
         _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
     return folder
 
@@ -251,3 +252,51 @@ def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
         return Path(snapshot_download(text, allow_patterns=_WANTED, **options))
     except Exception as error:
         raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
+
+
+_LONG_LOADING = 1e9  # bytes of weights from which on a progress bar is shown
+_ALLOCATORS = ("can't allocate memory", "not enough memory", "os error 12", "Cannot allocate memory")  # torch, safetensors
+
+
+def load_options() -> dict[str, Any]:
+    """Return options that suppress diffusers' recommendation, once per network, to install accelerate."""
+    return {} if is_accelerate_available() else {"low_cpu_mem_usage": False}
+
+
+@contextmanager
+def hide_progress_bars(folder: Path) -> Iterator[None]:
+    """Hide the loading bars of diffusers while the block runs, unless the folder has a gigabyte of weights or more."""
+    shown = logging.is_progress_bar_enabled() and _weight_bytes(folder) < _LONG_LOADING
+    if shown:
+        logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def report_memory(folder: Path) -> Iterator[None]:
+    """Report an out-of-memory error while the block loads a folder's weights, with the size of the weights.
+
+    Raises:
+        MemoryError: with the folder and the size of its weight files in bytes.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:  # diffusers reports every error as an unreadable file
+            known = any(text in str(cause) for text in _ALLOCATORS)
+            if known or isinstance(cause, MemoryError | torch.OutOfMemoryError):
+                raise MemoryError(
+                    f"out of memory while loading {folder}, whose weight files are {_weight_bytes(folder):,} bytes; "
+                    "close other programs, or use a smaller model or dtype"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _weight_bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*.safetensors"))

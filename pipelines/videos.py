@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from diffusers.image_processor import VaeImageProcessor
 from diffusers.utils import BaseOutput
 from PIL import Image
 from torch import Tensor
@@ -34,7 +35,7 @@ def check_video_path(path: Any, name: str = "path") -> Path:
     if file.suffix.lower() not in FORMATS:
         raise ValueError(f"{name} must end in one of {', '.join(FORMATS)}, got {short_repr(str(path))}")
     if file.suffix.lower() == ".mp4":
-        _av()
+        _import_av()
     return file
 
 
@@ -55,22 +56,22 @@ def save_video(frames: Any, path: Any, fps: float, comment: str = "") -> Path:
     file, rate = check_video_path(path), parse_float(fps)
     if rate is None or rate <= 0:
         raise ValueError(f"fps must be a number above 0, got {short_repr(fps)}")
-    pictures = _pictures(frames)
+    images = _to_pil_frames(frames)
     with atomic_file(file) as temporary:
         if file.suffix.lower() == ".mp4":
-            _write_mp4(pictures, temporary, rate, comment)
+            _write_mp4(images, temporary, rate, comment)
         else:
-            _write_animation(pictures, temporary, rate, file.suffix.lower(), comment)
+            _write_animation(images, temporary, rate, file.suffix.lower(), comment)
     return file
 
 
-def _pictures(frames: Any) -> list[Image.Image]:
-    if isinstance(frames, Tensor):
-        frames = frames.detach().float().cpu().permute(0, 2, 3, 1).numpy() if frames.ndim == 4 else frames
+def _to_pil_frames(frames: Any) -> list[Image.Image]:
+    if isinstance(frames, Tensor) and frames.ndim == 4:
+        frames = VaeImageProcessor.pt_to_numpy(frames.detach())
     if isinstance(frames, np.ndarray) and frames.ndim == 4 and frames.shape[-1] == 3:
         if not np.isfinite(frames).all():
             raise ValueError("frames must hold finite numbers from 0 to 1, and hold NaN or infinite ones")
-        frames = [Image.fromarray(frame) for frame in (frames.clip(0, 1) * 255).round().astype(np.uint8)]
+        frames = VaeImageProcessor.numpy_to_pil(frames.clip(0, 1))
     if not isinstance(frames, Sequence) or not frames or not all(isinstance(frame, Image.Image) for frame in frames):
         raise ValueError(f"frames must be PIL images, or numbers [F, Y, X, 3] or [F, 3, Y, X], got {short_repr(frames)}")
     if len({frame.size for frame in frames}) > 1:
@@ -78,19 +79,19 @@ def _pictures(frames: Any) -> list[Image.Image]:
     return [frame.convert("RGB") for frame in frames]
 
 
-def _write_animation(pictures: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
-    options: dict[str, Any] = {"save_all": True, "append_images": pictures[1:], "loop": 0, "duration": round(1000 / fps)}
+def _write_animation(images: list[Image.Image], file: Path, fps: float, suffix: str, comment: str) -> None:
+    options: dict[str, Any] = {"save_all": True, "append_images": images[1:], "loop": 0, "duration": round(1000 / fps)}
     if suffix == ".gif":
-        pictures[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
+        images[0].save(file, format="GIF", disposal=2, comment=comment.encode()[:255] or None, **options)
     else:
-        pictures[0].save(file, format="WEBP", lossless=True, **options)
+        images[0].save(file, format="WEBP", lossless=True, **options)
 
 
-def _write_mp4(pictures: list[Image.Image], file: Path, fps: float, comment: str) -> None:
+def _write_mp4(images: list[Image.Image], file: Path, fps: float, comment: str) -> None:
     """Use H.264 if FFmpeg has it. yuv420p needs even sides: odd ones are extended by repeating the last row or column."""
-    av = _av()
+    av = _import_av()
     codec = next((name for name in _CODECS if name in av.codecs_available), _CODECS[-1])
-    width, height = pictures[0].size
+    width, height = images[0].size
     with av.open(str(file), "w", format="mp4") as container:
         if comment:
             container.metadata["comment"] = comment
@@ -100,15 +101,15 @@ def _write_mp4(pictures: list[Image.Image], file: Path, fps: float, comment: str
             stream.options = {"crf": "12", "preset": "medium"}
         else:
             stream.bit_rate = max(1_000_000, width * height * 10)
-        for picture in pictures:
-            pixels = np.pad(np.asarray(picture), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+        for image in images:
+            pixels = np.pad(np.asarray(image), ((0, height % 2), (0, width % 2), (0, 0)), mode="edge")
             for packet in stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")):
                 container.mux(packet)
         for packet in stream.encode():
             container.mux(packet)
 
 
-def _av() -> Any:
+def _import_av() -> Any:
     try:
         import av
     except ImportError as error:
@@ -117,7 +118,7 @@ def _av() -> Any:
 
 
 if TYPE_CHECKING:
-    from vargen.pipelines.video_model import VideoModel
+    from vargen.pipelines.causal_video import CausalVideoPipeline
 
 
 @dataclass
@@ -146,7 +147,7 @@ class VideoStream(Iterator[Block]):
         blocks: total number of blocks.
     """
 
-    def __init__(self, pipe: VideoModel, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
+    def __init__(self, pipe: CausalVideoPipeline, blocks: BlockStream, scorer: Any, prompts: Mapping[int, str], clean: bool):
         self._pipe, self._blocks, self._scorer, self._clean = pipe, blocks, scorer, clean
         self._prompts, self._next = dict(prompts), 0
         self.fps, self.blocks = pipe.transformer.geometry.fps, blocks.blocks
@@ -178,8 +179,8 @@ class VideoStream(Iterator[Block]):
     @without_autocast
     def switch(self, prompt: str) -> None:
         """Use another prompt from the next block on, also to score drafts."""
-        condition = self._pipe.video_condition(prompt, None, self._clean)
-        score = None if self._scorer is None else self._scorer.bind(self._pipe.scored_prompt(prompt))
+        condition = self._pipe.encode_video_condition(prompt, None, self._clean)
+        score = None if self._scorer is None else self._scorer.bind(self._pipe.scorer_prompt(prompt))
         self._blocks.switch(condition, score)
 
     def cancel(self) -> None:

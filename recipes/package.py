@@ -49,7 +49,7 @@ from vargen.pipelines.components import FAMILIES
 from vargen.pipelines.llamagen import LlamaGenPipeline
 from vargen.pipelines.loading import check_model_folder, resolve_drafter
 from vargen.pipelines.parts import check_parts
-from vargen.pipelines.prompt_names import PromptNames
+from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.packaged import FILE as CAPTIONS
 from vargen.training.blanks import tokens_digest
@@ -100,7 +100,7 @@ def package_emoji(
         draft_transformer=drafter,
         defaults={**sampling, **(defaults or {})},
         prompt_styles=list(_EMOJI_STYLES),
-        prompt_names=PromptNames.read(lender),
+        prompt_names=PromptNames.load(lender),
     )
     vqvae.half()  # every parameter, the codebook too: decoding normalises its rows in float32
     store_as("int8", transformer, drafter)

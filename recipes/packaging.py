@@ -15,7 +15,7 @@ from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.pipelines.loading import FILE as BORROWED
 from vargen.pipelines.loading import PARTS as BORROWABLE
-from vargen.pipelines.prompt_names import FILE as NAMES
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE as NAMES
 from vargen.training.run import TrainingRun
 from vargen.weight_files import load_pickle_safely
 

@@ -27,14 +27,15 @@ from vargen.models.tokenizers.vq import VQModel
 from vargen.modes import normal_tensors
 from vargen.pipelines.component_files import check_component, resolve_network_folder
 from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.loading import load_options
 from vargen.pipelines.parts import check_parts
-from vargen.pipelines.quiet import placing
 
 
 class Target(Protocol):
     """What drafters use of the target transformer, whose features they extend."""
 
-    halves: int
+    @property
+    def rows_per_image(self) -> int: ...
 
     @property
     def vocab(self) -> int: ...
@@ -81,7 +82,7 @@ class EagleModel(_OfTarget):
         self.drafter, self.target = drafter, target
 
     def start(self, images: int, max_fed: int) -> _Held:
-        rows, device = images * self.target.halves, self.target.device
+        rows, device = images * self.target.rows_per_image, self.target.device
         cache, seen = self.drafter.new_cache(rows, max_fed, device), None
         if self.drafter.config.above:
             with normal_tensors():
@@ -91,15 +92,15 @@ class EagleModel(_OfTarget):
 
     def forward(self, tokens: Tensor, features: Tensor, state: _Held, tree: Tree) -> Output:
         B, T = tokens.shape
-        cache, halves = state.cache, self.target.halves
+        cache, rows_per_image = state.cache, self.target.rows_per_image
         earlier = tree.parents.shape[-1] - T
         depth = tree.depth[..., earlier:]
         position = cache.length[:B, None] + depth
         places = {}
         if not tree.chain:
             ancestors = tree.ancestors[..., earlier:, :]
-            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(halves, 1, 1)
-            places["positions"] = position.repeat(halves, 1)
+            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
+            places["positions"] = position.repeat(rows_per_image, 1)
         above = None if state.seen is None else self._above(features, state, position, earlier)
         hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
@@ -109,9 +110,9 @@ class EagleModel(_OfTarget):
 
         Slot j has the feature that predicted token j. The feature after the token above token j + 1 is in slot j + 2 - columns.
         """
-        seen, halves, columns = state.seen, self.target.halves, self.target.grid[1]
+        seen, rows_per_image, columns = state.seen, self.target.rows_per_image, self.target.grid[1]
         assert seen is not None
-        position = position.repeat(halves, 1)
+        position = position.repeat(rows_per_image, 1)
         if earlier == 0:  # tokens that the target has processed; drafted ones follow
             at = position.clamp(max=seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
             seen.scatter_(1, at, features.to(seen.dtype))
@@ -122,7 +123,7 @@ class EagleModel(_OfTarget):
         return seen.gather(1, index) * known[..., None]
 
     def commit(self, state: _Held, count: Tensor) -> None:
-        state.cache.advance(count.repeat(self.target.halves))
+        state.cache.advance(count.repeat(self.target.rows_per_image))
 
 
 class MedusaHeads(_OfTarget):
@@ -279,7 +280,7 @@ def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae
     networks: dict[str, Any] = {"upsampler": None}
     for name, folder in found.items():
         kind: Any = family.networks[name]
-        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **placing()).eval()
+        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **load_options()).eval()
     return networks
 
 

@@ -48,7 +48,7 @@ def test_passes_are_priced_by_model_and_guidance(pipe: VARPipeline, monkeypatch:
         return {"target": 10.0, "draft": 1.0}[place[0]] / (1 if place[3] else 2)
 
     monkeypatch.setattr(ScalePricedDecoder, "_seconds", price)
-    condition, _ = pipe.condition(["a"])
+    condition, _ = pipe.encode_condition(["a"])
     curve = decoder.measure_pass_seconds(condition, 1, [4, 9, 16])
     assert list(curve) == [1, 4, 9, 16], "the narrowest belongs to it"
     spent = {}

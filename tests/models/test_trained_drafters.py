@@ -38,7 +38,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     model = LlamaGenTokenModel(transformer, guidance, eagle=drafter)
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
-    rows = tokens.repeat(model.halves, 1)
+    rows = tokens.repeat(model.rows_per_image, 1)
     hidden = transformer(rows, joined).hidden  # row j predicted token j
     over = torch.zeros_like(hidden)
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
@@ -52,13 +52,13 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
         count = torch.tensor(counts)
         A = max(counts)
         place = (held[:, None] + torch.arange(A)).clamp(max=_N - 1)
-        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.halves, 1)]
+        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.rows_per_image, 1)]
         out = eagle.forward(tokens.gather(1, place), known, state, Tree.of_chain(A - 1))
         root = held + count - 1
         eagle.commit(state, count - 1)
-        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.halves)][:, None]
+        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.rows_per_image)][:, None]
         for step in range(_STEPS):
-            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.halves)]
+            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.rows_per_image)]
             known_above = not above or step <= 2  # with four columns, the token above is drafted itself from depth three on
             if known_above:
                 torch.testing.assert_close(features[:, 0], expected, atol=2e-5, rtol=1e-4)

@@ -76,12 +76,12 @@ def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, p
             for image, row in enumerate(held):
                 row += fed[image, path[image, : count[image]]].tolist()
         lengths = [len(row) for row in held]
-        assert cache.length.tolist() == lengths * model.halves and max(lengths) > GRID and moved
+        assert cache.length.tolist() == lengths * model.rows_per_image and max(lengths) > GRID and moved
         for image, row in enumerate(held):
             alone, _ = model.prefill(_of(condition, image), total)
             model.forward(torch.tensor([row]), alone, Tree.of_chain(len(row) - 1))
             end = cache.prefix + len(row)
-            for half in range(model.halves):
+            for half in range(model.rows_per_image):
                 mine = image + half * images
                 for store in ("k", "v"):
                     kept, fresh = getattr(cache, store)[:, mine, :, :end], getattr(alone, store)[:, half, :, :end]

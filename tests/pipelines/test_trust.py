@@ -13,7 +13,7 @@ from tiny_models import class_pipeline, text_pipeline
 from vargen import LlamaGenPipeline
 from vargen.pipelines import components as trust
 from vargen.pipelines import llamagen, loading
-from vargen.pipelines.stored import DiffusionPipeline
+from vargen.pipelines.base import DiffusionPipeline
 
 CODE = """
 open({marker!r}, "w").close()

@@ -231,7 +231,7 @@ def test_the_progress_bar_counts_tokens(classes: VARPipeline) -> None:
     classes.set_progress_bar_config(file=shown, disable=False)
     classes(class_labels=3)
     classes.set_progress_bar_config(disable=True)
-    assert "30/30" in shown.getvalue() and classes.num_timesteps == 4
+    assert "30/30" in shown.getvalue()
 
 
 def test_interrupt(classes: VARPipeline) -> None:

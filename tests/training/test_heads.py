@@ -61,7 +61,7 @@ def test_it_learns_what_drafts_are_judged_by(kind: str, tmp_path: Path) -> None:
 
     pipe.load_drafter(tmp_path / "late" / "drafter")
     method = Accelerator("one", (Eagle if kind == "eagle" else Medusa)(1), exact)
-    condition, _ = pipe.condition(class_labels=[number % 10 for number in range(64)])
+    condition, _ = pipe.encode_condition(class_labels=[number % 10 for number in range(64)])
     stats = decode(pipe.decoding_model(2.0), condition, torch.arange(64), method, Sampling(top_k=20)).stats
     tested = sum(stats.accepted_histogram[1:]) - 64
     assert stats.accepted_histogram[2] / tested == pytest.approx(late["overlap_1"], abs=0.1)

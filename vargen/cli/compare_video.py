@@ -83,7 +83,7 @@ def compared(setting: VideoSetting, prompts: list[str], device: Device, dtype: D
     pipe: Any = open_pipeline(setting.model, torch_dtype=kind).to(place)
     for method in methods.values():
         pipe.check_runs(method)
-    options = {} if setting.scorer is None else {"scorer": pipe.frame_scorer(setting.scorer)}
+    options = {} if setting.scorer is None else {"scorer": pipe.resolve_frame_scorer(setting.scorer)}
     with bar("videos") as show:
         return compare_videos(
             pipe, prompts, methods, num_blocks=setting.num_blocks, seed=setting.seed, judge=judge, extractor=extractor,

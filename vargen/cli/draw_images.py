@@ -39,7 +39,7 @@ def draw(
     """
     import torch
 
-    key = "class_label" if pipe.by_class else "prompt"
+    key = "class_label" if pipe.is_class_conditional else "prompt"
     images: list[dict[str, Any]] = []
     runs: list[Any] = []
     seconds = 0.0

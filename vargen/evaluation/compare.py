@@ -108,12 +108,10 @@ def compare(
     chosen = {**pipe.default_sampling, **(settings or {})}
     decoder = open_decoder(pipe, chosen)
     filled = [prompts[i % len(prompts)] for i in range(-(-len(prompts) // batch) * batch)]
-    condition, _ = pipe.condition(filled)
+    condition, _ = pipe.encode_condition(filled)
     seeds = torch.arange(seed, seed + len(filled))
     groups = [slice(start, start + batch) for start in range(0, len(filled), batch)]
-    with decoder.limit_threads(
-        condition.rows(groups[0]), batch
-    ) as threads:  # one count for all methods and the curve
+    with decoder.limit_threads(condition.rows(groups[0]), batch) as threads:  # one count for all methods and the curve
         results, drawn, curve = _take_turns(decoder, condition, seeds, groups, methods, pipe.baseline, progress)
     return Comparison(
         model=type(pipe.transformer).__name__,

@@ -222,7 +222,7 @@ def draw_many(
             relaxation.append(float(saved["relaxation"]))
         else:
             numbers = range(start, min(start + batch, pictures))
-            condition, count = pipe.condition([prompts[i % len(prompts)] for i in numbers])
+            condition, count = pipe.encode_condition([prompts[i % len(prompts)] for i in numbers])
             result = decoder.decode(condition, torch.arange(seed + start, seed + start + count), accelerator)
             parts.append(result.tokens.cpu())
             passes.append(result.stats.tokens_per_pass)

@@ -145,7 +145,7 @@ class Drawer:
         subjects = [self.items.subject(item) for item in unit.items]
         seeds = [self.drawing.seed + item for item in unit.items]
         result = self.pipe(
-            **{"class_labels" if self.pipe.by_class else "prompt": subjects},
+            **{"class_labels" if self.pipe.is_class_conditional else "prompt": subjects},
             generator=[torch.Generator().manual_seed(seed) for seed in seeds],
             accelerator=self.methods[unit.method],
             **self.drawing.sampling,

@@ -69,9 +69,9 @@ class BenchmarkModel:
     def condition(self, batch: int) -> Condition:
         """Return an arbitrary condition of the right shape; its content does not affect the time of a pass."""
         config, device = self.transformer.config, self.transformer.device
-        if self.pipe.by_class:
+        if self.pipe.is_class_conditional:
             return Condition(class_labels=torch.arange(batch, device=device) % config.num_classes)
-        mask = torch.zeros(batch, self.pipe.caption_rows, dtype=torch.bool, device=device)
+        mask = torch.zeros(batch, self.pipe.max_caption_tokens, dtype=torch.bool, device=device)
         mask[:, -_CAPTION_TOKENS:] = True
         embeds = torch.randn(*mask.shape, config.caption_dim, device=device) * mask[..., None]
         return Condition(caption_embeds=embeds, caption_mask=mask)
@@ -101,7 +101,7 @@ class BenchmarkModel:
         config, scales = self.transformer.config, self.transformer.scales
         D, V = self.transformer.lvl_embed.embedding_dim, config.vocab_size
         rows = batch * (1 if self.guidance_scale == 1 else 2)
-        caption = 0 if self.pipe.by_class else min(_CAPTION_TOKENS, self.pipe.caption_rows)
+        caption = 0 if self.pipe.is_class_conditional else min(_CAPTION_TOKENS, self.pipe.max_caption_tokens)
         matrices = {name: p.numel() for name, p in self.transformer.named_parameters() if p.dim() == 2}
         once = sum(count for name, count in matrices.items() if "ada_lin" in name)
         linear = sum(count for name, count in matrices.items() if name.startswith("blocks.") and "ada_lin" not in name)

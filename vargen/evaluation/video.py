@@ -142,7 +142,7 @@ def compare_videos(
         raise ValueError("prompts must hold at least one, got none")
     if pipe.baseline not in methods:
         raise ValueError(f"methods must hold the baseline, {pipe.baseline!r}, got {', '.join(methods)}")
-    scorer = pipe.frame_scorer(None).scorer if judge is None else judge
+    scorer = pipe.resolve_frame_scorer(None).scorer if judge is None else judge
     seen = {name: _Seen() for name in methods}
     names, done = list(methods), 0
     for number, prompt in enumerate(prompts):
@@ -151,7 +151,7 @@ def compare_videos(
             stream = pipe.stream(
                 prompt, accelerator=methods[name], num_blocks=num_blocks, generator=generator, profile=True, **(options or {})
             )
-            seen[name].add(stream, pipe.scored_prompt(prompt), scorer, extractor, number < kept)
+            seen[name].add(stream, pipe.scorer_prompt(prompt), scorer, extractor, number < kept)
             done += 1
             if progress is not None:
                 progress(done, len(prompts) * len(names))

@@ -65,7 +65,7 @@ class Prompts:
 
     def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
         texts = self.texts[held_out]
-        return self.pipe.condition([texts[number % len(texts)] for number in numbers])[0]
+        return self.pipe.encode_condition([texts[number % len(texts)] for number in numbers])[0]
 
 
 class Classes:
@@ -76,7 +76,7 @@ class Classes:
 
     def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
         count = self.pipe.transformer.config.num_classes
-        return self.pipe.condition(class_labels=[(number * 7919) % count for number in numbers])[0]  # prime: visits all classes
+        return self.pipe.encode_condition(class_labels=[(number * 7919) % count for number in numbers])[0]  # prime: visits all classes
 
 
 class CaptionFile:
@@ -93,7 +93,7 @@ class CaptionFile:
     def __call__(self, numbers: Sequence[int], held_out: bool) -> Condition:
         first, count = (len(self.embeds) - self.kept, self.kept) if held_out else (0, len(self.embeds) - self.kept)
         rows = torch.tensor([first + number % count for number in numbers])
-        return self.pipe.condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
+        return self.pipe.encode_condition(prompt_embeds=self.embeds[rows], prompt_mask=self.mask[rows])[0]
 
 
 def select_prompt_source(
@@ -113,7 +113,7 @@ def select_prompt_source(
     Raises:
         ValueError: for a file that the model does not support, for both files or none, or for prompts without a text encoder.
     """
-    if pipe.by_class:
+    if pipe.is_class_conditional:
         if prompts or features:
             raise ValueError("this model draws classes: leave prompts and features out")
         return Classes(pipe)
