@@ -1,13 +1,13 @@
-# make image PROMPT="a red apple"   draw one picture (installs the core on first use)
+# make image PROMPT="a red apple"   generate one image (installs the core on first use)
 #                                  MODEL=emoji-var: by the next-scale model, in six passes; any folder; also for the page
 # make demo                         the page in the browser
 # make test                         everything, on the reference set of packages
-# make test-latest                  the fast tests, on the latest set
-# make test-lowest                  the fast tests, on the oldest packages that pyproject.toml allows
+# make test-latest                  the tests that meet other packages than torch, on the latest set
+# make test-lowest                  the same, on the oldest packages that pyproject.toml allows
 # make test-gpu                     the kernels and CUDA graphs, on a machine with an NVIDIA GPU
 # make docs                         the documentation site, in build/site
 # make lint                         ruff and mypy
-# make clean                        remove what make made, pictures excepted
+# make clean                        remove what make made, images excepted
 #
 # Where torch comes from: on a Linux machine without an NVIDIA GPU, PyTorch's index of CPU wheels, because the ordinary index
 # has gigabytes of CUDA there. Another index: make image TORCH_INDEX=URL; the ordinary one: make image TORCH_INDEX=
@@ -47,12 +47,11 @@ test: $(REFERENCE)/.all lint
 	$(REFERENCE)/bin/$(PYTEST)
 
 test-latest: $(LATEST)/.fast
-	$(LATEST)/bin/$(PYTEST) -m "not slow"
+	$(LATEST)/bin/$(PYTEST) -m "packages and not slow"
 
-# The folders whose tests meet packages with a lower bound. torch is that of the reference set, so that what needs only torch
-# (decoding, kernels) was tested there.
+# The extras of this set leave the page, the scorers and evaluation out.
 test-lowest: $(LOWEST)/.fast
-	$(LOWEST)/bin/$(PYTEST) -m "not slow" tests/models tests/convert tests/pipelines tests/cli tests/training tests/recipes
+	$(LOWEST)/bin/$(PYTEST) -m "packages and not slow" tests/models tests/convert tests/pipelines tests/cli tests/training
 
 # One process: several would share the GPU, and compile every kernel each.
 test-gpu: $(REFERENCE)/.all

@@ -123,8 +123,8 @@ def measured(arguments: argparse.Namespace, setting: str, methods: list[str]) ->
         prompts.write_text("\n".join(arguments.prompts.read_text("utf-8").split("\n")[: arguments.compared]) + "\n", "utf-8")
         command = ["vargen", "compare", "--prompt-file", str(prompts), "-o", str(folder / "compare.png"), "--json", str(speed)]
         subprocess.run([*command, *common], check=True)
-    command = ["vargen", "eval", "-o", str(folder / "eval"), "--prompts", str(arguments.prompts), "--batch", "8"]
-    subprocess.run([*command, "--num", str(arguments.pictures), *common], check=True, stdout=subprocess.DEVNULL)
+    command = ["vargen", "eval", "-o", str(folder / "eval"), "--prompt-file", str(arguments.prompts), "--batch-size", "8"]
+    subprocess.run([*command, "--num-images", str(arguments.pictures), *common], check=True, stdout=subprocess.DEVNULL)
     quality = {each["name"]: each for each in json.loads((folder / "eval" / "metrics.json").read_text())["methods"]}
     return [each | {"quality": quality[each["name"]]} for each in json.loads(speed.read_text())["methods"]]
 

@@ -86,7 +86,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, help="draw them")
     given = parser.parse_args()
     names = dict.fromkeys(["ar", *OTHERS, *(method(name, value) for name, values in SWEEPS.items() for value in values)])
-    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num", str(given.num), "--batch", "8"]
+    command = ["vargen", "eval", "-o", str(given.output), "--model", given.model, "--num-images", str(given.num)]
     command += ["--scorers", "emoji-scorer", "--extractor", "emoji-scorer"]  # also for a folder's model
     subprocess.run([*command, "--threads", "1", "--methods", ",".join(names)], check=True, stdout=subprocess.DEVNULL)
     found = {each["name"]: each for each in json.loads((given.output / "metrics.json").read_text())["methods"]}

@@ -33,7 +33,7 @@ def method(rule: str, budget: float) -> str:
 def evaluated(output: Path, budgets: list[float], num: int) -> dict[str, dict[str, Any]]:
     """What `vargen eval` says of every method, by its name."""
     methods = ["ar", "scd", *(method(rule, budget) for rule in RULES for budget in budgets)]
-    command = ["vargen", "eval", "-o", str(output), "--num", str(num), "--batch", "1", "--threads", "1"]
+    command = ["vargen", "eval", "-o", str(output), "--num-images", str(num), "--batch-size", "1", "--threads", "1"]
     subprocess.run([*command, "--methods", ",".join(methods)], check=True, stdout=subprocess.DEVNULL)
     report = json.loads((output / "metrics.json").read_text())
     return {found["name"]: found for found in report["methods"]}

@@ -16,35 +16,15 @@ from diffusers.image_processor import VaeImageProcessor
 from PIL import Image
 from torch import Tensor
 
-from vargen.compat import ensure_torchvision, without_autocast
+from vargen.compat import ensure_torchvision, hide_progress_bars, load_options, report_memory, without_autocast
 from vargen.decoding import DEFAULT_METHOD, list_methods, resolve_method
 from vargen.files import atomic_merge, expand_user
 from vargen.models.condition import Condition
-from vargen.pipelines.components import FAMILIES, current_modules
-from vargen.pipelines.examples import FILE as EXAMPLES_FILE
-from vargen.pipelines.examples import check_examples, read_examples, write_examples
+from vargen.pipelines import loading, prompts
+from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
-from vargen.pipelines.loading import (
-    FILE,
-    check_model_folder,
-    hide_progress_bars,
-    load_options,
-    load_shared_components,
-    report_memory,
-    resolve_drafter,
-    resolve_dtypes,
-    shared_component_folders,
-)
 from vargen.pipelines.model_info import Method, ModelInfo
-from vargen.pipelines.parts import check_parts
-from vargen.pipelines.prompts import (
-    PROMPT_NAMES_FILE,
-    NormalizedPrompt,
-    PromptInputs,
-    PromptNames,
-    encode_condition,
-    encode_prompt,
-)
+from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
 from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
@@ -63,6 +43,7 @@ class VisualPipeline(DiffusionPipeline):
     A family implements `__call__` and the abstract methods below.
 
     Attributes:
+        family: registration of the family; `register_family` sets it.
         paradigm: selects the presets that this pipeline runs: next-token, next-scale or video.
         output_class: class of a call's result.
         baseline: name of the preset that speedups are relative to.
@@ -73,6 +54,7 @@ class VisualPipeline(DiffusionPipeline):
         examples: for image models, example tokens `[M, N]` for lookup drafters.
     """
 
+    family: ClassVar[ModelFamily]
     paradigm: ClassVar[str]
     output_class: ClassVar[Any]
     baseline: ClassVar[str] = "ar"
@@ -80,13 +62,11 @@ class VisualPipeline(DiffusionPipeline):
     pixel_decoder: ClassVar[str] = "vqvae"
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and used in turn with the transformer
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
     transformer: Any
     vqvae: Any
-    draft_transformer: Any
+    draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
     prompt_names: PromptNames | None
@@ -106,8 +86,11 @@ class VisualPipeline(DiffusionPipeline):
         Raises:
             ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
-        configs = {name: getattr(component, "config", None) for name, component in components.items()}
-        check_parts(FAMILIES[type(self).__name__], configs, **config)
+        known = self.family.components
+        if unknown := {name for name, component in components.items() if component is not None} - known.keys():
+            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(known)}")
+        components = {name: components.get(name) for name in known}
+        self.family.check({name: getattr(component, "config", None) for name, component in components.items()}, **config)
         super().__init__()
         self.register_modules(**components)
         self.register_to_config(**config)
@@ -147,17 +130,19 @@ class VisualPipeline(DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        folder = check_model_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
+        model = loading.check_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        folder = model.path
         kwargs.setdefault("use_safetensors", True)
+        with report_memory(folder):
+            kwargs[_DTYPE] = loading.resolve_dtypes(model, torch_dtype if dtype is None else dtype)
         if "prompt_names" not in kwargs:
-            kwargs["prompt_names"] = PromptNames.load(shared_component_folders(folder).get("prompt_names", folder))
+            kwargs["prompt_names"] = PromptNames.load(loading.shared_component_folders(folder).get("prompt_names", folder))
         with report_memory(folder), hide_progress_bars(folder):
-            kwargs[_DTYPE] = resolve_dtypes(folder, torch_dtype if dtype is None else dtype)
-            examples = read_examples(folder)
-            kwargs |= load_shared_components(folder, kwargs)
+            examples = loading.load_example_tokens(folder)
+            kwargs |= loading.load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**load_options(), **kwargs})
         if examples is not None and pipe.transformer is not None:
-            check_examples(examples, pipe.vocab, pipe.tokens)
+            loading.check_example_tokens(examples, pipe.vocab, pipe.tokens)
         pipe.examples = examples
         return pipe
 
@@ -165,7 +150,9 @@ class VisualPipeline(DiffusionPipeline):
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
         """As in diffusers, with former module paths of components replaced by the current ones."""
         loaded: Any = super().load_config(*args, **kwargs)
-        return (current_modules(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else current_modules(loaded)
+        config, *others = loaded if isinstance(loaded, tuple) else (loaded,)
+        config = current_modules(config, cls.family)
+        return (config, *others) if isinstance(loaded, tuple) else config
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
@@ -193,34 +180,32 @@ class VisualPipeline(DiffusionPipeline):
             if self.prompt_names is not None:
                 self.prompt_names.save(staged)
             if self.examples is not None:
-                write_examples(self.examples, staged)
-        own = {PROMPT_NAMES_FILE: self.prompt_names, EXAMPLES_FILE: self.examples, FILE: None}
+                loading.save_example_tokens(self.examples, staged)
+        own = {prompts.PROMPT_NAMES_FILE: self.prompt_names, loading.EXAMPLES_FILE: self.examples, loading.SHARED_FILE: None}
         for name in (name for name, value in own.items() if value is None):
             (folder / name).unlink(missing_ok=True)
 
-    def load_drafter(self, drafter: Any) -> str:
-        """Load a drafter that `vargen train drafter` trained for this model, and use it in later calls.
+    def load_drafter(self, drafter: Any, *others: Any) -> str:
+        """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
 
-        The drafter becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
+        It becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
 
         Args:
-            drafter: a folder, or the name of a packaged drafter, such as `"emoji/eagle"`.
+            drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
+            others: further ones, such as the up-sampler of a low-resolution transformer. All are loaded, or none.
 
         Returns:
-            Name of the component, such as `"eagle"`.
+            Name of the component of `drafter`, such as `"eagle"`.
 
         Raises:
-            ValueError: before any weight is read, if the folder holds no trained drafter, damaged files or code, or if the
-                drafter's width, vocabulary or grid differs from the transformer's.
+            ValueError: before any weight is read, if a folder holds no such network, damaged files or code, or if the network
+                does not match the transformer.
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        family = FAMILIES[type(self).__name__]
-        component, folder = resolve_drafter(drafter, family, self.transformer.config)
-        kind: Any = family.networks[component]
-        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True, **load_options())
-        self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
-        return component
+        networks, device = loading.load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
+        self.register_modules(**{name: network.to(device) for name, network in networks.items()})
+        return next(iter(networks))
 
     # -- methods --------------------------------------------------------------------------------------------------------
 
@@ -304,11 +289,11 @@ class VisualPipeline(DiffusionPipeline):
         Raises:
             ValueError, TypeError: for invalid prompts, or if the text encoder or P is missing.
         """
-        return encode_prompt(self, prompt, clean, max_sequence_length)
+        return prompts.encode_prompt(self, prompt, clean, max_sequence_length)
 
     def encode_condition(self, prompt: Any = None, **inputs: Any) -> tuple[Condition, int]:
         """Return the condition for prompts or classes (fields of `PromptInputs`), and their number."""
-        return encode_condition(self, PromptInputs(prompt, **inputs))
+        return prompts.encode_condition(self, PromptInputs(prompt, **inputs))
 
     def named_scorer(self, name: str) -> Scorer:
         """Return the scorer with this name, loaded on first use; see `vargen.scoring.open_scorer`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,21 +12,22 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Jacobi, decode
+from vargen.convert.llamagen import convert_llamagen
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, Eagle, Jacobi, Medusa, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
 from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters import Guidance, to_guidance
-from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family, require_equal
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
 from vargen.pipelines.model_info import ModelInfo
@@ -48,14 +50,14 @@ class LlamaGenPipeline(VisualPipeline):
         transformer: the network that predicts tokens.
         text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
         draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="speculative"`.
-        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
-        low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
-        upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
         id2label: class names (comma-separated synonyms) by class number (`condition="class"` only).
         defaults: default sampling settings of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_styles: style words in the training captions, such as "flat" in "a red apple, flat style".
         prompt_names: names that replace characters in a prompt, such as "grinning cat" for "😺"; only for models whose training
             captions contain these names. Stored in the model folder as `prompt_names.json`.
+        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
+        low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
+        upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
 
     Raises:
         ValueError: for components that do not match each other, or class names or defaults that are not valid.
@@ -63,15 +65,9 @@ class LlamaGenPipeline(VisualPipeline):
 
     paradigm: ClassVar[str] = "next-token"
     output_class: ClassVar[Any] = LlamaGenPipelineOutput
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa", "low_res", "upsampler"]
-    _optional_components: ClassVar[list[str]] = [
-        *VisualPipeline._optional_components, "eagle", "medusa", "low_res", "upsampler",
-    ]  # fmt: skip
 
-    eagle: EagleDrafter | None
-    medusa: MedusaDrafter | None
-    low_res: LlamaGenTransformer | None
-    upsampler: TokenUpsampler | None
+    low_res: LlamaGenTransformer | None = None
+    upsampler: TokenUpsampler | None = None
 
     def __init__(
         self,
@@ -84,19 +80,14 @@ class LlamaGenPipeline(VisualPipeline):
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
-        low_res: LlamaGenTransformer | None = None,
-        upsampler: TokenUpsampler | None = None,
+        **components: Any,
     ):
-        components = {
+        components |= {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
-            "low_res": low_res, "upsampler": upsampler,
+            "draft_transformer": draft_transformer,
         }  # fmt: skip
-        self._register_components(
-            components, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names
-        )
+        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
+        self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -107,7 +98,7 @@ class LlamaGenPipeline(VisualPipeline):
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         tokens = config.grid_size**2
-        drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
+        drafters = tuple(name for name in cls.family.drafters if (index.get(name) or [None])[0])
         sizes = config.condition, config.vocab_size, tokens, config.num_classes
         low_res = bool((index.get("low_res") or [None])[0])
         return ModelInfo(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
@@ -256,6 +247,8 @@ class LlamaGenPipeline(VisualPipeline):
             return transformer and LlamaGenTokenModel(transformer, guidance, device=device)
 
         low = adapt(self.low_res)
+        trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
+        heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
         return LlamaGenTokenModel(
             self.transformer,
             guidance,
@@ -263,30 +256,19 @@ class LlamaGenPipeline(VisualPipeline):
             codebook=codes,
             draft_model=adapt(self.draft_transformer),
             examples=self.examples,
-            eagle=self.eagle,
-            medusa=self.medusa,
+            draft_heads=heads,
             low_res=low and LowResolutionDrafter(low, self.grid, self.upsampler, self.vqvae, codes),
             device=device,
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer that `vargen train drafter low-res` trained, and use it in later calls.
+        """Load a low-resolution transformer and, if given, its up-sampler, as `load_drafter` does.
 
-        `save_pretrained` writes both networks with the pipeline.
-
-        Args:
-            low_res: folder of the training run, or of the saved transformer.
-            upsampler: folder of the training run, or of the saved up-sampler; None decodes, resizes and encodes instead.
-
-        Raises:
-            ValueError: before any weight is read, if tokens, conditions or grids do not match the transformer's, a file is
-                damaged, or a folder contains code.
-            FileNotFoundError: if a folder has no such network.
+        Without one, an up-sampler that was loaded earlier is removed.
         """
-        if self.transformer is None:
-            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = opened(low_res, upsampler, self.transformer, self.vqvae), self._device_of(self.transformer)
-        self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
+        if upsampler is None:
+            self.register_modules(upsampler=None)
+        self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
 
     # -- images -------------------------------------------------------------------------------------------------------
 
@@ -338,3 +320,47 @@ class LlamaGenPipeline(VisualPipeline):
         side = self.transformer.config.grid_size * self.vqvae.downsampling
         pixels = preprocess_images(images, self.image_processor, side)
         return self.vqvae.encode(pixels.to(self._device_of(self.vqvae), self.vqvae.dtype))
+
+
+def _check_low_res(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
+    if low is None and configs.get("upsampler") is not None:
+        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
+    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
+        )
+    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
+
+
+_HEAD = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
+
+LLAMAGEN = register_family(
+    ModelFamily(
+        name="llamagen",
+        pipeline=LlamaGenPipeline,
+        components={
+            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
+            "vqvae": Component((VQModel,), required=True, matches={"codebook_size": "vocab_size"}),
+            "draft_transformer": Component(
+                (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "grid_size")
+            ),
+            "eagle": Component((EagleDrafter,), adapter=EagleModel, drafter=Eagle, **_HEAD),
+            "medusa": Component((MedusaDrafter,), adapter=MedusaHeads, drafter=Medusa, **_HEAD),
+            "low_res": Component(
+                (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size"), run_folder="transformer"
+            ),
+            "upsampler": Component((TokenUpsampler,), matches=("vocab_size", "grid_size"), run_folder="upsampler"),
+            **TEXT_COMPONENTS,
+        },
+        condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
+        check_compatible=_check_low_res,
+        convert=convert_llamagen,
+        official_sizes={f"llamagen-{name.lower()}": {"transformer": size} for name, size in SIZES.items()},
+    )
+)

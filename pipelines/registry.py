@@ -1,32 +1,47 @@
-"""Opening and describing models of any family by name or folder."""
+"""Opening and describing models of any family by name or folder.
+
+Importing this module registers the families of vargen.
+"""
 
 from __future__ import annotations
 
-import json
-from importlib import import_module
 from typing import Any
 
 import torch
 
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.loading import check_model_folder, default_dtype, read_model_index
+from vargen.pipelines.llamagen import LLAMAGEN
+from vargen.pipelines.loading import check_model_folder, default_dtype, find_model_folder
 from vargen.pipelines.model_info import ModelInfo
+from vargen.pipelines.var import VAR
+
+__all__ = [
+    "CAUSAL_VIDEO",
+    "FAMILIES",
+    "LLAMAGEN",
+    "VAR",
+    "describe",
+    "open_pipeline",
+    "paradigm_of",
+    "pipeline_class",
+]
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
-    """Return the pipeline class with this name; see `FAMILIES`."""
-    return getattr(import_module(FAMILIES[name].module), name)
+    """Return the pipeline class with this name."""
+    return FAMILIES[name].pipeline
 
 
 def paradigm_of(name: Any) -> str:
     """Return the paradigm of a model, such as `"next-token"`. Reads only its index.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.read_model_index`.
+        ValueError: see `vargen.pipelines.loading.find_model_folder`.
     """
-    return pipeline_class(read_model_index(name, None, {})[1]["_class_name"]).paradigm
+    return find_model_folder(name).family.pipeline.paradigm
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
@@ -42,10 +57,10 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
-    folder, index = read_model_index(name, None, options)
+    folder = find_model_folder(name, None, options)
     if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
-        options["torch_dtype"] = default_dtype(folder, place)
-    pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # validates the rest of the folder
+        options["torch_dtype"] = default_dtype(folder.path, place)
+    pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
     return pipe if place is None else pipe.to(place)
 
 
@@ -55,6 +70,5 @@ def describe(name: Any) -> ModelInfo:
     Raises:
         ValueError: see `vargen.pipelines.loading.check_model_folder`.
     """
-    folder = check_model_folder(name, None, {})
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    return pipeline_class(index["_class_name"]).described(folder, index)
+    folder = check_model_folder(name)
+    return folder.family.pipeline.described(folder.path, folder.index)

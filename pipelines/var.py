@@ -13,16 +13,17 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.convert.var import DEFAULTS
+from vargen.convert.var import DEFAULTS, convert_var
 from vargen.decoding import DecodeOutput, ScaleSchedule, decode_scales
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.models.var import VARTransformer
+from vargen.models.var import SCALES, VARTransformer, official_config
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters import Guidance, to_guidance
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
 from vargen.pipelines.images import (
     FixedTokens,
@@ -81,9 +82,8 @@ class VARPipeline(VisualPipeline):
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
             "draft_transformer": draft_transformer,
         }  # fmt: skip
-        self._register_components(
-            components, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names
-        )
+        values = {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}
+        self._register_components(components, values, prompt_names)
 
     # -- properties -----------------------------------------------------------------------------------------------------
 
@@ -323,3 +323,29 @@ class VARPipeline(VisualPipeline):
         """
         latent = self._encode_latent(preprocess_images(images, self.image_processor, self.vqvae.image_size))
         return torch.cat([tokens.flatten(1) for tokens in self._quantizer().quantise(latent)], dim=1)
+
+
+VAR = register_family(
+    ModelFamily(
+        name="var",
+        pipeline=VARPipeline,
+        components={
+            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
+            "vqvae": Component(
+                (MultiScaleVQModel,),
+                required=True,
+                matches={"codebook_size": "vocab_size", "codebook_embed_dim": "code_dim", "scales": "scales"},
+            ),
+            "draft_transformer": Component(
+                (VARTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "code_dim", "scales")
+            ),
+            **TEXT_COMPONENTS,
+        },
+        condition_settings={"class": ("num_classes",), "text": ("caption_rows", "caption_dim")},
+        convert=convert_var,
+        official_sizes={
+            f"var-d{depth}": {"transformer": official_config(depth, pixels), "vqvae": {"scales": SCALES[pixels]}}
+            for depth, pixels in ((16, 256), (20, 256), (24, 256), (30, 256), (36, 512))
+        },
+    )
+)

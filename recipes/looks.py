@@ -11,17 +11,15 @@ import vargen.assets
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.emoji.evaluation import Recall, open_pipeline, pipeline_draw
 from recipes.emoji.lookup_examples import choose_examples, kept_tokens
-from recipes.registry import output_folder
-from vargen.cli.console import print_json
-from vargen.cli.evaluation_options import bar
+from recipes.registry import output_folder, resolve_network_folder
+from vargen.cli.console import print_json, progress_bar
 from vargen.cli.inputs import read_prompts
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
 from vargen.evaluation.contact_sheets import blind_sheet
 from vargen.files import atomic_merge, expand_user
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.component_files import resolve_network_folder
-from vargen.pipelines.examples import write_examples
+from vargen.pipelines.loading import save_example_tokens
 from vargen.scoring.packaged import ImageTextScorer
 from vargen.training.focus import Focus
 
@@ -96,10 +94,10 @@ def lookup_examples(
     images = _load_data(data)
     vqvae = VQModel.from_pretrained(folder / "vqvae", use_safetensors=True).to(select_device(device)).eval()
     cached = None if generator is None else kept_tokens(expand_user(generator, "generator"), vqvae, len(images.images))
-    with bar("tokens") as progress:
+    with progress_bar("tokens", "images") as progress:
         tokens = choose_examples(vqvae, images, count, cached, progress=progress)
     with atomic_merge(folder) as staged:
-        write_examples(tokens, staged)
+        save_example_tokens(tokens, staged)
     print_json({"folder": str(folder), "images": len(tokens), "tokens": tokens.numel()})
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from recipes.emoji.scorer_evaluation import FIXED
 from vargen.models.causal_video import CausalVideoTransformer
-from vargen.pipelines.loading import FILE as BORROWED
+from vargen.pipelines.loading import SHARED_FILE
 from vargen.scoring.packaged import FILE as CAPTIONS
 
 Metrics = dict[str, Any]
@@ -106,7 +106,7 @@ def var_card(pipeline: Any, metrics: dict[str, Metrics], note: str) -> str:
         "emoji-var",
         size=vqvae.image_size,
         passes=len(transformer.scales),
-        borrowed=BORROWED,
+        borrowed=SHARED_FILE,
         scales=", ".join(map(str, transformer.scales)),
         tokens=transformer.tokens,
         codes=vqvae.config.codebook_size,
@@ -148,7 +148,7 @@ def video_card(
         fps=geometry.fps,
         steps=f"{len(sampling['levels'])} steps"
         + (f" of a flow, guidance {sampling['guidance']:g}" if sampling["euler"] else ""),
-        borrowed=BORROWED,
+        borrowed=SHARED_FILE,
         parts="\n".join(lines) + "\n",
         weight_format=weight_format,
         mebibytes=f"{size / 2**20:.1f}",

@@ -35,6 +35,7 @@ from recipes.packaging import (
 from vargen.files import atomic_merge
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.component_files import check_network_files
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.image_text import ImageTextModel
 from vargen.models.llamagen import LlamaGenTransformer
@@ -44,11 +45,8 @@ from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.models.tokenizers.vq import VQModel
 from vargen.models.var import VARTransformer
 from vargen.models.weight_storage import WEIGHT_FORMATS, QuantizedStorageMixin
-from vargen.pipelines.component_files import check_component
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.llamagen import LlamaGenPipeline
+from vargen.pipelines.llamagen import LLAMAGEN, LlamaGenPipeline
 from vargen.pipelines.loading import check_model_folder, resolve_drafter
-from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompts import PromptNames
 from vargen.pipelines.var import VARPipeline
 from vargen.scoring.packaged import FILE as CAPTIONS
@@ -257,15 +255,13 @@ def package_head(run: Path, model: Any, note: str = "") -> dict[str, Any]:
         ValueError: for a run for another model than this one, or a head that is larger than a packaged one may be.
     """
     finished({"head": run}, head="drafter")
-    folder = check_model_folder(model, None, {})
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    family = FAMILIES[index["_class_name"]]
+    folder = check_model_folder(model, LLAMAGEN).path
     target = LlamaGenTransformer.from_pretrained(folder / "transformer", torch_dtype=torch.float32, use_safetensors=True)
-    kind, trained = resolve_drafter(run / "drafter", family, target.config)
+    kind, trained, config = resolve_drafter(run / "drafter", LLAMAGEN)
+    LLAMAGEN.check({"transformer": target.config, kind: config})
     if fingerprint(run).get("target") != weights_digest(target):
         raise ValueError(f"the run in {run} was trained for another transformer than that of {folder}: train one for it")
-    network: Any = family.networks[kind]
-    head = network.from_pretrained(trained, use_safetensors=True).half()
+    head = LLAMAGEN.components[kind].network_class.from_pretrained(trained, use_safetensors=True).half()
     size = sum(value.nbytes for value in head.state_dict().values())
     check_size("head", size, MAX_BYTES["head"])
     metrics = read_metrics(run)
@@ -282,16 +278,16 @@ def package_low_res(low_res: Path, upsampler: Path, model: Any, note: str = "") 
             than packaged ones may be.
     """
     runs = finished({"low_res": low_res, "upsampler": upsampler}, upsampler="upsampler")
-    folder = check_model_folder(model, "LlamaGenPipeline", {})
+    folder = check_model_folder(model, LLAMAGEN).path
     codes = tokens_digest(VQModel.from_pretrained(folder / "vqvae").float())
     for run in runs.values():
         if fingerprint(run).get("tokenizer") != codes:
             raise ValueError(f"the run in {run} was trained on the tokens of another tokenizer than that of {folder}")
     kinds: dict[str, Any] = {"low_res": LlamaGenTransformer, "upsampler": TokenUpsampler}
     places = {"low_res": low_res / "transformer", "upsampler": upsampler / "upsampler"}
-    configs = {"transformer": check_component(folder / "transformer", LlamaGenTransformer)}
-    configs |= {name: check_component(place, kinds[name]) for name, place in places.items()}
-    check_parts(FAMILIES["LlamaGenPipeline"], configs)
+    configs = {"transformer": check_network_files(folder / "transformer", LlamaGenTransformer)}
+    configs |= {name: check_network_files(place, kinds[name]) for name, place in places.items()}
+    LLAMAGEN.check(configs)
     networks = {name: kinds[name].from_pretrained(place) for name, place in places.items()}
     store_as("int8", *networks.values())
     size = sum(p.numel() for network in networks.values() for p in network.parameters())  # a byte each

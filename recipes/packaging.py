@@ -13,8 +13,7 @@ from transformers import AutoTokenizer
 from recipes.emoji.evaluation import COUNTS
 from vargen.files import atomic_file, atomic_folder, atomic_merge
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.loading import FILE as BORROWED
-from vargen.pipelines.loading import PARTS as BORROWABLE
+from vargen.pipelines.loading import SHAREABLE, SHARED_FILE
 from vargen.pipelines.prompts import PROMPT_NAMES_FILE as NAMES
 from vargen.training.run import TrainingRun
 from vargen.weight_files import load_pickle_safely
@@ -97,8 +96,8 @@ def write_model(
         if lender is not None:
             for part in ("text_encoder", "tokenizer"):
                 shutil.rmtree(staged / part, ignore_errors=True)
-            shared = [part for part in BORROWABLE if part != "prompt_names" or (lender / NAMES).is_file()]
-            (staged / BORROWED).write_text(json.dumps(dict.fromkeys(shared, lender.name), indent=1) + "\n", "utf-8")
+            shared = [part for part in SHAREABLE if part != "prompt_names" or (lender / NAMES).is_file()]
+            (staged / SHARED_FILE).write_text(json.dumps(dict.fromkeys(shared, lender.name), indent=1) + "\n", "utf-8")
         strip_local_paths(staged)
         size = folder_bytes(staged)
         if max_bytes is not None:

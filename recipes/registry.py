@@ -23,7 +23,8 @@ from recipes.emoji_video.clips import build_video_dataset, load_video_dataset
 from recipes.emoji_video.config import AutoencoderConfig, PreviewConfig, VideoConfig
 from recipes.emoji_video.preview import train_video_preview
 from recipes.emoji_video.transformer import train_video
-from vargen.files import cache_folder
+from vargen.files import cache_folder, expand_user
+from vargen.models.component_files import refuse_code_files
 from vargen.training.config import NextTokenConfig
 from vargen.training.heads_config import HeadConfig
 from vargen.training.upsampler import UpsamplerConfig, train_upsampler
@@ -165,3 +166,18 @@ def output_folder(name: str) -> Path:
     """Where a recipe writes unless told otherwise."""
     recipe = RECIPES[name]
     return cache_folder() / recipe.cached if recipe.cached else Path("runs") / (recipe.folder or name)
+
+
+def resolve_network_folder(folder: Any, part: str, name: str) -> Path:
+    """Return the folder of a saved network: the subfolder `part` of a training run, or the given folder itself.
+
+    Raises:
+        FileNotFoundError: if there is no network; the message names the argument `name`.
+        ValueError: if the folder contains code.
+    """
+    given = expand_user(folder, name)
+    for place in (given / part, given):
+        if (place / "config.json").is_file():
+            refuse_code_files(place)
+            return place
+    raise FileNotFoundError(f"{name} must be a run's folder with {part}/, or a saved network, got {str(given)!r}")

@@ -10,12 +10,11 @@ from typing import Any
 
 from recipes.emoji.dataset import load_emoji_dataset
 from recipes.package import package_emoji, package_head, package_low_res, package_scorer, package_var, package_video
-from recipes.registry import PACKAGED, RECIPES, Input, output_folder
+from recipes.registry import PACKAGED, RECIPES, Input, output_folder, resolve_network_folder
 from vargen.cli.options import Device, check_range, select_device
 from vargen.device import set_threads
 from vargen.files import expand_user
 from vargen.pipelines import validation as checks
-from vargen.pipelines.component_files import resolve_network_folder
 from vargen.training.config import CONFIGS, from_dict, load_config
 
 FOLDERS = (Path(__file__).parent / "configs", CONFIGS)

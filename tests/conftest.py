@@ -46,6 +46,36 @@ def _register_recipes() -> None:
 _register_recipes()
 
 
+# Tests that meet packages with a version of their own in each set of packages: the other sets run these only. torch is the same
+# in all sets, so that what needs only torch and NumPy is tested once.
+PACKAGE_TESTS = (
+    "assets",
+    "cli",
+    "convert",
+    "demo",
+    "evaluation",
+    "models/test_compact.py",
+    "models/test_manifest.py",
+    "models/test_text_encoder.py",
+    "models/test_trained_drafters.py",
+    "models/test_wan_vae.py",
+    "models/test_weights.py",
+    "pipelines",
+    "scoring",
+    "test_compat.py",
+    "test_picture_files.py",
+    "training/test_heads.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    folder = Path(__file__).parent
+    for item in items:
+        path = item.path.relative_to(folder)
+        if path.as_posix() in PACKAGE_TESTS or path.parts[0] in PACKAGE_TESTS:
+            item.add_marker(pytest.mark.packages)
+
+
 @pytest.fixture(autouse=True)
 def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections leave this machine for no test; loopback and Unix sockets stay open."""

@@ -77,7 +77,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "temperature",
             allowed="a finite number of at least 0 (0 is greedy)",
-            help="how evenly to draw; 0 takes the likeliest token",
+            help="randomness of sampling; 0 takes the likeliest token",
             neutral=1.0,
             least=0.0,
             slider=(0, 2, 0.05),
@@ -85,7 +85,7 @@ OPTIONS: dict[str, Option] = {
         Option(
             "top_k",
             allowed="a whole number of at least 1, or None to keep every token",
-            help="likeliest tokens kept, up to the vocabulary",
+            help="number of likeliest tokens kept, up to the vocabulary",
             neutral=None,
             least=1,
             is_integer=True,

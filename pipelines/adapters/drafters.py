@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -22,13 +21,8 @@ from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
 from vargen.modes import normal_tensors
-from vargen.pipelines.component_files import check_component, resolve_network_folder
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.loading import load_options
-from vargen.pipelines.parts import check_parts
 
 
 class Target(Protocol):
@@ -259,29 +253,6 @@ def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: T
     (R, C), (r, c) = grid, low
     means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
     return (means @ codes.T).argmax(-1)
-
-
-def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
-    """Load the networks `low_res` and `upsampler` (None without one) from folders, and check that they match a transformer; see
-    `LlamaGenPipeline.load_low_res`."""
-    found: dict[str, Path] = {"low_res": resolve_network_folder(low_res, "transformer", "low_res")}
-    if upsampler is not None:
-        found["upsampler"] = resolve_network_folder(upsampler, "upsampler", "upsampler")
-    family = FAMILIES["LlamaGenPipeline"]
-    configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
-    check_parts(family, {"transformer": transformer.config, **configs})
-    of, codes = configs.get("upsampler", {}).get("codes"), vqvae and vqvae.quantize.digest()
-    if of and codes and of != codes:
-        raise ValueError(
-            f"upsampler {str(upsampler)!r} belongs to another codebook (digest {of}) than this model's ({codes}), as does the "
-            "low-resolution model that it was trained with: give those of this model"
-        )
-    dtypes = {"low_res": transformer.dtype, "upsampler": torch.float32}
-    networks: dict[str, Any] = {"upsampler": None}
-    for name, folder in found.items():
-        kind: Any = family.networks[name]
-        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **load_options()).eval()
-    return networks
 
 
 def enlarged(

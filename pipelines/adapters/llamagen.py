@@ -5,7 +5,7 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
 from typing import Any
@@ -15,13 +15,11 @@ from torch import Tensor
 
 from vargen.decoding import Output, Tree
 from vargen.models.condition import Condition
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import LlamaGenOutput, LlamaGenTransformer
 from vargen.modes import normal_tensors
 from vargen.pipelines.adapters import Guidance, cost_key, num_rows, to_guidance
-from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads
+from vargen.pipelines.adapters.drafters import LowResolutionDrafter
 
 
 class LlamaGenTokenModel:
@@ -34,7 +32,7 @@ class LlamaGenTokenModel:
         compiled_forward: runs the passes after prefill. Default: the transformer itself.
         codebook: float `[V, C]`, the tokenizer's embeddings, for rules that compare tokens.
         draft_model: a smaller model with the same vocabulary, for speculative decoding.
-        eagle, medusa: drafters trained on this transformer's features.
+        draft_heads: by name, functions that make a draft head for this model, from networks trained on its features.
         low_res: a low-resolution model whose images predict drafts.
         examples: integers `[M, N]`, example tokens for lookup drafters.
         device: device of the passes. Default: the device of the weights, which is a different one while they are offloaded.
@@ -51,8 +49,7 @@ class LlamaGenTokenModel:
         draft_model: LlamaGenTokenModel | None = None,
         examples: Tensor | None = None,
         device: torch.device | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
+        draft_heads: Mapping[str, Callable[[LlamaGenTokenModel], Any]] | None = None,
         low_res: LowResolutionDrafter | None = None,
     ):
         self.transformer = transformer
@@ -60,12 +57,11 @@ class LlamaGenTokenModel:
         self.guidance, self.compress_prefix = to_guidance(guidance), compress_prefix
         self.codebook = codebook
         self.draft_model = draft_model
-        self.eagle = None if eagle is None else EagleModel(eagle, self)
-        self.medusa = None if medusa is None else MedusaHeads(medusa, self)
         self.examples, self.low_res = examples, low_res
         self.device = device or transformer.device
         hooks = ("_hf_hook", "_diffusers_hook")  # set by accelerate and by diffusers
         self._offloaded = any(hasattr(module, hook) for module in transformer.modules() for hook in hooks)
+        self.draft_heads = {name: make(self) for name, make in (draft_heads or {}).items()}
         # A tensor, because the compiler would build a new graph for every other Python number.
         self._scale = torch.tensor(self.guidance.scale, device=self.device) if self.rows_per_image == 2 else None
 

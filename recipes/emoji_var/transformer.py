@@ -25,9 +25,9 @@ from recipes.emoji_var.losses import distillation, scale_weights
 from recipes.emoji_var.self_correction import Corrector
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
+from vargen.models.component_files import check_network_files
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
-from vargen.pipelines.loading import check_component
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.head_loss import head_loss
 from vargen.training.optimizers import Muon
@@ -169,7 +169,7 @@ def _initial_model(recipe: NextScaleConfig, init_folder: Path | None) -> tuple[V
     model = VARTransformer(**options)
     if init_folder is None:
         return model, None
-    check_component(init_folder, VARTransformer)
+    check_network_files(init_folder, VARTransformer)
     given = VARTransformer.from_pretrained(init_folder)
     other = {name: given.config[name] for name in options if given.config[name] != model.config[name]}
     if other:
@@ -201,9 +201,9 @@ def train_next_scale(
 
     At every evaluation, `folder/drawn.png` shows what it draws. Returns the figures of `Evaluation`.
     """
-    check_component(tokenizer_folder, MultiScaleVQModel)
+    check_network_files(tokenizer_folder, MultiScaleVQModel)
     if teacher_folder is not None:
-        check_component(teacher_folder, VARTransformer)
+        check_network_files(teacher_folder, VARTransformer)
     torch.manual_seed(recipe.seed)
     model, init = _initial_model(recipe, init_folder)
     model = model.to(device)

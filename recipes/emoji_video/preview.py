@@ -17,9 +17,9 @@ from recipes.emoji_video.clips import VideoDataset
 from recipes.emoji_video.config import PreviewConfig
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
+from vargen.models.component_files import check_network_files
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines.loading import check_component
 from vargen.training.run import TrainingRun
 
 logger = logging.getLogger("vargen")
@@ -47,7 +47,7 @@ def train_video_preview(
         ValueError: if the saved autoencoder is damaged or does not fit the clips or the recipe; if the folder holds another
             run, or training diverges.
     """
-    check_component(vae_folder, CausalVideoVAE)
+    check_network_files(vae_folder, CausalVideoVAE)
     vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
     torch.manual_seed(recipe.seed)
     model = PreviewDecoder(**recipe.model).to(device)

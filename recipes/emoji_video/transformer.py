@@ -23,8 +23,8 @@ from recipes.emoji_video.evaluation import Evaluation
 from recipes.emoji_video.losses import Losses, drawing
 from vargen.files import atomic_file, atomic_merge
 from vargen.models.causal_video import CausalVideoTransformer
+from vargen.models.component_files import check_network_files
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.pipelines.loading import check_component
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.optimizers import Muon
 from vargen.training.run import TrainingRun
@@ -68,7 +68,7 @@ def check_video_fit(model: CausalVideoTransformer, vae: CausalVideoVAE, data: Vi
 
 
 def _opened(folder: Path, vae: CausalVideoVAE, data: VideoDataset, device: torch.device) -> CausalVideoTransformer:
-    check_component(folder, CausalVideoTransformer)
+    check_network_files(folder, CausalVideoTransformer)
     model = CausalVideoTransformer.from_pretrained(folder).to(device).eval().requires_grad_(False)
     check_video_fit(model, vae, data)
     return model
@@ -89,7 +89,7 @@ class _Networks:
         if (recipe.objective == "consistency") != (teacher_folder is not None):
             told = f"this one is {recipe.objective!r}"
             raise ValueError(f"teacher must be given for the objective 'consistency' and for no other; {told}")
-        check_component(vae_folder, CausalVideoVAE)
+        check_network_files(vae_folder, CausalVideoVAE)
         torch.manual_seed(recipe.seed)
         self.vae = CausalVideoVAE.from_pretrained(vae_folder).to(device).eval().requires_grad_(False)
         self.model = CausalVideoTransformer(**recipe.model).to(device)

@@ -61,23 +61,26 @@ TEXT = [
     (["a", "--compile", "--device", "cpu"], ["compile must be False on a CPU"]),
     (["a", "--negative-prompt", " "], ["negative_prompt"]),
     (["a", "--class-label", "1"], ["not both"]),
-    (["--class-label", "1"], ["draws from text", "prompt"]),
+    (["--class-label", "1"], ["generates from text", "prompt"]),
     (["a", "--prompt-file", "nothing.txt"], ["prompt_file 'nothing.txt' does not exist"]),
     (["a", "-o", "a.gif"], ["output", "png, jpg, jpeg, webp", "'a.gif'"]),
     (["a", "-o", ""], ["output"]),
     (["a", "-o", "-"], ["output"]),
-    (["a", "--sheet", ""], ["sheet must name a file or a folder, got ''"]),
-    (["a", "--sheet", "-"], ["sheet must name a file or a folder, got '-'"]),
+    (["a", "--contact-sheet", ""], ["contact_sheet must name a file or a folder, got ''"]),
+    (["a", "--contact-sheet", "-"], ["contact_sheet must name a file or a folder, got '-'"]),
     (["a", "-o", "~nosuchuser/x.png"], ["output '~nosuchuser/x.png' begins with a home folder that is not known"]),
     (["a", "-o", "~nosuchuser/"], ["output '~nosuchuser/' begins with a home folder"]),
-    (["a", "--sheet", "~nosuchuser/x.png"], ["sheet '~nosuchuser/x.png' begins with a home folder"]),
+    (["a", "--contact-sheet", "~nosuchuser/x.png"], ["contact_sheet '~nosuchuser/x.png' begins with a home folder"]),
     (["a", "--prompt-file", "~nosuchuser/x"], ["prompt_file '~nosuchuser/x' begins with a home folder"]),
     (["a", "--model", "~nosuchuser/x"], ["model '~nosuchuser/x' begins with a home folder"]),
-    (["a", "-o", "pic.png", "--sheet", "pic.png"], ["sheet 'pic.png' is also output 'pic.png'"]),
-    (["a", "-o", "pic.png", "--sheet", "./x/../pic.png"], ["is also output 'pic.png'"]),
-    (["a", "-n", "2", "-o", "pics.png", "--sheet", "pics-1.png"], ["sheet 'pics-1.png' is also output 'pics-1.png'"]),
-    (["a", "--seed", "1", "--sheet", "a-1.png"], ["sheet 'a-1.png' is also output 'a-1.png'"]),
-    (["a", "--seed", "1", "--sheet", "a-1-2.png"], ["sheet 'a-1-2.png' may be taken by output 'a-1.png'"]),
+    (["a", "-o", "pic.png", "--contact-sheet", "pic.png"], ["contact_sheet 'pic.png' is also output 'pic.png'"]),
+    (["a", "-o", "pic.png", "--contact-sheet", "./x/../pic.png"], ["is also output 'pic.png'"]),
+    (
+        ["a", "-n", "2", "-o", "pics.png", "--contact-sheet", "pics-1.png"],
+        ["contact_sheet 'pics-1.png' is also output 'pics-1.png'"],
+    ),
+    (["a", "--seed", "1", "--contact-sheet", "a-1.png"], ["contact_sheet 'a-1.png' is also output 'a-1.png'"]),
+    (["a", "--seed", "1", "--contact-sheet", "a-1-2.png"], ["contact_sheet 'a-1-2.png' may be used by output 'a-1.png'"]),
     (["a", "-o", "x" * 220 + ".png"], ["output", "at most 200 bytes"]),
     (["a", "-o", "x" * 300 + ".png"], ["output", "cannot be written", "too long"]),
     (["a", "-o", "x" * 300 + "/a.png"], ["output", "cannot be written", "too long"]),
@@ -126,7 +129,7 @@ def test_a_place_that_cannot_be_written(run: Any, text_model: Path, tmp_path: Pa
 
 @pytest.mark.usefixtures("no_weights")
 @pytest.mark.parametrize(
-    ("content", "said"), [(b"# nothing\n\n", "holds no prompt"), (b"caf\xe9", "UTF-8"), (b"", "holds no prompt")]
+    ("content", "said"), [(b"# nothing\n\n", "contains no prompt"), (b"caf\xe9", "UTF-8"), (b"", "contains no prompt")]
 )
 def test_bad_prompt_files(run: Any, text_model: Path, tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "p.txt").write_bytes(content)
@@ -138,7 +141,7 @@ def test_an_output_that_is_the_prompt_file(run: Any, text_model: Path, tmp_path:
     prompts = tmp_path / "prompts.png"
     prompts.write_text("a cat\n")
     (tmp_path / "link.png").symlink_to(prompts)
-    for option in ("-o", "--sheet"):
+    for option in ("-o", "--contact-sheet"):
         for name in ("prompts.png", "link.png"):
             words = ("--prompt-file", prompts, "--model", text_model, option, tmp_path / name)
             refused(run("generate", *words), f"{name}' would overwrite prompt_file")

@@ -8,7 +8,19 @@ import pytest
 
 
 def test_step_reports_every_case(run: Any, text_model: Path) -> None:
-    words = ("--model", text_model, "--tokens", "1,4", "--batch", "1,2", "--rounds", 2, "--threads", 1, "--guidance")
+    words = (
+        "--model",
+        text_model,
+        "--tokens-per-pass",
+        "1,4",
+        "--batch-size",
+        "1,2",
+        "--repeats",
+        2,
+        "--threads",
+        1,
+        "--guidance",
+    )
     result = run("bench", "step", *words, "--json", "-")
     assert result.exit_code == 0, result.output
     document = json.loads(result.stdout)
@@ -25,7 +37,7 @@ def test_step_reports_every_case(run: Any, text_model: Path) -> None:
 
 
 def test_step_writes_table_json_and_plot(run: Any, class_model: Path) -> None:
-    words = ("--model", class_model, "--tokens", "2,16", "--batch", "1", "--rounds", 1)
+    words = ("--model", class_model, "--tokens-per-pass", "2,16", "--batch-size", "1", "--repeats", 1)
     result = run("bench", "step", *words, "--json", "out/a.json", "--plot", "out/a.png")
     assert result.exit_code == 0, result.output
     for part in ("tokens", "quartiles", "x weights", "GB/s", "torch"):
@@ -35,7 +47,7 @@ def test_step_writes_table_json_and_plot(run: Any, class_model: Path) -> None:
 
 
 def test_baseline(run: Any, text_model: Path) -> None:
-    result = run("bench", "ar", "--model", text_model, "--batch", "1,2", "--seconds", 0, "--json", "-")
+    result = run("bench", "baseline", "--model", text_model, "--batch-size", "1,2", "--seconds", 0, "--json", "-")
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)["reports"]
     assert [report["batch"] for report in reports] == [1, 2]
@@ -43,25 +55,25 @@ def test_baseline(run: Any, text_model: Path) -> None:
         assert report["guidance_scale"] == 2.0 and report["runs"] == 1
         assert report["tokens_per_second"] == pytest.approx(report["batch"] * report["tokens_per_second_per_image"])
         assert sum(report["share_by_part"].values()) == pytest.approx(1)
-    assert "tokens/s" in run("bench", "ar", "--model", text_model, "--batch", "1", "--seconds", 0).stdout
+    assert "tokens/s" in run("bench", "baseline", "--model", text_model, "--batch-size", "1", "--seconds", 0).stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["step", "--tokens", "1,0"], ["tokens must be whole numbers", "'1,0'"]),
-        (["step", "--tokens", "17"], ["16 of the grid"]),
-        (["step", "--batch", "x"], ["batch must be whole numbers"]),
-        (["ar", "--compile", "--device", "cpu"], ["compile must be False on a CPU"]),
-        (["step", "--batch", "999999999"], ["batch must be whole numbers of at least 1 and at most 1024"]),
-        (["ar", "--seconds", "nan"], ["seconds must be a finite number"]),
+        (["step", "--tokens-per-pass", "1,0"], ["tokens_per_pass must be whole numbers", "'1,0'"]),
+        (["step", "--tokens-per-pass", "17"], ["16 of the grid"]),
+        (["step", "--batch-size", "x"], ["batch_size must be whole numbers"]),
+        (["baseline", "--compile", "--device", "cpu"], ["compile must be False on a CPU"]),
+        (["step", "--batch-size", "999999999"], ["batch_size must be whole numbers of at least 1 and at most 1024"]),
+        (["baseline", "--seconds", "nan"], ["seconds must be a finite number"]),
         (["step", "--plot", "a.gif"], ["plot must be a file ending in .png"]),
         (["step", "--json", "a.txt"], ["json must be a file ending in .json"]),
-        (["step", "--rounds", "0"], ["rounds must be a whole number of at least 1"]),
+        (["step", "--repeats", "0"], ["repeats must be a whole number of at least 1"]),
         (["step", "--threads", "0"], ["threads must be"]),
-        (["ar", "--seconds", "-1"], ["seconds must be a finite number of at least 0"]),
-        (["ar", "--batch", ""], ["batch must be whole numbers"]),
-        (["ar", "--model", "/nowhere"], ["unknown model"]),
+        (["baseline", "--seconds", "-1"], ["seconds must be a finite number of at least 0"]),
+        (["baseline", "--batch-size", ""], ["batch_size must be whole numbers"]),
+        (["baseline", "--model", "/nowhere"], ["unknown model"]),
     ],
 )
 def test_bad_input(run: Any, text_model: Path, words: list[str], said: list[str]) -> None:
@@ -77,10 +89,10 @@ def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch
     import torch
 
     from vargen.evaluation.networks import open_benchmark_model
-    from vargen.pipelines.components import FAMILIES
+    from vargen.pipelines.llamagen import LLAMAGEN
 
     tiny: Any = {"transformer": {"dim": 32, "n_layer": 1, "n_head": 2}}
-    monkeypatch.setitem(FAMILIES["LlamaGenPipeline"].official_sizes, "llamagen-b", tiny)  # type: ignore[arg-type]
+    monkeypatch.setitem(LLAMAGEN.official_sizes, "llamagen-b", tiny)  # type: ignore[arg-type]
     found = open_benchmark_model("llamagen-b", torch.float32, torch.device("cpu"))
     opened = found.transformer
     assert opened.config.condition == "class" and opened.config.grid_size == 16
@@ -93,24 +105,24 @@ def test_a_random_network_has_the_official_shape(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pictures_of_a_next_scale_model(run: Any, scale_model: Path) -> None:
-    words = ("bench", "var", "--model", scale_model, "--rounds", 1, "--batch", "1,2", "--threads", 1)
+    words = ("bench", "images", "--model", scale_model, "--repeats", 1, "--batch-size", "1,2", "--threads", 1)
     result = run(*words, "--json", "-")
     assert result.exit_code == 0, result.output
     reports = json.loads(result.stdout)["reports"]
     assert [report["batch"] for report in reports] == [1, 2] and all(report["ratio"] > 0 for report in reports)
     shown = run(*words).stdout
-    for part in ("published", "ratio", "roofline", "and pixels", "GFLOP/s"):
+    for part in ("published", "speedup", "roofline", "and pixels", "GFLOP/s"):
         assert part in shown
 
 
 def test_pictures_need_a_next_scale_model(run: Any, text_model: Path) -> None:
-    result = run("bench", "var", "--model", text_model)
+    result = run("bench", "images", "--model", text_model)
     assert result.exit_code == 2 and "model must be a next-scale one, such as var-d16" in result.stderr
-    assert "rounds must be" in run("bench", "var", "--rounds", 0).stderr
+    assert "repeats must be" in run("bench", "images", "--repeats", 0).stderr
 
 
 def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
-    sizes = ("--shape", "emoji", "--tokens", "2", "--held", "8", "--rounds", 1)
+    sizes = ("--shape", "emoji", "--tokens-per-pass", "2", "--cached-tokens", "8", "--repeats", 1)
     words = ("bench", "kernels", "--device", "cpu", *sizes, "--json", "-")
     result = run(*words)
     assert result.exit_code == 0, result.output
@@ -129,8 +141,8 @@ def test_kernels_say_what_a_cpu_cannot_measure(run: Any) -> None:
     ("words", "said"),
     [
         (["--shape", "gpt"], "shape must be one of emoji"),
-        (["--tokens", "257"], "tokens must be whole numbers of at least 1 and at most 256"),
-        (["--rounds", "0"], "rounds must be a whole number of at least 1"),
+        (["--tokens-per-pass", "257"], "tokens_per_pass must be whole numbers of at least 1 and at most 256"),
+        (["--repeats", "0"], "repeats must be a whole number of at least 1"),
     ],
 )
 def test_kernels_refuse_other_shapes(run: Any, words: list[str], said: str) -> None:

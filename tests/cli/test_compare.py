@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from vargen.cli.compare import chosen
+from vargen.cli.compare import select_methods
 from vargen.decoding import Jacobi, Speculative
 from vargen.evaluation import distribution
 from vargen.evaluation.distribution import claim
@@ -22,17 +22,19 @@ def prompts(run: Any) -> Path:
 
 
 def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd,gumbel,gsd", "--batch", 2, "--window", 4)
+    words = ("--prompt-file", prompts, "--model", text_model, "--batch-size", 2)
+    words += ("--methods", "sjd:window=4,gumbel:window=4,gsd:window=4")
     result = run("compare", *words, "-o", "out/grid.png", "--json", "out/a.json", "--plot", "out/a.png", "--top-k", 8)
     assert result.exit_code == 0, result.output
-    for part in ("tokens/pass", "efficiency", "gumbel", "relaxation", "grid.png", "milliseconds of a pass"):
+    for part in ("tokens/pass", "efficiency", "gumbel", "relaxation", "grid.png", "milliseconds per pass"):
         assert part in result.stdout
     document = json.loads(Path("out/a.json").read_text())
     assert document["machine"]["cpu"] and document["batch"] == 2
     assert document["prompts"] == ["a cat", "a dog", "a red apple", "a cat"] and document["seeds"] == [0, 1, 2, 3]
     assert set(document["cost_curve"]) == {"1", "4"}
     by_name = {method["name"]: method for method in document["methods"]}
-    assert list(by_name) == ["ar", "sjd", "gumbel", "gsd"]
+    assert list(by_name) == ["ar", "sjd:window=4", "gumbel:window=4", "gsd:window=4"]
+    by_name = {name.split(":")[0]: method for name, method in by_name.items()}
     assert by_name["ar"]["ratio"] == 1.0 and by_name["ar"]["same_as_baseline"] == 4 and by_name["ar"]["allowed"] == 1.0
     assert by_name["gumbel"]["same_as_baseline"] == 4 and by_name["gumbel"]["relaxation_per_image"] == 0
     assert by_name["gsd"]["kind"] == "relaxed" and by_name["gsd"]["relaxation_per_image"] > 0
@@ -50,7 +52,7 @@ def test_reports_every_method_with_pictures_figures_and_histograms(run: Any, tex
 def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_model: Path, prompts: Path) -> None:
     result = run("compare", "--prompt-file", prompts, "--model", text_model, "--json", "-", "-o", "grid.png")
     assert result.exit_code == 0, result.output
-    assert "speculative is left out" in result.stderr and "layer-skip is left out" in result.stderr
+    assert "speculative was left out" in result.stderr and "layer-skip was left out" in result.stderr
     names = [method["name"] for method in json.loads(result.stdout)["methods"]]
     assert names == ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "lookup", "recycle"]
     asked = run("compare", "--prompt-file", prompts, "--model", text_model, "--methods", "speculative")
@@ -64,7 +66,7 @@ def test_default_methods_leave_out_what_the_model_cannot_run(run: Any, text_mode
         (("--window", "1"), "window must be at least 2"),
         (("--window", "17"), "from 2 to the grid's 16 tokens"),
         (("--window", "wide"), "unknown window"),
-        (("--batch", "0"), "batch"),
+        (("--batch-size", "0"), "batch"),
         (("--seed", "-1"), "seed"),
         (("--plot", "x.jpg"), "plot"),
         (("-o", "x.txt"), "output"),
@@ -92,13 +94,15 @@ def test_bad_input_is_named_and_leaves_nothing(run: Any, text_model: Path, promp
         (("--seed", str(2**63 - 2)), "seed must be at most 9223372036854775807 for the last of 3 images"),
         (("--window", "9" * 23), "window must be from 2 to the grid's 16 tokens, got 999"),
         (("--window", "9" * 5000), "unknown window '999"),
-        (("--batch", str(10**12)), "batch must be a whole number from 1 to 1024"),
+        (("--batch-size", str(10**12)), "batch must be a whole number from 1 to 1024"),
         (("--top-k", "65"), "top_k must be at most the vocabulary of 64 tokens"),
         (("--guidance-scale", "1e38"), "guidance_scale must be at most 1000"),
         (("--temperature", "1e400"), "temperature must be a finite number"),
     ],
 )
-@pytest.mark.parametrize("verb", [("compare",), ("bench", "distribution", "--cache", "kept")], ids=["compare", "distribution"])
+@pytest.mark.parametrize(
+    "verb", [("compare",), ("bench", "distribution", "--token-cache", "kept")], ids=["compare", "distribution"]
+)
 def test_hostile_numbers_are_told_before_a_weight_is_read(
     run: Any, text_model: Path, prompts: Path, verb: Any, words: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,12 +120,12 @@ def test_hostile_numbers_are_told_before_a_weight_is_read(
 
 def test_a_model_of_classes_is_refused_before_a_weight_is_read(run: Any, class_model: Path, prompts: Path) -> None:
     result = run("compare", "--prompt-file", prompts, "--model", class_model, "--methods", "sjd")
-    assert result.exit_code == 2 and "model must draw from text, and this one draws classes" in result.stderr
+    assert result.exit_code == 2 and "model must generate from text" in result.stderr
 
 
 def test_distributions_are_tested_and_a_stopped_run_goes_on(run: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--pictures", 10)
-    words += ("--batch", 6, "--permutations", 20, "--cache", "kept", "--strong")
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "gsd", "--window", 4, "--num-images", 10)
+    words += ("--batch-size", 6, "--permutations", 20, "--token-cache", "kept", "--negative-control")
     result = run("bench", "distribution", *words, "--json", "distribution.json")
     assert result.exit_code == 0, result.output
     assert "neighbouring tokens" in result.stdout and "50 tokens a group" in result.stdout
@@ -159,19 +163,19 @@ def test_a_cache_tells_weights_apart(tmp_path: Path) -> None:
 
 
 def test_an_automatic_window_is_for_chains_too() -> None:
-    plain, auto = chosen("scd,speculative", None), chosen("scd,speculative", "auto")
+    plain, auto = select_methods("scd,speculative"), select_methods("scd,speculative", window="auto")
     assert [plain[name].drafter for name in ("scd", "speculative")] == [Jacobi(16, "maximal"), Speculative(4)]
     assert [auto[name].drafter for name in ("scd", "speculative")] == [Jacobi("auto", "maximal"), Speculative("auto")]
-    assert chosen("speculative", "8")["speculative"].drafter == Speculative(4)
+    assert select_methods("speculative", window="8")["speculative"].drafter == Speculative(4)
 
 
 def test_methods_may_have_settings_as_in_eval() -> None:
-    found = chosen("scd:window=8,scd,gsd:budget=5,window=24", None)
+    found = select_methods("scd:window=8,scd,gsd:budget=5,window=24")
     assert list(found) == ["ar", "scd:window=8", "scd", "gsd:budget=5,window=24"]
     assert [found[name].drafter.window for name in found if name != "ar"] == [8, 16, 24]
     assert found["gsd:budget=5,window=24"].acceptance.budget == 5
     with pytest.raises(ValueError, match="gsd has no setting 'budgets'; did you mean 'budget'"):
-        chosen("gsd:budgets=5", None)
+        select_methods("gsd:budgets=5")
 
 
 def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> None:
@@ -179,24 +183,26 @@ def test_an_output_that_is_an_input_is_refused(run: Any, text_model: Path) -> No
     index = text_model / "model_index.json"
     before = index.read_text()
     for place, said in (("prompts.json", "would overwrite prompt_file"), (index, "would overwrite a file of model")):
-        for command in (("compare",), ("bench", "distribution", "--cache", "kept")):
+        for command in (("compare",), ("bench", "distribution", "--token-cache", "kept")):
             result = run(*command, "--prompt-file", "prompts.json", "--model", text_model, "--json", place)
             assert result.exit_code == 2 and said in result.stderr, result.output
     for command in ("step", "ar"):
         result = run("bench", command, "--model", text_model, "--json", index)
         assert result.exit_code == 2 and "would overwrite a file of model" in result.stderr
-    result = run("bench", "distribution", "--prompt-file", "prompts.json", "--model", text_model, "--cache", "prompts.json")
+    result = run(
+        "bench", "distribution", "--prompt-file", "prompts.json", "--model", text_model, "--token-cache", "prompts.json"
+    )
     assert result.exit_code == 2 and "cache folder 'prompts.json' cannot be written" in result.stderr
     assert Path("prompts.json").read_text() == "a cat\n" and index.read_text() == before
     assert [path.name for path in Path().iterdir()] == ["prompts.json"]
 
 
 def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path, prompts: Path) -> None:
-    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
+    words = ("--prompt-file", prompts, "--model", text_model, "--methods", "sjd:window=4")
     words += ("-o", "grid.png", "--plot", "plot.png", "--json", "a.json")
     result = full_disk(8000)("compare", *words)  # the figures fit, the pictures do not
     assert result.exit_code == 1 and "tokens/pass" in result.stdout and "grid.png" not in result.stdout
-    assert [method["name"] for method in json.loads(Path("a.json").read_text())["methods"]] == ["ar", "sjd"]
+    assert [method["name"] for method in json.loads(Path("a.json").read_text())["methods"]] == ["ar", "sjd:window=4"]
     assert [line for line in result.stderr.splitlines() if line.startswith("error")] == [
         "error: output 'grid.png' was not written: File too large",
         "error: plot 'plot.png' was not written: File too large",
@@ -209,7 +215,20 @@ def test_what_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model
 
 
 def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk: Any, text_model: Path) -> None:
-    words = ("--model", text_model, "--tokens", "1", "--batch", "1", "--rounds", 1, "--json", "a.json", "--plot", "a.png")
+    words = (
+        "--model",
+        text_model,
+        "--tokens-per-pass",
+        "1",
+        "--batch-size",
+        "1",
+        "--repeats",
+        1,
+        "--json",
+        "a.json",
+        "--plot",
+        "a.png",
+    )
     result = full_disk(4000)("bench", "step", *words)
     assert result.exit_code == 1 and "x weights" in result.stdout and json.loads(Path("a.json").read_text())["reports"]
     assert result.stderr.splitlines()[-1] == "error: plot 'a.png' was not written: File too large"
@@ -218,14 +237,14 @@ def test_a_plot_of_steps_that_cannot_be_written_leaves_table_and_json(full_disk:
 def test_distributions_are_measured_where_tokens_cannot_be_kept(
     run: Any, full_disk: Any, text_model: Path, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ("bench", "distribution", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd", "--window", 4)
-    words += ("--pictures", 4, "--batch", 2, "--permutations", 5, "--cache", "kept", "--json", "-")
+    words = ("bench", "distribution", "--prompt-file", prompts, "--model", text_model, "--methods", "sjd:window=4")
+    words += ("--num-images", 4, "--batch-size", 2, "--permutations", 5, "--token-cache", "kept", "--json", "-")
     result = full_disk(0)(*words)
     assert result.exit_code == 1
     methods = json.loads(result.stdout)["methods"]
-    assert set(methods) == {"ar", "sjd"} and not list(Path("kept").rglob("*.npz"))
+    assert set(methods) == {"ar", "sjd:window=4"} and not list(Path("kept").rglob("*.npz"))
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("error")]
-    assert "kept/ar' was not written: File too large; the run goes on without keeping its tokens" in line
+    assert "kept/ar' was not written: File too large; the run continues without it" in line
     with monkeypatch.context() as patch:  # a folder that cannot say how its tokens are made gets none
 
         def full(*_: Any) -> None:
@@ -246,7 +265,7 @@ def test_schedules_of_a_next_scale_model(run: Any, scale_model: Path, prompts: P
     words = ("compare", "--model", scale_model, "--prompt-file", prompts, "--threads", 1)
     result = run(*words, "--json", "out.json", "-o", "out.png")
     assert result.exit_code == 0, result.output
-    assert "scale-spec is left out: stage 2 of 'scale-spec' has no scale left" in result.stderr
+    assert "scale-spec was left out: stage 2 of 'scale-spec' has no scale left" in result.stderr
     document = json.loads(Path("out.json").read_text())
     assert [method["name"] for method in document["methods"]] == ["plain", "code", "economy"]
     assert document["baseline"] == "plain" and Path("out.png").exists()

@@ -34,7 +34,7 @@ def raising(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def fail(*args: Any) -> None:
         raise error
 
-    monkeypatch.setattr(generate, "subjects_of", fail)
+    monkeypatch.setattr(generate, "collect_prompts", fail)
 
 
 @pytest.mark.parametrize(

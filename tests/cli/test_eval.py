@@ -1,4 +1,4 @@
-"""`vargen eval`, `draw` and `score` as a user calls them."""
+"""`vargen eval` and `score` as a user calls them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,21 @@ def prompts_file(text: str = "a red apple\n# no prompt\na dog\na cat\n") -> str:
 
 
 def test_one_command_draws_scores_and_reports(run: Any, text_model: Path) -> None:
-    words = ("eval", "--model", text_model, "-o", "out", "--prompts", prompts_file(), "--num", 6, "--batch", 4, "--threads", 1)
+    words = (
+        "eval",
+        "--model",
+        text_model,
+        "-o",
+        "out",
+        "--prompt-file",
+        prompts_file(),
+        "--num-images",
+        6,
+        "--batch-size",
+        4,
+        "--threads",
+        1,
+    )
     words += ("--methods", "ar,gumbel,gsd:budget=3,window=4", *MEASURE)
     done = run(*words)
     assert done.exit_code == 0, done.stderr
@@ -57,14 +71,14 @@ def test_one_command_draws_scores_and_reports(run: Any, text_model: Path) -> Non
 
 
 def test_shards_draw_apart_and_are_scored_together(run: Any, class_model: Path) -> None:
-    words = ("--model", class_model, "-o", "out", "--num", 9, "--batch", 2, "--threads", 1, "--methods", "ar,sjd")
+    words = ("--model", class_model, "-o", "out", "--num-images", 9, "--batch-size", 2, "--threads", 1, "--methods", "ar,sjd")
     first = run("eval", *words, "--shard", "1/2", *MEASURE)
     assert first.exit_code == 0 and "vargen score out" in first.stderr and not Path("out/report.md").exists()
-    second = run("draw", *words, "--shard", "2/2")
+    second = run("eval", "--generate-only", *words, "--shard", "2/2")
     assert second.exit_code == 0 and "vargen score out" in second.stderr
     scored = run("score", "out", *MEASURE)
     assert scored.exit_code == 0 and Path("out/report.md").is_file(), scored.stderr
-    whole = run("draw", *words[:2], "-o", "whole", *words[4:])
+    whole = run("eval", "--generate-only", *words[:2], "-o", "whole", *words[4:])
     assert whole.exit_code == 0
     for file in Path("whole/images").rglob("*.png"):
         assert file.read_bytes() == Path("out", *file.parts[1:]).read_bytes()
@@ -74,8 +88,8 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
     Path("theirs").mkdir()
     for i in range(8):
         Image.fromarray(np.random.default_rng(i).integers(0, 256, (16, 16, 3), dtype=np.uint8)).save(f"theirs/{i}.png")
-    words = ("score", "theirs", "--prompts", prompts_file("a\n" * 8), *MEASURE)
-    made = run(*words, "--save-reference", "r.npz", "--samples", "s.npz", "--json", "out.json")
+    words = ("score", "theirs", "--prompt-file", prompts_file("a\n" * 8), *MEASURE)
+    made = run(*words, "--save-reference", "r.npz", "--export-samples", "s.npz", "--json", "out.json")
     assert made.exit_code == 0 and "level" in made.stdout, made.stderr
     assert json.loads(Path("out.json").read_text())["methods"][0]["scores"]["level"]["pictures"] == 8
     with np.load("s.npz") as samples:
@@ -103,13 +117,13 @@ def test_a_folder_of_others_is_scored_and_becomes_a_reference(run: Any) -> None:
     assert refused.exit_code == 2 and "--scorers none" in refused.stderr
     Path("theirs/3.png").write_bytes(b"cut")
     failed = run(*words)
-    assert failed.exit_code == 2 and "theirs/3.png cannot be read" in failed.stderr and "--keep-going" in failed.stderr
-    kept = run(*words, "--keep-going")
+    assert failed.exit_code == 2 and "theirs/3.png cannot be read" in failed.stderr and "--skip-unreadable" in failed.stderr
+    kept = run(*words, "--skip-unreadable")
     assert kept.exit_code == 0 and "theirs/3.png" in kept.stderr and "left out: 1" in kept.stdout
 
 
 def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Path) -> None:
-    words = ("eval", "--model", text_model, "-o", "out", "--prompts", prompts_file(), "--threads", 1)
+    words = ("eval", "--model", text_model, "-o", "out", "--prompt-file", prompts_file(), "--threads", 1)
     np.savez("foreign.npz", mu=np.zeros(3), sigma=np.eye(3))
     foreign = run(*words, *MEASURE, "--reference", "foreign.npz")
     assert foreign.exit_code == 2 and "does not say which extractor" in foreign.stderr and not Path("out").exists()
@@ -121,8 +135,21 @@ def test_scorers_of_nan_and_statistics_of_others_end_it(run: Any, text_model: Pa
 
 
 def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Callable[[int], Any], class_model: Path) -> None:
-    words = ("draw", "--model", class_model, "-o", "out", "--num", 4, "--batch", 2, "--threads", 1)
-    assert run(*words[:5], "--num", 2, *words[7:]).exit_code == 0
+    words = (
+        "eval",
+        "--generate-only",
+        "--model",
+        class_model,
+        "-o",
+        "out",
+        "--num-images",
+        4,
+        "--batch-size",
+        2,
+        "--threads",
+        1,
+    )
+    assert run(*words[:6], "--num-images", 2, *words[8:]).exit_code == 0
     full = full_disk(200)(*words)
     assert full.exit_code == 1 and "make room and give the same command" in full.stderr
     assert run(*words).exit_code == 0 and len(list(Path("out/images").rglob("*.png"))) == 4
@@ -133,18 +160,18 @@ def test_a_full_disk_is_a_failure_that_says_how_to_go_on(run: Any, full_disk: Ca
     [
         (("--shard", "0/2"), "shard must be I/N"),
         (("--shard", "3/2"), "shard must be I/N"),
-        (("--num", "0"), "num must be"),
-        (("--batch", "0"), "batch must be"),
+        (("--num-images", "0"), "num_images must be"),
+        (("--batch-size", "0"), "batch must be"),
         (("--methods", "arr"), "unknown accelerator"),
         (("--methods", "gsd:bugdet=2"), "did you mean 'budget'"),
-        (("--classes", "3"), "--prompts instead of --classes"),
-        (("--prompts", "gone.txt"), "does not exist"),
+        (("--classes", "3"), "--prompt-file instead of --classes"),
+        (("--prompt-file", "gone.txt"), "does not exist"),
         (("--scorers", "clip:modell=x"), "no option 'modell'"),
         (("--extractor", "inception"), "fetch weights-inception"),
         (("--reference", "gone.npz", "--extractor", "eval_parts:net"), "does not exist"),
         (("--reference", "gone.npz", "--extractor", "none"), "give --extractor"),
         (("--resize", "3"), "resize must be"),
-        (("--actors", "2"), "--engine ray"),
+        (("--num-workers", "2"), "--backend ray"),
         (("--temperature", "-1"), "temperature"),
         (("--model", "emojy"), "did you mean 'emoji'"),
         (("--json", "x.txt"), "ending in .json"),
@@ -163,8 +190,8 @@ def test_wrong_options_are_told_before_anything_is_made(words: tuple[str, ...], 
         (("gone",), "does not exist"),
         (("empty",), "holds no pictures"),
         (("pictures",), "nothing to do"),
-        (("pictures", "--scorers", "eval_parts:level"), "give --prompts"),
-        (("pictures", "--samples", "s.npy"), "ending in .npz"),
+        (("pictures", "--scorers", "eval_parts:level"), "give --prompt-file"),
+        (("pictures", "--export-samples", "s.npy"), "ending in .npz"),
         (("pictures", "--scorers", "none", "--extractor", "none", "--save-reference", "r.npz"), "nothing to do"),
     ],
 )

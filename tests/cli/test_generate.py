@@ -133,26 +133,40 @@ def test_an_interrupted_write_leaves_no_half_file(
 
 
 def test_a_sheet_shows_all_images(run: Any, text_model: Path) -> None:
-    result = run("generate", "a cat", "a dog", "--model", text_model, "--seed", 1, "-o", "out/", "--sheet", "sheet.png")
+    result = run("generate", "a cat", "a dog", "--model", text_model, "--seed", 1, "-o", "out/", "--contact-sheet", "sheet.png")
     assert result.exit_code == 0, result.output
     assert pixels(Path("sheet.png")).shape[1] > 2 * 128
     assert len(list(Path("out").iterdir())) == 2
-    refused = run("generate", "a cat", "--model", text_model, "--sheet", "sheet.exe")
-    assert refused.exit_code == 2 and "sheet must be a folder" in refused.stderr
+    refused = run("generate", "a cat", "--model", text_model, "--contact-sheet", "sheet.exe")
+    assert refused.exit_code == 2 and "contact_sheet must be a folder" in refused.stderr
 
 
 def test_a_sheet_that_cannot_be_written_takes_nothing_with_it(full_disk: Any, text_model: Path) -> None:
-    words = ("a cat", "a dog", "--model", text_model, "--seed", 1, "--json", "-o", "out/", "--sheet", "sheet.png")
+    words = ("a cat", "a dog", "--model", text_model, "--seed", 1, "--json", "-o", "out/", "--contact-sheet", "sheet.png")
     result = full_disk(1500)("generate", *words)  # tiny pictures with their parameters fit, a sheet does not
     assert result.exit_code == 1
     assert [image["file"] for image in json.loads(result.stdout)["images"]] == ["out/a-cat-1.png", "out/a-dog-2.png"]
     assert all(pixels(path).shape == (8, 8, 3) for path in Path("out").iterdir())
-    assert result.stderr.splitlines()[-1] == "error: sheet 'sheet.png' was not written: File too large"
+    assert result.stderr.splitlines()[-1] == "error: contact_sheet 'sheet.png' was not written: File too large"
     assert sorted(path.name for path in Path().rglob("*")) == ["a-cat-1.png", "a-dog-2.png", "out"]
 
 
 def test_where_nothing_can_be_written_the_run_ends_with_its_batch(full_disk: Any, text_model: Path) -> None:
-    words = ("a cat", "-n", 5, "--batch-size", 2, "--model", text_model, "--seed", 1, "-o", "a.png", "--sheet", "sheet.png")
+    words = (
+        "a cat",
+        "-n",
+        5,
+        "--batch-size",
+        2,
+        "--model",
+        text_model,
+        "--seed",
+        1,
+        "-o",
+        "a.png",
+        "--contact-sheet",
+        "sheet.png",
+    )
     result = full_disk(100)("generate", *words)
     assert result.exit_code == 1 and result.stdout == ""
     assert result.stderr.splitlines() == [

@@ -47,8 +47,8 @@ def test_several_go_into_a_folder(model: str, tmp_path: Path) -> None:
         (("--tau", "nan"), "tau"),
         (("--tau", "1", "--accelerator", "stride"), "tau must be left out"),
         (("--num-blocks", "0"), "num_blocks"),
-        (("--top-k", "5"), "top_k is for models of pictures"),
-        (("--sheet", "a.png"), "sheet is for models of pictures"),
+        (("--top-k", "5"), "top_k"),
+        (("--contact-sheet", "a.png"), "contact_sheet"),
         (("--image", "nowhere.png"), "image"),
         (("--scorer", "nobody"), "unknown scorer"),
     ],
@@ -63,7 +63,7 @@ def test_what_a_video_cannot_be_is_said(model: str, words: tuple[str, ...], mess
 
 def test_pictures_take_no_options_of_video(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for words in (("--tau", "1"), ("--num-blocks", "2")):
+    for words, name in ((("--tau", "1"), "tau"), (("--num-blocks", "2"), "num_blocks")):
         found = run("a cat", *words)
-        assert found.exit_code != 0 and "models of video" in found.output + str(found.exception)
+        assert found.exit_code != 0 and f"{name} is for video models" in found.output + str(found.exception)
     assert not list(tmp_path.iterdir())

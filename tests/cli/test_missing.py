@@ -38,7 +38,7 @@ def test_clip_without_open_clip(run: Any, repo_root: Path, text_model: Path, mon
 
 def test_engine_ray_without_ray(run: Any, repo_root: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vargen.evaluation.ray_backend.installed_version", lambda name: None)
-    done = run("draw", "--model", text_model, "-o", "out", "--engine", "ray", "--threads", 1)
+    done = run("eval", "--generate-only", "--model", text_model, "-o", "out", "--backend", "ray", "--threads", 1)
     assert done.exit_code == 1 and not Path("out").exists()
     installs(done.stderr, repo_root, "ray")
 

@@ -11,38 +11,37 @@ from PIL import Image
 
 from vargen.cli import outputs
 from vargen.cli.outputs import (
-    LONGEST_SLUG,
-    Target,
-    check_apart,
+    MAX_SLUG,
+    OutputFile,
+    check_distinct_paths,
     check_writable,
     ignores_case,
+    resolve_outputs,
     result_file,
-    save_image,
-    slug,
-    targets,
-    write_each,
+    slugify,
 )
+from vargen.cli.results import save_image, write_each
 
 
 def test_slugs_of_ordinary_and_hostile_prompts() -> None:
-    assert slug("A red apple!") == "a-red-apple"
-    assert slug("Crème brûlée") == "creme-brulee"
-    assert slug("../../etc/passwd") == "etc-passwd"
-    assert slug(".hidden") == "hidden"
-    assert slug("苹果") == slug("...") == slug("") == "image"
-    assert slug("CON") == "image-con"
-    assert slug("com1") == "image-com1"
+    assert slugify("A red apple!") == "a-red-apple"
+    assert slugify("Crème brûlée") == "creme-brulee"
+    assert slugify("../../etc/passwd") == "etc-passwd"
+    assert slugify(".hidden") == "hidden"
+    assert slugify("苹果") == slugify("...") == slugify("") == "image"
+    assert slugify("CON") == "image-con"
+    assert slugify("com1") == "image-com1"
 
 
 def test_every_slug_is_a_safe_short_name() -> None:
     draw = random.Random(0)
     alphabet = string.printable + 'äßçñøÅ苹果🍎\x00\u202e/\\:*?"<>|.' * 4
     for _ in range(2000):
-        name = slug("".join(draw.choices(alphabet, k=draw.randrange(120))))
-        assert 1 <= len(name) <= LONGEST_SLUG
+        name = slugify("".join(draw.choices(alphabet, k=draw.randrange(120))))
+        assert 1 <= len(name) <= MAX_SLUG
         assert set(name) <= set(string.ascii_lowercase + string.digits + "-")
         assert not name.startswith("-") and not name.endswith("-")
-        assert slug(name) == name
+        assert slugify(name) == name
 
 
 def test_output_is_a_file_a_folder_or_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,7 +49,7 @@ def test_output_is_a_file_a_folder_or_left_out(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "exists.d").mkdir()
 
     def paths(output: str | None, *stems: str) -> list[str]:
-        return [target.path.as_posix() for target in targets(output, list(stems))]
+        return [target.path.as_posix() for target in resolve_outputs(output, list(stems))]
 
     assert paths(None, "a-1") == ["a-1.png"]
     assert paths("x.PNG", "a-1") == ["x.PNG"]
@@ -66,10 +65,10 @@ def test_a_given_name_is_overwritten_and_a_made_up_one_never(tmp_path: Path) -> 
     image = Image.new("RGB", (2, 2))
     path = tmp_path / "apple-7.png"
     path.write_text("mine")
-    assert save_image(image, Target(path, named=False), {}) == tmp_path / "apple-7-2.png"
-    assert save_image(image, Target(path, named=False), {}) == tmp_path / "apple-7-3.png"
+    assert save_image(image, OutputFile(path, explicit=False), {}) == tmp_path / "apple-7-2.png"
+    assert save_image(image, OutputFile(path, explicit=False), {}) == tmp_path / "apple-7-3.png"
     assert path.read_text() == "mine"
-    assert save_image(image, Target(path, named=True), {}) == path
+    assert save_image(image, OutputFile(path, explicit=True), {}) == path
     with Image.open(path) as opened:
         assert opened.size == (2, 2)
     assert len(list(tmp_path.iterdir())) == 3
@@ -77,14 +76,14 @@ def test_a_given_name_is_overwritten_and_a_made_up_one_never(tmp_path: Path) -> 
 
 def test_png_carries_its_parameters(tmp_path: Path) -> None:
     given = {"prompt": "a “red” apple 🍎\n", "seed": 2**63 - 1, "top_k": None}
-    path = save_image(Image.new("RGB", (2, 2)), Target(tmp_path / "a.png", named=True), given)
+    path = save_image(Image.new("RGB", (2, 2)), OutputFile(tmp_path / "a.png", explicit=True), given)
     with Image.open(path) as opened:
         assert json.loads(opened.info["vargen"]) == given
 
 
 @pytest.mark.parametrize(("suffix", "kind"), [("jpg", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP"), ("PNG", "PNG")])
 def test_the_suffix_decides_the_format(tmp_path: Path, suffix: str, kind: str) -> None:
-    path = save_image(Image.new("RGB", (8, 8), "red"), Target(tmp_path / f"a.{suffix}", named=True), {})
+    path = save_image(Image.new("RGB", (8, 8), "red"), OutputFile(tmp_path / f"a.{suffix}", explicit=True), {})
     with Image.open(path) as opened:
         assert opened.format == kind
 
@@ -118,28 +117,30 @@ def test_one_file_by_two_names_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     ]  # fmt: skip
     for first, second in pairs:
         for one, other in ((first, second), (second, first)):
-            with pytest.raises(ValueError, match=r"^plot '.*' is also output '.*'; one would be lost, name two$"):
-                check_apart({"output": [Target(Path(one), named=True)], "json": [None], "plot": [Path(other)]})
+            with pytest.raises(ValueError, match=r"^plot '.*' is also output '.*'; name two files$"):
+                check_distinct_paths({"output": [OutputFile(Path(one), explicit=True)], "json": [None], "plot": [Path(other)]})
             with pytest.raises(ValueError, match=r"^output '.*' would overwrite prompt_file '.*'; name another file$"):
-                check_apart({"output": [Path(one)]}, {"model": [], "prompt_file": [None, Path(other)]})
+                check_distinct_paths({"output": [Path(one)]}, {"model": [], "prompt_file": [None, Path(other)]})
     apart = {"output": [Path("a.png"), Path("b.png")], "plot": [Path("folder/a.png")], "json": [Path("a.json")]}
-    check_apart(apart, {"prompt_file": [there]})
+    check_distinct_paths(apart, {"prompt_file": [there]})
 
 
 def test_made_up_names_give_way_and_given_ones_do_not(tmp_path: Path) -> None:
-    made_up, given = (Target(tmp_path / "a-1.png", named=named) for named in (False, True))
-    check_apart({"output": [made_up], "sheet": [Target(tmp_path / "a-1.png", named=False)]}, {"prompt_file": [made_up.path]})
+    made_up, given = (OutputFile(tmp_path / "a-1.png", explicit=named) for named in (False, True))
+    check_distinct_paths(
+        {"output": [made_up], "sheet": [OutputFile(tmp_path / "a-1.png", explicit=False)]}, {"prompt_file": [made_up.path]}
+    )
     for first, second in ((made_up, given), (given, made_up)):
         with pytest.raises(ValueError, match="is also output"):
-            check_apart({"output": [first], "sheet": [second]})
-    numbered = Target(tmp_path / "a-1-2.png", named=True)
-    with pytest.raises(ValueError, match="may be taken by output"):
-        check_apart({"output": [made_up], "sheet": [numbered]})
-    check_apart({"output": [given], "sheet": [numbered]})
+            check_distinct_paths({"output": [first], "sheet": [second]})
+    numbered = OutputFile(tmp_path / "a-1-2.png", explicit=True)
+    with pytest.raises(ValueError, match="may be used by output"):
+        check_distinct_paths({"output": [made_up], "sheet": [numbered]})
+    check_distinct_paths({"output": [given], "sheet": [numbered]})
 
 
 def test_names_that_differ_in_case_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pair = {"output": [tmp_path / "a.png"], "sheet": [tmp_path / "A.PNG"]}
+    pair = {"output": [tmp_path / "a.png"], "contact_sheet": [tmp_path / "A.PNG"]}
     (tmp_path / "probe").touch()
     assert ignores_case(tmp_path / "to" / "be" / "made") == (tmp_path / "PROBE").exists()
     asked: list[Path] = []
@@ -147,10 +148,10 @@ def test_names_that_differ_in_case_are_tried(tmp_path: Path, monkeypatch: pytest
         monkeypatch.setattr(outputs, "ignores_case", lambda folder, answer=answer: asked.append(folder) or answer)
         if answer:
             with pytest.raises(ValueError, match="is also output"):
-                check_apart(pair)
+                check_distinct_paths(pair)
         else:
-            check_apart(pair)
-    assert asked == [tmp_path, tmp_path] and [path.name for path in tmp_path.iterdir()] == ["probe"]
+            check_distinct_paths(pair)
+    assert set(asked) == {tmp_path} and [path.name for path in tmp_path.iterdir()] == ["probe"]
 
 
 def test_each_write_is_tried_whatever_the_others_do(capsys: pytest.CaptureFixture[str]) -> None:

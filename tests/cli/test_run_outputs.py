@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from vargen.cli import evaluate, run_outputs
-from vargen.cli.run_outputs import check_run_outputs
+from vargen.cli import outputs, results
+from vargen.cli.outputs import check_run_outputs
 
 MINE = '{"methods": {}, "subjects": [], "num": 1}'
 OUTSIDE = ("json", "samples", "save_reference")
@@ -49,9 +49,9 @@ def test_a_run_to_be_made_and_one_whose_disk_ignores_case(folder: Path, monkeypa
     with pytest.raises(ValueError, match="json"):
         check_run_outputs({"json": beside / "new/run.json"}, {}, "", beside / "new")
     check_run_outputs({"json": beside / "NEW/run.json", "samples": beside / "RUN.npz"}, {}, "", beside / "new")
-    monkeypatch.setattr(run_outputs, "ignores_case", lambda folder: True)
+    monkeypatch.setattr(outputs, "ignores_case", lambda folder: True)
     with pytest.raises(ValueError, match="json"):
-        check_run_outputs({"json": beside / "RUN/Run.json"}, {}, "", folder)
+        check_run_outputs({"json": beside / "NEW/Run.json"}, {}, "", beside / "new")
 
 
 def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> None:
@@ -59,19 +59,19 @@ def test_what_lies_elsewhere_is_allowed_but_for_what_is_read(folder: Path) -> No
     (beside / "prompts.json").write_text("a cat")
     (beside / "pictures").mkdir()
     check_run_outputs({"json": beside / "out.json", "samples": None}, {"folder": beside / "pictures"}, "", folder)
-    with pytest.raises(ValueError, match=r"would overwrite prompts"):
-        check_run_outputs({"json": beside / "prompts.json"}, {"prompts": beside / "prompts.json"}, "", folder)
+    with pytest.raises(ValueError, match="would overwrite prompt_file"):
+        check_run_outputs({"json": beside / "prompts.json"}, {"prompt_file": beside / "prompts.json"}, "", folder)
 
 
 @pytest.mark.parametrize("verb", ["eval", "score"])
 def test_the_command_says_so_before_anything_is_written(
     verb: str, run: Any, class_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drawn = run("draw", "--model", class_model, "-o", "out", "--num", 2, "--threads", 1)
+    drawn = run("eval", "--generate-only", "--model", class_model, "-o", "out", "--num-images", 2, "--threads", 1)
     assert drawn.exit_code == 0, drawn.stderr
     before = {file: file.read_bytes() for file in Path("out").rglob("*") if file.is_file()}
-    monkeypatch.setattr(evaluate, "write_each", lambda writes: pytest.fail("something was written"))
-    words = ("eval", "--model", class_model, "-o", "out", "--num", 2) if verb == "eval" else ("score", "out")
+    monkeypatch.setattr(results, "write_each", lambda writes: pytest.fail("something was written"))
+    words = ("eval", "--model", class_model, "-o", "out", "--num-images", 2) if verb == "eval" else ("score", "out")
     for words_of_file in (("--json", "out/run.json"), ("--json", "out/metrics.json")):
         done = run(*words, "--scorers", "none", "--extractor", "none", *words_of_file)
         assert done.exit_code == 2 and "json 'out/" in done.stderr, done.stderr

@@ -47,7 +47,7 @@ def table(own: bool = False) -> TableModel:
     """With drafters that know another table, or its own."""
     model = TableModel(vocab=3, tokens=5, seed=4)
     known = model if own else TableModel(vocab=3, tokens=5, seed=77)
-    model.eagle, model.medusa = TableEagle(known), TableMedusa(known)
+    model.draft_heads = {"eagle": TableEagle(known), "medusa": TableMedusa(known)}
     return model
 
 

@@ -319,7 +319,7 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
     monkeypatch.setattr(cost, "_known", lambda model, images: {})
     target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
     target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
-    target.eagle, target.medusa = TableEagle(target.draft_model), TableMedusa(target.draft_model, heads=8)
+    target.draft_heads = {"eagle": TableEagle(target.draft_model), "medusa": TableMedusa(target.draft_model, heads=8)}
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(target, condition, seeds, "ar")
     result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))

@@ -161,8 +161,8 @@ def test_missing_and_changed_pictures_are_drawn_again(model: Path, whole: dict[s
 @pytest.mark.slow
 def test_kill_9_loses_nothing_and_draws_nothing_twice(model: Path, tmp_path: Path) -> None:
     """The real thing: the command is killed twice while it draws."""
-    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "draw", "--model", str(model), "--num", "40"]
-    words += ["--batch", "2", "--threads", "1", "--methods", "ar,sjd", "-o"]
+    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
+    words += ["--num-images", "40", "--batch-size", "2", "--threads", "1", "--methods", "ar,sjd", "-o"]
     for wanted in (6, 30):
         process = subprocess.Popen([*words, str(tmp_path / "killed")], stderr=subprocess.PIPE)
         deadline = time.monotonic() + 120

@@ -135,7 +135,7 @@ def test_unreadable_pictures_are_named_or_passed_over(damage: str, tmp_path: Pat
     data = victim.read_bytes()
     victim.write_bytes({"truncated": data[: len(data) // 2], "empty": b"", "text": b"not a picture"}[damage])
     pictures = folder_pictures(folder, ["a"] * 6)
-    with pytest.raises(UnreadablePictureError, match=r"0002\.png cannot be read.*--keep-going"):
+    with pytest.raises(UnreadablePictureError, match=r"0002\.png cannot be read.*--skip-unreadable"):
         evaluate_folder("p", pictures, PARTS)
     found = evaluate_folder("p", pictures, replace(PARTS, keep_going=True))
     assert found.rows[0].pictures == 5 and found.rows[0].scores["brightness"]["pictures"] == 5
@@ -181,7 +181,7 @@ def test_a_scorer_of_nan_ends_the_measuring(tmp_path: Path) -> None:
 def test_prompts_are_given_or_read_from_our_pictures_or_missed(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "p", 2)
     assert [picture.text for picture in folder_pictures(folder)] == [None, None]
-    with pytest.raises(ValueError, match=r"none is known of .*0000\.png; give --prompts"):
+    with pytest.raises(ValueError, match=r"none is known of .*0000\.png; give --prompt-file"):
         evaluate_folder("p", folder_pictures(folder), PARTS)
     with pytest.raises(ValueError, match="one for each of 2 pictures"):
         folder_pictures(folder, ["a"])

@@ -17,8 +17,7 @@ from vargen.evaluation.networks import BenchmarkModel, check_benchmark_model, of
 from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.pipelines.adapters.var import VARScaleModel
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.var import VARPipeline
+from vargen.pipelines.var import VAR, VARPipeline
 
 
 def network(condition: str = "class", **overrides: Any) -> BenchmarkModel:
@@ -127,7 +126,7 @@ def test_networks_by_name(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     tiny = {"depth": 1, "dim": 32, "n_head": 1, "scales": (1, 2), "vocab_size": 64, "code_dim": 8}
     vqvae = dict(tiny_multi_scale_vq(scales=(1, 2)).config)
     size = {"transformer": tiny, "vqvae": {name: value for name, value in vqvae.items() if not name.startswith("_")}}
-    monkeypatch.setitem(FAMILIES["VARPipeline"].official_sizes, "var-d16", size)  # type: ignore[arg-type]
+    monkeypatch.setitem(VAR.official_sizes, "var-d16", size)  # type: ignore[arg-type]
     random = open_benchmark_model("var-d16", torch.float32, torch.device("cpu"))
     assert random.transformer.head.weight.std() > 0.01
     assert json.dumps(dict(random.transformer.config.items()), default=str)

@@ -187,8 +187,22 @@ def test_the_end_of_rays_process_is_an_error_and_what_came_back_is_kept(model: P
 
 
 def test_a_killed_driver_goes_on(model: Path, cluster: Path, tmp_path: Path) -> None:
-    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "draw", "--model", str(model), "--num", "60"]
-    words += ["--batch", "2", "--threads", "1", "--methods", "ar,sjd", "--engine", "ray", "--actors", "2", "-o"]
+    words = [sys.executable, "-c", "from vargen.cli.main import main; main()", "eval", "--generate-only", "--model", str(model)]
+    words += [
+        "--num-images",
+        "60",
+        "--batch-size",
+        "2",
+        "--threads",
+        "1",
+        "--methods",
+        "ar,sjd",
+        "--backend",
+        "ray",
+        "--num-workers",
+        "2",
+        "-o",
+    ]
     process = subprocess.Popen([*words, str(tmp_path / "killed")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while process.poll() is None and len(lines(tmp_path / "killed")) < 8 and time.monotonic() < deadline:

@@ -122,11 +122,11 @@ def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path
     )
     assert made.exit_code == 0, made.output
     assert "retained" in made.stdout and "stride" in made.stdout and (tmp_path / "a.png").is_file()
-    made = CliRunner().invoke(app, ["eval", "-o", str(tmp_path / "run"), "--prompts", str(prompts), *shared])
+    made = CliRunner().invoke(app, ["eval", "-o", str(tmp_path / "run"), "--prompt-file", str(prompts), *shared])
     assert made.exit_code == 0, made.output
     assert sorted(file.name for file in (tmp_path / "run").iterdir()) == ["metrics.json", "report.md", "strips.png"]
     said = json.loads((tmp_path / "run" / "metrics.json").read_text())
     assert [row["name"] for row in said["methods"]] == ["target", "draft", "stride"]
-    for wrong, message in ((["--methods", "sjd"], "next-token"), (["--window", "8"], "window is for models of pictures")):
+    for wrong, message in ((["--methods", "sjd"], "next-token"), (["--window", "8"], "window")):
         refused = CliRunner().invoke(app, ["compare", "--prompt-file", str(prompts), "--model", model, *wrong])
         assert refused.exit_code != 0 and message in refused.output + str(refused.exception)

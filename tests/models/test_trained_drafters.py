@@ -1,5 +1,6 @@
 """Trained drafters: a draft continues exactly as training unrolls it, and saved ones open again."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from vargen.decoding import Tree
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
@@ -35,7 +37,7 @@ def _condition() -> Condition:
 def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     """Ragged commits of true features, then drafts on its own: the features of every step are those of teacher forcing."""
     transformer, drafter = tiny_transformer("class"), _eagle(above)
-    model = LlamaGenTokenModel(transformer, guidance, eagle=drafter)
+    model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": partial(EagleModel, drafter)})
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
     rows = tokens.repeat(model.rows_per_image, 1)
@@ -44,7 +46,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
     unrolled = drafter.unrolled(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
 
-    eagle = model.eagle
+    eagle = model.draft_heads["eagle"]
     state = eagle.start(2, 6)
     held = torch.zeros(2, dtype=torch.int64)
     every = torch.arange(2)
@@ -74,8 +76,8 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
 
 @torch.no_grad()
 def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, eagle=_eagle(True))
-    eagle, root = model.eagle, torch.tensor([[5], [9]])
+    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"eagle": partial(EagleModel, _eagle(True))})
+    eagle, root = model.draft_heads["eagle"], torch.tensor([[5], [9]])
     known = torch.randn(4, 1, 32)
 
     def begun():
@@ -99,9 +101,11 @@ def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
 
 @torch.no_grad()
 def test_medusa_as_built_predicts_what_the_target_did() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, medusa=MedusaDrafter(32, 64, 4))
+    model = LlamaGenTokenModel(
+        tiny_transformer("class"), 3.0, draft_heads={"medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    )
     _, out = model.prefill(_condition(), 1)
-    logits = model.medusa.forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
+    logits = model.draft_heads["medusa"].forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
     assert logits.shape == (2, 3, 64)
     torch.testing.assert_close(logits, out.logits.expand(-1, 3, -1), atol=1e-5, rtol=1e-5)
 

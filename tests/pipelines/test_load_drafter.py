@@ -54,7 +54,7 @@ def test_a_drafter_of_other_sizes_is_refused_before_its_weights_are_read(kind, c
     folder = saved(tmp_path, kind, **changes)
     monkeypatch.setattr(DRAFTERS[kind][0], "from_pretrained", None)
     (name, value), pipe = next(iter(changes.items())), class_pipeline()
-    with pytest.raises(ValueError, match=f"{kind} and transformer do not belong together: {name} .* {value}, .* {SIZES[name]}"):
+    with pytest.raises(ValueError, match=f"{kind} and transformer do not belong together: {name} of {kind} is {value}"):
         pipe.load_drafter(folder)
     assert getattr(pipe, kind) is None
     with pytest.raises(ValueError, match="do not belong together"):
@@ -69,8 +69,8 @@ def test_what_is_no_drafter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=r"config\.json is missing"):
         pipe.load_drafter(tmp_path / "empty")
-    pipe.transformer.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="a 'LlamaGenTransformer'; drafters of a LlamaGenPipeline are EagleDrafter, Medusa"):
+    pipe.vqvae.save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match="a 'VQModel'; drafters of a LlamaGenPipeline are EagleDrafter, Medusa"):
         pipe.load_drafter(tmp_path / "other")
     folder = saved(tmp_path / "cut")
     weights = folder / "diffusion_pytorch_model.safetensors"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vargen.assets import packaged_model_path
-from vargen.pipelines.loading import report_memory
+from vargen.compat import report_memory
 
 EMOJI = packaged_model_path("emoji")
 ALLOCATOR = "[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: can't allocate memory: you tried to allocate 64 bytes."

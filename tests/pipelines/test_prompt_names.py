@@ -11,7 +11,7 @@ from tiny_models import text_pipeline
 
 from vargen import LlamaGenPipeline
 from vargen.assets import packaged_model_path
-from vargen.pipelines.prompts import PromptNames, find_unreadable_words
+from vargen.pipelines.prompts import PROMPT_NAMES_FILE, PromptNames, find_unreadable_words
 
 TABLE = PromptNames.load(packaged_model_path("emoji"))
 

@@ -101,7 +101,7 @@ def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.Monk
     pipe = open_pipeline(folder, device="meta")
     assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16, "that device's fastest"
     assert open_pipeline(folder, device="meta", torch_dtype=torch.float64).transformer.dtype == torch.float64
-    monkeypatch.setattr("vargen.pipelines.registry.read_model_index", None)  # nothing is looked at before
+    monkeypatch.setattr("vargen.pipelines.registry.find_model_folder", None)  # nothing is looked at before
     for wrong in ("gpu", "cuda:999", 3.5):
         with pytest.raises(ValueError, match=r"^device must be"):
             open_pipeline(folder, device=wrong)

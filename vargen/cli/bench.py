@@ -1,140 +1,218 @@
-"""`vargen bench`: the cost of a forward pass on this machine, and the speed of the sequential baseline."""
+"""`vargen bench`: the cost of passes, of the sequential baseline, of next-scale images and of kernels on this machine."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
-from tqdm import tqdm
 
-from vargen.cli.console import quiet_libraries, say, table
-from vargen.cli.options import Device, Dtype, check_range, pick_dtype, select_device
-from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, write_each
+from vargen.cli.console import CommandGroup, accept_old_names, print_status, progress_bar, quiet_libraries, table
+from vargen.cli.options import (
+    Device,
+    DeviceName,
+    Dtype,
+    DtypeName,
+    Json,
+    Threads,
+    TorchThreads,
+    check_range,
+    parse_int_list,
+    select_device,
+    select_dtype,
+)
+from vargen.cli.results import ResultWriter
 from vargen.device import check_compile, set_threads
 from vargen.values import short_repr
 
 if TYPE_CHECKING:
+    from vargen.evaluation.image_speed import PictureReport
     from vargen.evaluation.speed import BaselineReport, StepReport
 
-app = typer.Typer(help="Measure speed on this machine.", no_args_is_help=True)
 
-MODEL = typer.Option(
-    metavar="NAME|DIR", help="Packaged model, folder, or an official size, random weights; `vargen info models` lists both."
-)  # fmt: skip
-JSON = typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout instead of the table.")
-MOST_IMAGES = 1024  # in one batch
-BATCH = typer.Option(metavar="N,...", help="Images at once.")
+class BenchCommands(CommandGroup):
+    renamed: ClassVar[dict[str, list[str]]] = {"ar": ["baseline"], "var": ["images"]}
 
 
-@app.command()
+app = typer.Typer(cls=BenchCommands, help="Measure speed on this machine.", no_args_is_help=True)
+_RENAMED = {"batch": "batch-size", "rounds": "repeats"}
+_MAX_BATCH = 1024
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME|DIR", help="A packaged model, a folder, or an official size with random weights; may be repeated."
+    ),
+]
+BatchSizes = Annotated[str, typer.Option(metavar="N,...", help="Images generated at once.")]
+Repeats = Annotated[int, typer.Option(metavar="N", help="Measurements of each case; more give steadier results.")]
+Compile = Annotated[bool, typer.Option("--compile", help="Compile the passes first (GPU only); not included in the times.")]
+
+
+@app.command(context_settings=accept_old_names({**_RENAMED, "tokens": "tokens-per-pass"}))
 def step(
-    model: Annotated[list[str] | None, MODEL] = None,
-    tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens fed per image.")] = "1,2,4,8,16,32,64",
-    batch: Annotated[str, BATCH] = "1,8",
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")] = None,
-    guidance: Annotated[bool, typer.Option("--guidance", help="Two rows per image, as guidance feeds.")] = False,
-    rounds: Annotated[int, typer.Option(metavar="N", help="Visits of each case; more are steadier.")] = 7,
-    as_json: Annotated[str | None, JSON] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the curves.")] = None,
+    model: Models = None,
+    tokens_per_pass: Annotated[str, typer.Option(metavar="N,...", help="Tokens per image and pass.")] = "1,2,4,8,16,32,64",
+    batch_size: BatchSizes = "1,8",
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
+    guidance: Annotated[bool, typer.Option("--guidance", help="Two CFG rows per image, as with guidance.")] = False,
+    repeats: Repeats = 7,
+    as_json: Json = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the curves.")] = None,
 ) -> None:
-    """Measure the cost of a target pass by the number of tokens fed, relative to reading the weights once."""
-    widths, batches = whole_numbers(tokens, "tokens"), whole_numbers(batch, "batch", MOST_IMAGES)
-    check_range(rounds, "rounds", 1)
-    json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
+    """Measure the cost of a pass by its number of tokens.
+
+    Costs are relative to a pass of one token, and to reading the weights once.
+    """
+    widths = parse_int_list(tokens_per_pass, "tokens_per_pass")
+    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
+    check_range(repeats, "repeats", 1)
+    results = ResultWriter(as_json, plot)
     from vargen.evaluation.networks import official_sizes
 
     names = model or ["emoji", next(iter(official_sizes()))]
-    read = {"a file of model": [file for name in names for file in model_files(name)]}
-    check_apart({"json": [json_file], "plot": [plot_file]}, read)
-    chosen, kind, machine = prepare(device, dtype, threads, names)
+    results.check(names)
+    place, kind, machine = setup_device(device, dtype, threads, names)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
+    from vargen.evaluation.plots import plot_steps
     from vargen.evaluation.speed import measure_steps
 
-    for name in names:  # fail before minutes of measurement
-        check_benchmark_model(name)
     reports = []
-    for name in names:
-        network = open_benchmark_model(name, kind, chosen)
-        with tqdm(desc=name, disable=None, leave=False) as bar:
-
-            def show(done: int, total: int, bar: tqdm = bar) -> None:
-                bar.total = total
-                bar.update(done - bar.n)
-
-            report = measure_steps(network, widths, batches, guidance=guidance, rounds=rounds, progress=show)
-        reports.append(report)
-        del network
+    for name, network in _open_networks(names, place, kind):
+        with progress_bar(name) as show:
+            reports.append(measure_steps(network, widths, batches, guidance=guidance, rounds=repeats, progress=show))
     document = {"machine": machine, "reports": [report.to_dict() for report in reports]}
-    lines = "\n\n".join([machine_line(machine, chosen, kind), *map(_step_table, reports)])
-    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
-    writes += json_writes(as_json, json_file, document)
-    if plot_file:
-        from vargen.evaluation.plots import plot_steps
-
-        writes.append((f"plot {str(plot_file)!r}", lambda: plot_steps(reports, plot_file)))
-    write_each(writes)
+    text = "\n\n".join([machine_line(machine, place, kind), *map(_step_table, reports)])
+    results.write(text, document, plot=lambda file: plot_steps(reports, file))
 
 
-@app.command()
-def ar(
-    model: Annotated[list[str] | None, MODEL] = None,
-    batch: Annotated[str, BATCH] = "1,8",
-    dtype: Annotated[Dtype, typer.Option()] = Dtype.auto,
-    device: Annotated[Device, typer.Option()] = Device.auto,
-    threads: Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")] = None,
-    seconds: Annotated[float, typer.Option(metavar="X", help="Draw whole batches of each size for at least so long.")] = 10.0,
-    compile: Annotated[bool, typer.Option("--compile", help="Compile the passes, on a GPU; not timed.")] = False,
-    as_json: Annotated[str | None, JSON] = None,
-) -> None:  # fmt: skip
-    """Measure the sequential baseline: one token per pass, with the model's default guidance and sampling."""
-    batches = whole_numbers(batch, "batch", MOST_IMAGES)
+@app.command(context_settings=accept_old_names(_RENAMED))
+def baseline(
+    model: Models = None,
+    batch_size: BatchSizes = "1,8",
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
+    threads: Threads = None,
+    seconds: Annotated[float, typer.Option(metavar="X", help="Measure each batch size for at least this many seconds.")] = 10.0,
+    compile: Compile = False,
+    as_json: Json = None,
+) -> None:
+    """Measure sequential decoding: one token per pass.
+
+    With the model's default guidance and sampling.
+    """
+    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
     if not 0 <= seconds < math.inf:
         raise ValueError(f"seconds must be a finite number of at least 0, got {seconds}")
-    json_file, names = result_file(as_json, ".json", "json"), model or ["emoji"]
-    check_apart({"json": [json_file]}, {"a file of model": [file for name in names for file in model_files(name)]})
-    chosen, kind, machine = prepare(device, dtype, threads, names)
-    check_compile(compile, chosen)
+    results, names = ResultWriter(as_json), model or ["emoji"]
+    results.check(names)
+    place, kind, machine = setup_device(device, dtype, threads, names)
+    check_compile(compile, place)
 
     from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
     from vargen.evaluation.speed import measure_baseline
 
-    for name in names:
-        check_benchmark_model(name)
     reports = []
-    for name in names:
-        network = open_benchmark_model(name, kind, chosen)
-        for count in tqdm(batches, desc=name, disable=None, leave=False):
-            reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
-        del network
+    for name, network in _open_networks(names, place, kind):
+        with progress_bar(name) as show:
+            for done, count in enumerate(batches):
+                show(done, len(batches))
+                reports.append(measure_baseline(network, count, seconds=seconds, compile=compile))
     document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
-    lines = machine_line(machine, chosen, kind) + (", compiled" if compile else "") + "\n\n" + _baseline_table(reports)
-    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
-    write_each([*writes, *json_writes(as_json, json_file, document)])
+    about = machine_line(machine, place, kind) + (", compiled" if compile else "")
+    results.write(f"{about}\n\n{_baseline_table(reports)}", document)
 
 
-def whole_numbers(text: str, name: str, most: int = 10**9) -> list[int]:
-    """Parse a comma-separated list of integers such as `"1,2,8"`.
+@app.command(context_settings=accept_old_names(_RENAMED))
+def images(
+    model: Models = None,
+    batch_size: BatchSizes = "1",
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
+    repeats: Repeats = 5,
+    compile: Compile = False,
+    as_json: Json = None,
+) -> None:
+    """Measure the time per image of a next-scale model.
 
-    Raises:
-        ValueError: unless all are integers from 1 to `most`.
+    Relative to the published sampling loop, with and without pixel decoding. Runs of the published loop, in float32,
+    alternate with ours. The roofline is the minimum time to read the weights, or to do the floating-point operations at the
+    rate of a large matrix product.
     """
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
-        limit = f" and at most {most}" if most < 10**9 else ""
-        allowed = f"whole numbers of at least 1{limit} with commas between, such as 1,8"
-        raise ValueError(f"{name} must be {allowed}, got {short_repr(text)}")
-    return list(dict.fromkeys(int(part) for part in parts))
+    batches = parse_int_list(batch_size, "batch_size", _MAX_BATCH)
+    check_range(repeats, "repeats", 1)
+    results, names = ResultWriter(as_json), model or ["var-d16"]
+    results.check(names)
+    place, kind, machine = setup_device(device, dtype, threads, names)
+
+    from vargen.evaluation.image_speed import measure_pictures
+    from vargen.evaluation.machine import machine_line
+
+    reports = []
+    for name, network in _open_networks(names, place, kind, with_pixels=True):
+        for count in batches:
+            with progress_bar(f"{name}, batch size {count}") as show:
+                reports.append(measure_pictures(network, count, rounds=repeats, compile=compile, progress=show))
+    document = {"machine": machine, "compiled": compile, "reports": [report.to_dict() for report in reports]}
+    about = machine_line(machine, place, kind) + (", compiled" if compile else "")
+    results.write(f"{about}\n\n{_images_table(reports)}", document)
 
 
-def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
+@app.command(context_settings=accept_old_names({"held": "cached-tokens", "tokens": "tokens-per-pass", "rounds": "repeats"}))
+def kernels(
+    shape: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="Network that provides the shapes; may be repeated.")
+    ] = None,
+    tokens_per_pass: Annotated[str, typer.Option(metavar="N,...", help="Tokens per pass.")] = "1,16,64",
+    cached_tokens: Annotated[str, typer.Option(metavar="N,...", help="Tokens in the KV cache.")] = "256,1024",
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
+    repeats: Repeats = 5,
+    as_json: Json = None,
+) -> None:
+    """Measure the time of each kernel.
+
+    Operations are tree attention, sampling, acceptance and commit. Compares our kernel, our torch implementation, SDPA with
+    a mask, and FlexAttention. Variants that cannot run on this machine are listed with the reason. `of a copy` is the time
+    to copy the same bytes, divided by the measured time.
+    """
+    widths = parse_int_list(tokens_per_pass, "tokens_per_pass", 256)
+    lengths = parse_int_list(cached_tokens, "cached_tokens", 16384)
+    check_range(repeats, "repeats", 1)
+    results, names = ResultWriter(as_json), shape or ["LlamaGen-B"]
+
+    from vargen.evaluation.kernel_speed import NETWORK_SHAPES, measure, measure_copy_rate, standard_operations
+
+    for name in names:
+        if name not in NETWORK_SHAPES:
+            raise ValueError(f"shape must be one of {', '.join(NETWORK_SHAPES)}, got {short_repr(name)}")
+    place, kind, machine = setup_device(device, dtype, threads, [])
+
+    import torch
+
+    from vargen.evaluation.machine import machine_line
+    from vargen.kernels.dispatch import explain
+
+    with torch.inference_mode():
+        rate = measure_copy_rate(place)
+        timings = measure(standard_operations(names, widths, lengths, kind, place), place, repeats, rate)
+    backend, reason = explain(place)
+    document = {
+        "machine": machine, "gigabytes_per_second": rate / 1e9, "kernels": backend, "reason": reason,
+        "timings": [each.to_dict() for each in timings],
+    }  # fmt: skip
+    about = f"{machine_line(machine, place, kind)}; {rate / 1e9:.1f} GB/s copied\nkernels: {backend} ({reason})"
+    results.write(f"{about}\n\n{_kernels_table(timings)}", document)
+
+
+def setup_device(device: Device, dtype: Dtype, threads: int | None, models: Sequence[str]) -> tuple[Any, Any, dict[str, Any]]:
     """Return the torch device, the dtype and a description of the machine.
 
     The default dtype is that of the first model that is not random.
@@ -148,12 +226,23 @@ def prepare(device: Device, dtype: Dtype, threads: int | None, models: Sequence[
 
     saved = next((name for name in models if name not in official_sizes()), None)
     folder = None if saved is None else describe(saved).folder
-    chosen = select_device(device)
+    place = select_device(device)
     machine = describe_machine()
-    busy = machine["load"]
-    if busy is not None and busy > 0.5 * machine["cores"]:
-        say(f"warning: the load average is {busy:.1f} on {machine['cores']} cores, so these figures will be unsteady")
-    return chosen, pick_dtype(dtype, chosen, folder), machine
+    load = machine["load"]
+    if load is not None and load > 0.5 * machine["cores"]:
+        busy = f"the load average is {load:.1f} on {machine['cores']} cores"
+        print_status(f"warning: {busy}, so the measured times will vary")
+    return place, select_dtype(dtype, place, folder), machine
+
+
+def _open_networks(names: Sequence[str], place: Any, kind: Any, with_pixels: bool = False) -> Iterator[tuple[str, Any]]:
+    """Yield each network by name, one in memory at a time; all are checked before the first is opened."""
+    from vargen.evaluation.networks import check_benchmark_model, open_benchmark_model
+
+    for name in names:
+        check_benchmark_model(name, whole_images=with_pixels)
+    for name in names:
+        yield name, open_benchmark_model(name, kind, place)
 
 
 def _step_table(report: StepReport) -> str:
@@ -169,9 +258,9 @@ def _step_table(report: StepReport) -> str:
         for result in report.results
     ]
     head = ["batch", "tokens", "ms", "quartiles", "x 1 token", "x weights"]
-    rows_each = ", two rows per image" if report.guidance else ""
+    cfg = ", two CFG rows per image" if report.guidance else ""
     return (
-        f"{report.model}: {report.parameters / 1e6:.1f} M parameters, {report.cached_tokens} tokens held{rows_each}\n"
+        f"{report.model}: {report.parameters / 1e6:.1f} M parameters, {report.cached_tokens} cached tokens{cfg}\n"
         f"reading {report.weight_bytes / 1e6:.1f} MB of weights once: {report.read_milliseconds:.2f} ms, "
         f"{report.gigabytes_per_second:.1f} GB/s\n" + table(head, rows, ">>>>>>")
     )
@@ -191,5 +280,33 @@ def _baseline_table(reports: list[BaselineReport]) -> str:
         ]
         for report in reports
     ]
-    head = ["model", "batch", "guidance", "tokens/s", "per image", "ms a pass", *parts]
+    head = ["model", "batch", "guidance", "tokens/s", "per image", "ms per pass", *parts]
     return table(head, rows, "<>>>>>" + ">" * len(parts))
+
+
+def _images_table(reports: list[PictureReport]) -> str:
+    rows = []
+    for report in reports:
+        both, theirs = report.drawing + report.decoding, report.published_drawing + report.published_decoding
+        numbers = [
+            ("tokens", report.drawing, report.published_drawing, report.ratio, report.roofline, report.share),
+            ("and pixels", both, theirs, report.ratio_with_pixels, report.roofline_with_pixels, report.share_with_pixels),
+        ]
+        for what, ours, published, ratio, least, share in numbers:
+            cells = [f"{ours:.1f}", f"{published:.1f}", f"{ratio:.2f}", f"{least:.1f}", f"{100 * share:.0f} %"]
+            rows.append([report.model, str(report.batch), what, *cells])
+    head = ["model", "batch", "", "ms per image", "published", "speedup", "roofline", "of roofline"]
+    first = reports[0]
+    rates = f"{first.gigabytes_per_second:.1f} GB/s read, {first.gigaflops:.0f} GFLOP/s of a product, {first.threads} threads"
+    return f"{rates}; the published loop runs in float32\n\n" + table(head, rows, "<><>>>>>")
+
+
+def _kernels_table(timings: list[Any]) -> str:
+    rows = []
+    for each in timings:
+        times = ["", "", each.reason]
+        if each.microseconds is not None:
+            times = [f"{each.microseconds:.1f}", f"{100 * each.share:.0f} %", ""]
+        rows.append([each.operation, each.shape, each.implementation, f"{each.bytes / 1e3:.1f}", *times])
+    head = ["operation", "shape", "implementation", "KB", "us", "of a copy", "not measured"]
+    return table(head, rows, "<<<>>><")

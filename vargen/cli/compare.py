@@ -6,28 +6,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from tqdm import tqdm
 
-from vargen.cli.bench import prepare
-from vargen.cli.compare_video import VideoSetting, compared, video_writes
-from vargen.cli.console import say, table
-from vargen.cli.generate_video import check_picture_options
-from vargen.cli.inputs import read_prompts, say_names
+from vargen.cli.bench import setup_device
+from vargen.cli.compare_video import VideoComparisonOptions, compare_and_write
+from vargen.cli.console import print_status, progress_bar, table
+from vargen.cli.inputs import read_prompts, report_emoji_names
 from vargen.cli.options import (
     Device,
+    DeviceName,
     Dtype,
+    DtypeName,
     Guidance,
+    Json,
     ModelName,
+    Seed,
     Temperature,
     Threads,
     TopK,
     TopP,
     check_range,
-    given_options,
+    explicit_options,
     makes_video,
-    parse_integer,
+    reject_options,
 )
-from vargen.cli.outputs import Write, check_apart, json_writes, model_files, result_file, save_image, targets, write_each
+from vargen.cli.outputs import resolve_outputs
+from vargen.cli.results import ResultWriter, save_image
 from vargen.device import set_threads
 from vargen.files import expand_user
 
@@ -35,65 +38,65 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.compare import Comparison
 
+RENAMED = {"batch": "batch-size"}
+Window = Annotated[str | None, typer.Option(hidden=True)]  # deprecated: a setting of a method, as in gumbel:window=8
+
 
 def compare(
-    prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="Prompts, one a line; each is one picture per method.")],
+    prompt_file: Annotated[Path, typer.Option(metavar="FILE", help="One prompt per line; each gives one image per method.")],
     methods: Annotated[
         str | None,
         typer.Option(
-            metavar="PRESET,...",
-            help="Also with settings: gsd:budget=5,window=24. The baseline joins them. Default: all that the model can run.",
+            metavar="METHOD,...",
+            help="Also with settings: gsd:budget=5,window=24. The baseline is added. Default: all that the model can run.",
         ),
     ] = None,
-    batch: Annotated[int, typer.Option(metavar="N", help="Images at once.")] = 1,
-    window: Annotated[
-        str | None,
-        typer.Option(metavar="N|adaptive|auto", help="Of the Jacobi presets; auto also sets the length of speculative chains."),
-    ] = None,
-    output: Annotated[str, typer.Option("-o", "--output", metavar="FILE.png", help="The pictures, a row per method.")] = (
-        "comparison.png"
-    ),
-    as_json: Annotated[str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON.")] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw the figures.")] = None,
+    batch_size: Annotated[int, typer.Option(metavar="N", help="Images generated at once.")] = 1,
+    window: Window = None,
+    output: Annotated[
+        str, typer.Option("-o", "--output", metavar="FILE.png", help="The images, one row per method.")
+    ] = "comparison.png",
+    as_json: Json = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Write a chart of the speedups.")] = None,
     model: ModelName = "emoji",
-    seed: Annotated[int, typer.Option(parser=parse_integer, metavar="N", help="Of the first; the next has seed + 1.")] = 0,
+    seed: Seed = 0,
     guidance_scale: Guidance = None,
     temperature: Temperature = None,
     top_k: TopK = None,
     top_p: TopP = None,
-    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Blocks of a video. Default: the model's.")] = None,
-    tau: Annotated[float | None, typer.Option(metavar="X", help="Of methods for video that have a threshold.")] = None,
-    scorer: Annotated[str | None, typer.Option(metavar="NAME", help="Routes blocks of video. Default: emoji-scorer.")] = None,
-    dtype: Annotated[Dtype, typer.Option(help="Of the transformer; auto is the fastest here.")] = Dtype.auto,
-    device: Annotated[Device, typer.Option()] = Device.auto,
+    num_blocks: Annotated[int | None, typer.Option(metavar="N", help="Video: number of blocks. Default: the model's.")] = None,
+    tau: Annotated[float | None, typer.Option(metavar="X", help="Video: score that a drafted block needs.")] = None,
+    scorer: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Video: scores drafted blocks. Default: emoji-scorer.")
+    ] = None,
+    dtype: DtypeName = Dtype.auto,
+    device: DeviceName = Device.auto,
     threads: Threads = None,
 ) -> None:
-    """Compare seconds, passes, excess acceptance and images of several methods in one run.
+    """Compare the speed and the images of several methods.
 
-    The ratio is the baseline's seconds divided by the method's. `allowed` is the ratio if a step cost only its passes;
-    efficiency is the first divided by the second.
+    Reports time, passes and excess acceptance, all measured in one run. `ratio` is the speedup: the baseline's seconds
+    divided by the method's. `allowed` is the speedup if a step cost only its passes, and efficiency is `ratio` divided by
+    `allowed`.
     """
-    place = targets(output, ["comparison"])[0]
-    json_file, plot_file = result_file(as_json, ".json", "json"), result_file(plot, ".png", "plot")
-    inputs = {"prompt_file": [expand_user(prompt_file, "prompt_file")], "a file of model": model_files(model)}
-    check_apart({"output": [place], "json": [json_file], "plot": [plot_file]}, inputs)
+    file = resolve_outputs(output, ["comparison"])[0]
+    results = ResultWriter(as_json, plot)
+    results.check([model], {"output": [file]}, {"prompt_file": [expand_user(prompt_file, "prompt_file")]})
     prompts = read_prompts(prompt_file)
+    sampling = explicit_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
+    for_video = {"num_blocks": num_blocks, "tau": tau, "scorer": scorer}
     if makes_video(model):
-        check_picture_options(
-            window=window, guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p, batch=batch != 1
-        )
+        more = {"batch_size": None if batch_size == 1 else batch_size, **sampling}
+        reject_options("is for image models, and this model generates video", window=window, **more)
         check_range(seed, "seed", 0, 2**63 - 1 - len(prompts))
         set_threads(threads)
-        setting = VideoSetting(model, None if methods is None else [methods], num_blocks, tau, scorer, seed)
-        found = compared(setting, prompts, device, dtype)
-        write_each(video_writes(found, place, as_json, json_file, plot_file))
+        names = None if methods is None else [methods]
+        options = VideoComparisonOptions(model, names, num_blocks, tau, scorer, seed, device=device, dtype=dtype)
+        compare_and_write(options, prompts, file, results)
         return
-    for name, value in (("num_blocks", num_blocks), ("tau", tau), ("scorer", scorer)):
-        if value is not None:
-            raise ValueError(f"{name} is for models of video")
-    settings = given_options(guidance_scale=guidance_scale, temperature=temperature, top_k=top_k, top_p=top_p)
-    chosen_methods = chosen(methods, window, model)
-    chosen_device, kind, machine = prepare(device, dtype, threads, [model])
+    reject_options("is for video models", **for_video)
+    selected = select_methods(methods, model, window)
+    place, kind, machine = setup_device(device, dtype, threads, [model])
 
     from vargen.evaluation.compare import compare as run
     from vargen.evaluation.machine import machine_line
@@ -101,44 +104,37 @@ def compare(
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
-    checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch)) * batch)
-    check_fits(model, chosen_methods, settings, leave_out=methods is None)
-    pipe = open_pipeline(model, torch_dtype=kind).to(chosen_device)
+    checks.check_seed(seed, -(-len(prompts) // checks.check_batch(batch_size)) * batch_size)
+    check_request(model, selected, sampling, leave_out=methods is None)
+    pipe = open_pipeline(model, torch_dtype=kind).to(place)
     if methods is None:
         for method in pipe.methods():
-            if method.name in chosen_methods and method.reason is not None:
-                say(f"{method.name} is left out: {method.reason}")
-                del chosen_methods[method.name]
-    say_names(pipe, prompts)
-    with tqdm(desc="batches", disable=None, leave=False) as bar:
+            if method.name in selected and method.reason is not None:
+                print_status(f"{method.name} was left out: {method.reason}")
+                del selected[method.name]
+    report_emoji_names(pipe, prompts)
+    with progress_bar("batches") as show:
+        comparison = run(pipe, prompts, selected, batch_size, seed, sampling, show)
 
-        def show(done: int, total: int) -> None:
-            bar.total = total
-            bar.update(done - bar.n)
+    def save_images() -> None:
+        image = picture_grid(pipe, comparison)
+        results.print_path(save_image(image, file, {"methods": list(selected), "seeds": comparison.seeds}))
 
-        comparison = run(pipe, prompts, chosen_methods, batch, seed, settings, show)
-
-    def save_pictures() -> None:
-        path = save_image(picture_grid(pipe, comparison), place, {"methods": list(chosen_methods), "seeds": comparison.seeds})
-        if as_json != "-":
-            print(path, flush=True)
-
-    # Measurements are written first: they took the longest to obtain and are the smallest files.
     machine = {**machine, "threads": comparison.threads}
-    lines = machine_line(machine, chosen_device, kind) + "\n\n" + comparison_table(comparison) + "\n"
+    text = machine_line(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
-    writes: list[Write] = [] if as_json == "-" else [("table", lambda: print(lines, flush=True))]
-    writes += [*json_writes(as_json, json_file, document), (f"output {str(place.path)!r}", save_pictures)]
-    if plot_file:
-        writes.append((f"plot {str(plot_file)!r}", lambda: plot_comparison(comparison, plot_file)))
-    write_each(writes)
+    images = (f"output {str(file.path)!r}", save_images)
+    results.write(text, document, [images], lambda path: plot_comparison(comparison, path))
 
 
-def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dict[str, Method]:
-    """Return the methods by name, the baseline first, with `window` replaced if one is given.
+def select_methods(methods: str | None, model: str = "emoji", window: str | None = None) -> dict[str, Method]:
+    """Return the methods by name, the baseline first.
 
     The default is every method of the model's family except the one that selects among others. Names may carry settings, as in
     `vargen eval`: see `resolve_method`.
+
+    Args:
+        window: deprecated; replaces the window of every method.
 
     Raises:
         ValueError: for an unknown preset, setting or window.
@@ -152,13 +148,15 @@ def chosen(methods: str | None, window: str | None, model: str = "emoji") -> dic
     if methods is not None and not names:
         raise ValueError(f"methods must name at least one method, got {methods!r}")
     names = names or [preset.name for preset in list_methods(kind.paradigm) if preset.name != DEFAULT_METHOD]
-    number = window is not None and window.isascii() and window.isdigit() and len(window) < 1000
-    size: Any = int(window) if window is not None and number else window
     found: dict[str, Any] = {name: resolve_method(name, kind.paradigm) for name in (kind.baseline, *names)}
-    return found if size is None else {name: method.resized(size) for name, method in found.items()}
+    if window is None:
+        return found
+    print_status("warning: --window is deprecated and will be removed in the next minor version; use METHOD:window=N")
+    size: Any = int(window) if window.isascii() and window.isdigit() and len(window) < 1000 else window
+    return {name: method.resized(size) for name, method in found.items()}
 
 
-def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any], leave_out: bool = False) -> None:
+def check_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:
     """Check that the model generates from prompts and supports the methods and settings, before any weight is read.
 
     Args:
@@ -170,18 +168,18 @@ def check_fits(model: str, methods: dict[str, Method], settings: dict[str, Any],
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import describe, pipeline_class
 
-    _, sampling = checks.check_sampling(settings)
+    _, checked = checks.check_sampling(sampling)
     opened = describe(model)
     if opened.condition != "text":
-        raise ValueError("model must draw from text, and this one draws classes")
-    sampling.check_vocabulary(opened.vocab)
+        raise ValueError("model must generate from text, and this one generates classes")
+    checked.check_vocabulary(opened.vocab)
     for name, method in list(methods.items()):
         try:
             pipeline_class(opened.pipeline).check_method(opened, method)
         except ValueError as error:
             if not leave_out:
                 raise
-            say(f"{name} is left out: {error}")
+            print_status(f"{name} was left out: {error}")
             del methods[name]
 
 
@@ -207,8 +205,8 @@ def comparison_table(comparison: Comparison) -> str:
     head = ["method", "kind", "s/image", "quartiles", "ratio", "tokens/pass", "allowed", "efficiency", "drafting", "rest"]
     head += ["relaxation", f"same as {comparison.baseline}"]
     curve = ", ".join(f"{width}: {1e3 * seconds:.2f}" for width, seconds in comparison.cost_curve.items())
-    settings = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
+    sampling = ", ".join(f"{key} {value:g}" for key, value in comparison.sampling.items() if value is not None)
     return (
-        f"{len(comparison.prompts)} pictures, batch {comparison.batch}, {settings}\n"
-        f"milliseconds of a pass by tokens fed: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>>")
+        f"{len(comparison.prompts)} images, batch size {comparison.batch}, {sampling}\n"
+        f"milliseconds per pass, by its number of tokens: {curve}\n\n" + table(head, rows, "<<>>>>>>>>>>")
     )

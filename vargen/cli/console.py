@@ -1,4 +1,4 @@
-"""Terminal handling shared by all verbs: one-line errors and logs on stderr, tables and JSON on stdout.
+"""Terminal handling shared by all commands: one-line errors and logs on stderr, tables and JSON on stdout.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage or bad input, 130 interrupted.
 """
@@ -14,10 +14,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 import typer
+from tqdm import tqdm
 from typer.core import TyperGroup
 
 LEVELS = {
@@ -31,14 +32,46 @@ LEVELS = {
 _WRONG_PATH = (FileNotFoundError, FileExistsError, PermissionError, NotADirectoryError, IsADirectoryError)
 
 
-class Commands(TyperGroup):
-    """The root command: runs a verb and turns its exceptions into a line on stderr and an exit code."""
+def accept_old_names(renamed: Mapping[str, str]) -> dict[str, Any]:
+    """Return the context settings of a command whose options were renamed: old names work, with a warning on stderr.
+
+    Args:
+        renamed: old name -> new name, both without the leading dashes.
+    """
+
+    def normalize(name: str) -> str:
+        if name not in renamed:
+            return name
+        warn_renamed(f"--{name}", f"--{renamed[name]}")
+        return renamed[name]
+
+    return {"token_normalize_func": normalize}
+
+
+def warn_renamed(old: str, new: str) -> None:
+    print_status(f"warning: {old} is deprecated and will be removed in the next minor version; use {new}")
+
+
+class CommandGroup(TyperGroup):
+    """A group of commands, some of which were renamed: old names work, with a warning on stderr."""
+
+    renamed: ClassVar[dict[str, list[str]]] = {}  # old name -> the arguments that replace it
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and (new := self.renamed.get(args[0])):
+            warn_renamed(args[0], " ".join(new))
+            args = [*new, *args[1:]]
+        return super().resolve_command(ctx, args)
+
+
+class Commands(CommandGroup):
+    """The root command: runs a command and turns its exceptions into a line on stderr and an exit code."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            say("interrupted")
+            print_status("interrupted")
             raise typer.Exit(130) from None
         except (typer.Exit, typer.Abort, BrokenPipeError):
             raise
@@ -47,7 +80,7 @@ class Commands(TyperGroup):
                 raise
             if os.environ.get("VARGEN_DEBUG", "") not in ("", "0"):
                 traceback.print_exception(error, file=sys.stderr)
-            say(f"error: {describe(error)}")
+            print_status(f"error: {describe(error)}")
             raise typer.Exit(2 if is_bad_input(error) else 1) from None
 
 
@@ -91,7 +124,7 @@ def describe(error: Exception) -> str:
     return f"{type(error).__name__}: {text}{hint}"
 
 
-def say(line: str) -> None:
+def print_status(line: str) -> None:
     """Print a line to stderr, with control characters (a file name may contain them) escaped."""
     print(printable(line), file=sys.stderr, flush=True)
 
@@ -101,7 +134,7 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape", "replace").decode() for c in text)
 
 
-class Names:
+class FileNames:
     """Prints file names as the files are written. If standard output fails, that is reported once and the work continues.
 
     Attributes:
@@ -117,10 +150,10 @@ class Names:
         try:
             print(printable(str(path)) if sys.stdout.isatty() else path, flush=True)
         except OSError as error:
-            self.silent, gone = True, isinstance(error, BrokenPipeError)
-            self.failed = not gone
-            reason = "its reader has gone" if gone else error.strerror or str(error)
-            say(f"standard output takes no more names of files ({reason}); the files are written all the same")
+            self.silent, closed = True, isinstance(error, BrokenPipeError)
+            self.failed = not closed
+            reason = "the reader of standard output has closed it" if closed else error.strerror or str(error)
+            print_status(f"file names are no longer printed ({reason}); the files are still written")
             with contextlib.suppress(OSError, ValueError):  # no file, or the buffered text fails again at exit
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -128,6 +161,28 @@ class Names:
 def print_json(document: Any) -> None:
     """Print one JSON document to stdout."""
     print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False), flush=True)
+
+
+@contextlib.contextmanager
+def progress_bar(what: str, unit: str = "") -> Iterator[Callable[[int, int], None]]:
+    """Show progress and the remaining time on stderr if it is a terminal.
+
+    Yields a function of the steps that are done and their total. Steps that are done at its first call do not count toward
+    the speed.
+    """
+    shown: list[tqdm] = []
+
+    def show(done: int, total: int) -> None:
+        if not shown:
+            options: dict[str, Any] = {"disable": None, "leave": False, "dynamic_ncols": True, "file": sys.stderr}
+            shown.append(tqdm(desc=what, unit=f" {unit}", total=total, initial=done, **options))
+        shown[0].update(done - shown[0].n)
+
+    try:
+        yield show
+    finally:
+        for bar in shown:
+            bar.close()
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]], align: str) -> str:

@@ -1,4 +1,4 @@
-"""Input images and prompts of a command: `--image`, `--mask` and `--strength` are checked before any weight is read."""
+"""Inputs of a command: prompts, class labels, and the source images of `--image` and `--mask`."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vargen.cli.console import say
+from vargen.cli.console import print_status
 from vargen.files import expand_user
 from vargen.reading import STDIN, read_text
 
 if TYPE_CHECKING:
     from vargen.pipelines.model_info import ModelInfo
 
+MAX_IMAGES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
+_MAX_BYTES = 2**26  # size limit of a prompt file
+
 
 @dataclass(frozen=True)
-class Source:
+class SourceFiles:
     """Input files as named by the user, and a strength; all None for generation from scratch."""
 
     image: Path | None
@@ -25,39 +28,38 @@ class Source:
     strength: float | None
 
     @classmethod
-    def of(cls, image: Path | None, mask: Path | None, strength: float | None) -> Source:
-        """Create a source from a command's options, with paths expanded."""
+    def expand(cls, image: Path | None, mask: Path | None, strength: float | None) -> SourceFiles:
+        """Create it from a command's options, with `~` in paths expanded."""
         return cls(image and expand_user(image, "image"), mask and expand_user(mask, "mask"), strength)
 
     def files(self) -> dict[str, Sequence[Path | None]]:
         """Return the files by option name, for messages."""
         return {"image": [self.image], "mask": [self.mask]}
 
-    def opened(self, model: ModelInfo) -> dict[str, Any]:
+    def load(self, model: ModelInfo) -> dict[str, Any]:
         """Return the arguments for a pipeline call; none if no file was given.
 
         Raises:
             ValueError: for a model that does not support an input image, a file that is not an image, or input that
                 `check_source` rejects.
         """
-        given = {"image": self.image, "mask": self.mask, "strength": self.strength}
-        named = {name: value for name, value in given.items() if value is not None}
-        if not named:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if not given:
             return {}
         if model.image_size is None:
-            raise ValueError(f"{next(iter(named))} must be left out: this model starts from no picture; next-scale models do")
+            raise ValueError(f"{next(iter(given))} must be left out: only next-scale models start from an image")
         from diffusers.image_processor import VaeImageProcessor
 
         from vargen.pipelines.images import check_source
 
-        pictures = {name: read_source(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
-        check_source(pictures.get("image"), pictures.get("mask"), self.strength, model.image_size, VaeImageProcessor())
-        return {**pictures, **({} if self.strength is None else {"strength": self.strength})}
+        images = {name: read_source(path, name) for name, path in (("image", self.image), ("mask", self.mask)) if path}
+        check_source(images.get("image"), images.get("mask"), self.strength, model.image_size, VaeImageProcessor())
+        return {**images, **({} if self.strength is None else {"strength": self.strength})}
 
-    def told(self) -> dict[str, Any]:
+    def metadata(self) -> dict[str, Any]:
         """Return what an image's PNG records about its source: file names without their folders."""
-        said = {"image": self.image and self.image.name, "mask": self.mask and self.mask.name, "strength": self.strength}
-        return {name: value for name, value in said.items() if value is not None}
+        values = {"image": self.image and self.image.name, "mask": self.mask and self.mask.name, "strength": self.strength}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 def read_source(path: Path, name: str) -> Any:
@@ -77,22 +79,14 @@ def read_source(path: Path, name: str) -> Any:
         return on_white(ImageOps.exif_transpose(opened))
 
 
-if TYPE_CHECKING:
-    from vargen.pipelines.model_info import ModelInfo
-
-
-MOST_PICTURES = 1_000_000  # per command: more than any published evaluation has, and small enough for memory
-_MOST_BYTES = 2**26  # size limit of a prompt file
-
-
-def say_names(pipe: Any, prompts: list[str]) -> None:
+def report_emoji_names(pipe: Any, prompts: list[str]) -> None:
     """Print a line to stderr about the characters in prompts that the model reads as names, if there are any."""
     read = {typed: name for prompt in prompts for typed, name in pipe.normalize_prompt(prompt).names.items()}
     if read:
-        say("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
+        print_status("read " + ", ".join(f'"{typed}" as "{name}"' for typed, name in read.items()))
 
 
-def subjects_of(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
+def collect_prompts(prompts: list[str] | None, prompt_file: Path | None, class_label: list[str] | None) -> list[str]:
     """Return the prompts (from standard input for `-`), or the class labels as typed.
 
     Raises:
@@ -123,16 +117,24 @@ def read_prompts(path: Path, name: str = "prompt_file") -> list[str]:
         ValueError: if it is not a regular file, is too long or not UTF-8, or contains no prompt.
         FileNotFoundError, IsADirectoryError, PermissionError: with the option's name.
     """
-    lines = [line.strip() for line in read_text(path, name, _MOST_BYTES).split("\n")]
+    lines = [line.strip() for line in read_text(path, name, _MAX_BYTES).split("\n")]
     found = [line for line in lines if line and not line.startswith("#")]
     if not found:
-        raise ValueError(f"{name} {str(path)!r} holds no prompt; write one a line, without # in front")
-    if len(found) > MOST_PICTURES:
-        raise ValueError(f"{name} {str(path)!r} must hold at most {MOST_PICTURES:,} prompts, got {len(found):,}")
+        raise ValueError(f"{name} {str(path)!r} contains no prompt; write one per line, without a leading #")
+    if len(found) > MAX_IMAGES:
+        raise ValueError(f"{name} {str(path)!r} must contain at most {MAX_IMAGES:,} prompts, got {len(found):,}")
     return found
 
 
-def class_numbers(labels: list[str], model: ModelInfo) -> list[int]:
+def packaged_prompts() -> Path:
+    """Return the file of the 64 packaged prompts, the default of `vargen eval`."""
+    import vargen.assets
+
+    return Path(vargen.assets.__file__).parent / "prompts.txt"
+
+
+def parse_class_labels(labels: list[str], model: ModelInfo) -> list[int]:
+    """Return the class numbers of labels given by number or name."""
     from vargen.pipelines import validation as checks
 
     # Python does not parse integers of thousands of digits; no class label has more than nine.

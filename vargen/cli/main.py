@@ -1,24 +1,28 @@
-"""The entry point. Each verb imports its dependencies when it runs, so that `vargen --help` is fast."""
+"""The entry point. Each command imports its dependencies when it runs, so that `vargen --help` is fast."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 
 from vargen import __version__
-from vargen.cli import bench, bench_kernels, bench_pictures, compare, convert, evaluate, generate, info, train, verify
-from vargen.cli import bench_distribution as distribution
-from vargen.cli.console import Commands, StandardOutput, configure_logging, say
-from vargen.cli.outputs import not_written
+from vargen.cli import bench, bench_distribution, compare, convert, evaluate, generate, info, score, train, verify
+from vargen.cli.console import Commands, StandardOutput, accept_old_names, configure_logging, print_status
+from vargen.cli.results import describe_failed_write
+
+
+class VargenCommands(Commands):
+    renamed: ClassVar[dict[str, list[str]]] = {"draw": ["eval", "--generate-only"]}
+
 
 app = typer.Typer(
     name="vargen",
-    cls=Commands,
-    help="Fast visual autoregressive image generation.",
+    cls=VargenCommands,
+    help="Generate images and video faster with visual autoregressive models.",
     epilog="VARGEN_VERBOSITY=debug|info|warning|error sets the log level; VARGEN_DEBUG=1 shows tracebacks.",
     no_args_is_help=True,
     add_completion=False,
@@ -28,8 +32,8 @@ app = typer.Typer(
 )
 
 
-def _version(asked: bool) -> None:
-    if asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         print(f"vargen {__version__}")
         raise typer.Exit
 
@@ -37,22 +41,21 @@ def _version(asked: bool) -> None:
 @app.callback()
 def root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
     configure_logging()
 
 
-app.command("generate")(generate.generate)
-app.command("compare")(compare.compare)
-app.command("verify")(verify.verify)
-app.command("eval")(evaluate.evaluate)
-app.command("draw")(evaluate.draw)
-app.command("score")(evaluate.score)
+app.command("generate", context_settings=accept_old_names(generate.RENAMED))(generate.generate)
+app.command("compare", context_settings=accept_old_names(compare.RENAMED))(compare.compare)
+app.command("verify", context_settings=accept_old_names(verify.RENAMED))(verify.verify)
+app.command("eval", context_settings=accept_old_names(evaluate.RENAMED))(evaluate.evaluate)
+app.command("score", context_settings=accept_old_names(score.RENAMED))(score.score)
 app.add_typer(info.app, name="info")
-bench.app.command("distribution")(distribution.distribution)
-bench.app.command("kernels")(bench_kernels.kernels)
-bench.app.command("var")(bench_pictures.pictures)
+bench.app.command("distribution", context_settings=accept_old_names(bench_distribution.RENAMED))(
+    bench_distribution.distribution
+)
 app.add_typer(bench.app, name="bench")
 app.add_typer(train.app, name="train")
 app.add_typer(convert.app, name="convert")
@@ -60,22 +63,22 @@ app.add_typer(convert.app, name="convert")
 
 def main() -> None:
     """Run the command line in this process."""
-    _open_closed()
+    _open_closed_streams()
     if isinstance(sys.stderr, io.TextIOWrapper):
         sys.stderr.reconfigure(errors="backslashreplace")  # a file name may contain bytes that do not decode
     if isinstance(sys.stdout, io.TextIOWrapper):
-        told: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
-        sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **told)
+        options: dict[str, Any] = {"encoding": sys.stdout.encoding, "line_buffering": sys.stdout.line_buffering}
+        sys.stdout = StandardOutput(sys.stdout.detach(), errors="backslashreplace", **options)
     try:
         app(prog_name="vargen")
     except SystemExit as end:
-        sys.exit(_flushed(end.code))
+        sys.exit(_flush_stdout(end.code))
     except OSError as error:  # from options that print, such as --version
-        say(not_written("standard output", error))
-        sys.exit(_flushed(1))
+        print_status(describe_failed_write("standard output", error))
+        sys.exit(_flush_stdout(1))
 
 
-def _open_closed() -> None:
+def _open_closed_streams() -> None:
     """Replace closed standard streams, so that no other file gets their descriptors.
 
     Writing to standard output still fails, as it must, and the error is reported.
@@ -87,13 +90,13 @@ def _open_closed() -> None:
                 setattr(sys, name, os.fdopen(file, "w"))
 
 
-def _flushed(code: int | str | None) -> int | str | None:
+def _flush_stdout(code: int | str | None) -> int | str | None:
     """Flush standard output and return the exit code: 1 if the output was lost. A full disk must not look like success."""
     try:
         sys.stdout.flush()
     except OSError as error:
         if not code:
-            say(not_written("standard output", error))
+            print_status(describe_failed_write("standard output", error))
         # Otherwise the buffered text would be written, and fail, once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return code or 1

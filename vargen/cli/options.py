@@ -1,4 +1,4 @@
-"""Options shared by several verbs: model, sampling, device and dtype."""
+"""Options shared by several commands: model, sampling, seed, device, dtype, backend and result files."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import typer
 
 from vargen import device
 from vargen.options import OPTIONS
+from vargen.values import short_repr
 
 if TYPE_CHECKING:
     import torch
+
+    from vargen.evaluation.generation import Engine
 
 
 class Device(StrEnum):
@@ -29,6 +32,11 @@ class Dtype(StrEnum):
     float16 = "float16"
 
 
+class Backend(StrEnum):
+    local = "local"
+    ray = "ray"
+
+
 def _sampling(name: str) -> Any:
     option = OPTIONS[name]
     most = f" to {option.most:g}" if option.most < float("inf") else ""
@@ -40,11 +48,25 @@ Guidance = Annotated[float | None, _sampling("guidance_scale")]
 Temperature = Annotated[float | None, _sampling("temperature")]
 TopK = Annotated[int | None, _sampling("top_k")]
 TopP = Annotated[float | None, _sampling("top_p")]
-ModelName = Annotated[str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model, a folder, or a hub id.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: as many as pay, measured.")]
+ModelName = Annotated[
+    str, typer.Option(metavar="NAME|DIR|HUB ID", help="A packaged model (see `vargen info`), a folder, or a hub id.")
+]
+DeviceName = Annotated[Device, typer.Option(help="auto: a GPU if there is one.")]
+DtypeName = Annotated[Dtype, typer.Option(help="Of the transformer's weights. auto: the fastest on this device.")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: autotuned.")]
+TorchThreads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
+BackendName = Annotated[Backend, typer.Option(help="ray: several processes or machines (needs the extra `ray`).")]
+NumWorkers = Annotated[int | None, typer.Option(metavar="N", help="Processes of --backend ray. Default: one per GPU, or core.")]
+Seed = Annotated[
+    int,
+    typer.Option(parser=lambda text: parse_integer(text), metavar="N", help="Seed of the first image; the next has seed + 1."),
+]
+Json = Annotated[
+    str | None, typer.Option("--json", metavar="FILE|-", help="Write JSON to a file, or to stdout (-) instead of the table.")
+]
 
 
-def given_options(**values: float | int | None) -> dict[str, float | int]:
+def explicit_options(**values: float | int | None) -> dict[str, Any]:
     """Return only the options that were given; the model's defaults apply to the others."""
     return {name: value for name, value in values.items() if value is not None}
 
@@ -57,12 +79,12 @@ def select_device(name: Device) -> torch.device:
     """
     from vargen.kernels.dispatch import explain
 
-    chosen = device.select_device(name.value)
-    explain(chosen)  # logged before weights are loaded
-    return chosen
+    selected = device.select_device(name.value)
+    explain(selected)  # logged before weights are loaded
+    return selected
 
 
-def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:
+def select_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> torch.dtype:
     """Select the dtype of the large networks; `auto` takes the default for the device and for the model in `folder`."""
     import torch
 
@@ -71,6 +93,20 @@ def pick_dtype(name: Dtype, place: torch.device, folder: Path | None = None) -> 
     if name is not Dtype.auto:
         return getattr(torch, name.value)
     return device.preferred_dtype(place) if folder is None else default_dtype(folder, place)
+
+
+def select_backend(name: Backend, num_workers: int | None, place: torch.device, threads: int | None) -> Engine:
+    """Select where an evaluation runs: in this process, or on Ray."""
+    check_range(num_workers, "num_workers", 1)
+    if name is Backend.local:
+        if num_workers is not None:
+            raise ValueError("num_workers needs --backend ray; the local backend is one process (see --shard for several)")
+        from vargen.evaluation.generation import locally
+
+        return locally
+    from vargen.evaluation.ray_backend import ray_engine
+
+    return ray_engine(num_workers, place.type, threads)
 
 
 def parse_integer(text: Any) -> int:
@@ -82,6 +118,20 @@ def parse_integer(text: Any) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,40}", str(text)):
         raise typer.BadParameter(f"must be a whole number, got {text!r}")
     return int(text)
+
+
+def parse_int_list(text: str, name: str, most: int = 10**9) -> list[int]:
+    """Parse a comma-separated list of integers such as `"1,2,8"`.
+
+    Raises:
+        ValueError: unless all are integers from 1 to `most`.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and len(part) < 10 and 0 < int(part) <= most for part in parts):
+        limit = f" and at most {most}" if most < 10**9 else ""
+        allowed = f"whole numbers of at least 1{limit}, separated by commas, such as 1,8"
+        raise ValueError(f"{name} must be {allowed}, got {short_repr(text)}")
+    return list(dict.fromkeys(int(part) for part in parts))
 
 
 def check_range(value: int | None, name: str, low: int, high: int | None = None) -> None:
@@ -100,3 +150,10 @@ def makes_video(model: str) -> bool:
         return paradigm_of(model) == VideoMethod.paradigm
     except ValueError:
         return False
+
+
+def reject_options(reason: str, **options: Any) -> None:
+    """Raise ValueError if any of the options was given."""
+    for name, value in options.items():
+        if value is not None and value is not False and value != []:
+            raise ValueError(f"{name} {reason}")

@@ -1,63 +1,51 @@
-"""Output files: names derived from prompts, checks before generation starts, and independent atomic writes."""
+"""Output files of a command: their names, derived from prompts, and checks before any work starts."""
 
 from __future__ import annotations
 
-import itertools
-import json
+import contextlib
+import functools
 import os
 import re
 import tempfile
 import unicodedata
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import typer
-
-from vargen.cli.console import describe, print_json, say
 from vargen.compat import check_matplotlib
-from vargen.files import atomic_file, expand_user
+from vargen.files import expand_user
 
-# Lower-case suffix -> Pillow's format and save options.
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
-    ".png": ("PNG", {}),
-    ".jpg": ("JPEG", {"quality": 95}),
-    ".jpeg": ("JPEG", {"quality": 95}),
-    ".webp": ("WEBP", {"lossless": True}),
-}
-LONGEST_SLUG = 40
-_LONGEST_NAME = 200  # bytes; file systems allow 255, and the temporary name is longer
+IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
+MAX_SLUG = 40  # characters
+_MAX_NAME = 200  # bytes; file systems allow 255, and the temporary name is longer
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{n}" for port in ("com", "lpt") for n in range(10))}
 
 
 @dataclass(frozen=True)
-class Target:
-    """A file to write. `named`: the user gave the name, so an existing file is overwritten."""
+class OutputFile:
+    """A file to write. `explicit`: the user gave the name, so an existing file is overwritten."""
 
     path: Path
-    named: bool
+    explicit: bool
 
 
-def slug(text: str) -> str:
-    """Turn a prompt into a file name: 1 to 40 characters of a-z, 0-9 and single inner hyphens, never a name reserved by a
-    system.
-    """
+def slugify(text: str) -> str:
+    """Turn a prompt into a file name of 1 to 40 characters of a-z, 0-9 and single inner hyphens, which no system reserves."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode().lower()
-    short = re.sub("[^a-z0-9]+", "-", plain).strip("-")[:LONGEST_SLUG].strip("-")
+    short = re.sub("[^a-z0-9]+", "-", plain).strip("-")[:MAX_SLUG].strip("-")
     return f"image-{short}" if short in _RESERVED else short or "image"
 
 
-def targets(
-    output: str | None, stems: list[str], name: str = "output", formats: Iterable[str] = tuple(FORMATS), usual: str = ".png"
-) -> list[Target]:
+def resolve_outputs(
+    output: str | None, stems: list[str], name: str = "output", suffixes: Iterable[str] = IMAGE_SUFFIXES, default: str = ".png"
+) -> list[OutputFile]:
     """Return the file of each image; `stems` name the files that the user does not name.
 
     `output` is a folder if it is an existing folder, ends with a separator or has no suffix; otherwise it is a file, numbered
     from 1 if there are several images. None means the current folder.
 
     Args:
-        name: the option's name, for errors. formats: suffixes that a file may have. usual: suffix of the files in a folder.
+        name: the option's name, for errors. suffixes: of the files that are allowed. default: suffix of the files in a folder.
 
     Raises:
         ValueError: for a suffix of an unknown format, or a path that is not writable.
@@ -65,21 +53,21 @@ def targets(
     if output is None or _is_folder(output, name):
         folder = expand_user(output or ".", name)
         check_writable(folder, name)
-        return [Target(folder / f"{stem}{usual}", named=False) for stem in stems]
+        return [OutputFile(folder / f"{stem}{default}", explicit=False) for stem in stems]
     path = expand_user(output, name)
-    known = ", ".join(suffix[1:] for suffix in formats)
-    if path.suffix.lower() not in formats:
+    known = ", ".join(suffix[1:] for suffix in suffixes)
+    if path.suffix.lower() not in suffixes:
         raise ValueError(f"{name} must be a folder (end it with {os.sep}) or a file ending in one of {known}, got {output!r}")
-    if len(os.fsencode(path.name)) > _LONGEST_NAME:
-        raise ValueError(f"{name} must have a name of at most {_LONGEST_NAME} bytes, got {len(os.fsencode(path.name))}")
+    if len(os.fsencode(path.name)) > _MAX_NAME:
+        raise ValueError(f"{name} must have a name of at most {_MAX_NAME} bytes, got {len(os.fsencode(path.name))}")
     check_writable(path.parent, name)
     paths = [path]
     if len(stems) > 1:
         paths = [path.with_name(f"{path.stem}-{number}{path.suffix}") for number in range(1, len(stems) + 1)]
     for each in paths:
         if each.is_dir():
-            raise ValueError(f"{name} {str(each)!r} is a folder; give a file name that is free")
-    return [Target(each, named=True) for each in paths]
+            raise ValueError(f"{name} {str(each)!r} is a folder; give another file name")
+    return [OutputFile(each, explicit=True) for each in paths]
 
 
 def _is_folder(output: str, name: str) -> bool:
@@ -94,9 +82,7 @@ def _is_folder(output: str, name: str) -> bool:
 
 
 def result_file(path: str | Path | None, suffix: str, name: str) -> Path | None:
-    """Return the path of a table or plot, checked before minutes of measurement.
-
-    None if no file is requested, or for `-`, standard output.
+    """Return the path of a JSON file or plot; None if no file is requested, or for `-`, standard output.
 
     Raises:
         ValueError: for another suffix, or a path that is not writable.
@@ -126,145 +112,124 @@ def check_writable(folder: Path, name: str = "output") -> None:
         raise ValueError(f"{name} folder {str(folder)!r} cannot be written: {reason}") from error
 
 
-def check_apart(
-    outputs: Mapping[str, Iterable[Target | Path | None]], inputs: Mapping[str, Iterable[Path | None]] | None = None
+def check_distinct_paths(
+    outputs: Mapping[str, Iterable[OutputFile | Path | None]], inputs: Mapping[str, Iterable[Path | None]] | None = None
 ) -> None:
     """Raise ValueError if two outputs of a command are the same file, or if one would overwrite an input.
 
     A file can have several names: through symbolic and hard links, and `A.png` and `a.png` on a case-insensitive file system.
 
     Args:
-        outputs: by option. Paths are treated as `Target`s that the user named. inputs: by option.
+        outputs: by option. A path is an output that the user named. inputs: by option.
     """
-    read = {key: (name, path) for name, paths in (inputs or {}).items() for path in paths if path for key in _identities(path)}
-    places = [
-        (name, Target(place, named=True) if isinstance(place, Path) else place)
+    read = {_file_key(path): (name, path) for name, paths in (inputs or {}).items() for path in paths if path}
+    files = [
+        (name, OutputFile(each, explicit=True) if isinstance(each, Path) else each)
         for name, listed in outputs.items()
-        for place in listed
-        if place is not None
+        for each in listed
+        if each is not None
     ]
-    taken: dict[Hashable, tuple[str, Target]] = {}
-    for name, target in places:
-        for key in _identities(target.path):
-            if target.named and key in read and _really(key, target.path, read[key][1]):
-                raise ValueError(f"{said(name, target.path)} would overwrite {said(*read[key])}; name another file")
-            other, at = taken.setdefault(key, (name, target))
-            if at is not target and (at.named or target.named) and _really(key, target.path, at.path):
-                raise ValueError(f"{said(name, target.path)} is also {said(other, at.path)}; one would be lost, name two")
-    for name, target in places:  # a derived name that exists gets a number, and could then equal a name given by the user
-        short = target.path.with_stem(re.sub(r"(?<=.)-\d+$", "", target.path.stem))
-        for key in _identities(short) if target.named and short != target.path else ():
-            other, at = taken.get(key, (name, target))
-            if not at.named and _really(key, short, at.path):
-                raise ValueError(f"{said(name, target.path)} may be taken by {said(other, at.path)}; name another file")
+    used: dict[Hashable, tuple[str, OutputFile]] = {}
+    for name, file in files:
+        key = _file_key(file.path)
+        if file.explicit and key in read:
+            raise ValueError(f"{_describe(name, file.path)} would overwrite {_describe(*read[key])}; name another file")
+        other_name, other = used.setdefault(key, (name, file))
+        if other is not file and (other.explicit or file.explicit):
+            raise ValueError(f"{_describe(name, file.path)} is also {_describe(other_name, other.path)}; name two files")
+    for name, file in files:  # a derived name that exists gets a number, and could then equal a name given by the user
+        unnumbered = file.path.with_stem(re.sub(r"(?<=.)-\d+$", "", file.path.stem))
+        if not file.explicit or unnumbered == file.path or (found := used.get(_file_key(unnumbered))) is None:
+            continue
+        if not found[1].explicit:
+            message = f"{_describe(name, file.path)} may be used by {_describe(found[0], found[1].path)}"
+            raise ValueError(f"{message}; name another file")
 
 
-def said(name: str, path: Path) -> str:
-    return f"{name} {str(path)!r}"
+def check_run_outputs(
+    outputs: Mapping[str, Path | None], inputs: Mapping[str, Path | None], model: str, run: Path | None = None
+) -> None:
+    """Raise ValueError if an output of an evaluation would overwrite an input or a file of a run.
+
+    Args:
+        outputs, inputs: by option; runs that contain an input are also protected.
+        model: the model whose files are read; empty for none. run: run directory, existing or to be created.
+    """
+    read = {name: expand_user(path, name) for name, path in inputs.items() if path is not None}
+    for folder in (run, *map(_find_run, read.values())):
+        if folder is not None:
+            _check_outside(outputs, folder)
+    files = {name: [path] for name, path in read.items()} | {"a file of model": model_files(model) if model else []}
+    check_distinct_paths({name: [file] for name, file in outputs.items()}, files)
 
 
-def _identities(path: Path) -> Iterator[Hashable]:
-    """Yield keys of a path; two names of the same file share at least one key."""
+def _find_run(path: Path) -> Path | None:
+    """Return the run directory that contains a file or folder."""
+    from vargen.evaluation.run_directory import RunFolder
+
+    real = Path(os.path.realpath(path))
+    for folder in (real, *real.parents):
+        with contextlib.suppress(ValueError, OSError):
+            RunFolder(folder).settings()
+            return folder
+    return None
+
+
+def _check_outside(outputs: Mapping[str, Path | None], run: Path) -> None:
+    """Raise ValueError if an output is in a run directory, also through a link, or is a hard link to one of its files."""
+    root = _file_key(run)
+    for name, file in outputs.items():
+        if file is None:
+            continue
+        real = Path(os.path.realpath(file))
+        folder = Path(os.path.realpath(file.absolute().parent))
+        parents = {*real.parents, folder, *folder.parents}
+        if any(_file_key(each) == root for each in parents) or _is_hard_link(real, run):
+            raise ValueError(f"{_describe(name, file)} would be a file of the run in {str(run)!r}; name one elsewhere")
+
+
+def _is_hard_link(file: Path, folder: Path) -> bool:
+    """Whether a file is a hard link to a file in a folder."""
+    try:
+        status = file.stat()
+    except OSError:
+        return False
+    if status.st_nlink < 2:
+        return False
+    found = (os.path.join(place, name) for place, _, names in os.walk(folder) for name in names)
+    return any(os.path.samestat(os.lstat(each), status) for each in found)
+
+
+def _file_key(path: Path) -> Hashable:
+    """Return a key that all names of a file share, whether or not it exists yet."""
     real = os.path.realpath(path)
-    yield real
     try:
         status = os.stat(real)
     except OSError:
-        pass
-    else:
-        yield status.st_dev, status.st_ino
-    yield "case", real.casefold()
-
-
-def _really(key: Hashable, first: Path, second: Path) -> bool:
-    """Whether two paths that share a key are the same file."""
-    if not (isinstance(key, tuple) and key[0] == "case"):
-        return True
-    return os.path.realpath(first) == os.path.realpath(second) or ignores_case(first.absolute().parent)
+        return real.casefold() if ignores_case(Path(real).parent) else real
+    return status.st_dev, status.st_ino
 
 
 def ignores_case(folder: Path) -> bool:
     """Whether the file system is case-insensitive, tested in the nearest existing folder."""
+    nearest = next((place for place in (folder, *folder.parents) if place.is_dir()), None)
+    return nearest is not None and _ignores_case(nearest)
+
+
+@functools.cache
+def _ignores_case(folder: Path) -> bool:
     try:
-        nearest = next(place for place in (folder, *folder.parents) if place.is_dir())
-        with tempfile.NamedTemporaryFile(prefix=".vargen-case-", dir=nearest) as probe:
+        with tempfile.NamedTemporaryFile(prefix=".vargen-case-", dir=folder) as probe:
             return Path(probe.name).with_name(Path(probe.name).name.upper()).exists()
     except OSError:
         return False
 
 
-def model_files(model: str) -> list[Path]:
-    """Return the files of a model in a local folder, which an output must not overwrite."""
-    folder = expand_user(model, "model")
-    return [*folder.glob("*.json"), *folder.glob("*/*.json")] if folder.is_dir() else []
+def _describe(name: str, path: Path) -> str:
+    return f"{name} {str(path)!r}"
 
 
-Write = tuple[str, Callable[[], object]]  # a description for errors, and the function that writes
-
-
-def json_writes(as_json: str | None, file: Path | None, document: Any) -> list[Write]:
-    """Return the writes for `--json`: none, a `file`, or standard output for `-`."""
-    if as_json == "-":
-        return [("json", lambda: print_json(document))]
-    return [] if file is None else [(f"json {str(file)!r}", lambda: _write_json(file, document))]
-
-
-def _write_json(file: Path, document: Any) -> None:
-    with atomic_file(file) as temporary:
-        temporary.write_text(json.dumps(document, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-
-
-def write_each(writes: Iterable[Write]) -> None:
-    """Perform all writes, each with a description; a failed write does not prevent the others.
-
-    Raises:
-        typer.Exit: with code 1 if a write failed; each failure was reported in one line.
-        BrokenPipeError: after the other writes, if the reader of standard output has closed it, which is not an error.
-    """
-    failed: list[Exception] = []
-    for name, write in writes:
-        try:
-            write()
-        except BrokenPipeError as error:
-            failed.insert(0, error)
-        except Exception as error:  # such as a full disk, or pixels that are NaN
-            failed.append(error)
-            say(not_written(name, error))
-    if failed and isinstance(failed[0], BrokenPipeError):
-        raise failed[0]
-    if failed:
-        raise typer.Exit(1)
-
-
-def not_written(name: str, error: Exception) -> str:
-    """Return the line that reports a failed write."""
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else describe(error)
-    return f"error: {name} was not written: {reason}"
-
-
-def free_path(target: Target) -> Path:
-    """Return the path to write to: an existing name gets a number unless the user gave it."""
-    path = target.path
-    for number in itertools.count(2):
-        if target.named or not os.path.lexists(path):
-            break
-        path = target.path.with_name(f"{target.path.stem}-{number}{target.path.suffix}")
-    return path
-
-
-def save_image(image: Any, target: Target, parameters: dict[str, Any]) -> Path:
-    """Write a PIL image atomically and return its path. PNG files carry `parameters` as JSON in a text chunk `vargen`.
-
-    A name that the user did not give never overwrites a file: `apple-7.png` becomes `apple-7-2.png`.
-    """
-    from PIL.PngImagePlugin import PngInfo
-
-    path = free_path(target)
-    kind, options = FORMATS[path.suffix.lower()]
-    if kind == "PNG":
-        chunk = PngInfo()
-        chunk.add_text("vargen", json.dumps(parameters))
-        options = {**options, "pnginfo": chunk}
-    with atomic_file(path) as temporary:
-        image.save(temporary, format=kind, **options)
-    return path
+def model_files(*models: str) -> list[Path]:
+    """Return the files of models in local folders, which an output must not overwrite."""
+    folders = [folder for model in models if (folder := expand_user(model, "model")).is_dir()]
+    return [file for folder in folders for pattern in ("*.json", "*/*.json") for file in folder.glob(pattern)]

@@ -7,29 +7,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
-from vargen.cli.options import Device, check_range, select_device
+from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, select_device
 from vargen.device import set_threads
 from vargen.files import expand_user
 
 if TYPE_CHECKING:
     from vargen.training.dataset import CaptionedImages
 
-app = typer.Typer(help="Train what drafts for a model of yours.", no_args_is_help=True)
-drafter = typer.Typer(help="Train EAGLE or Medusa heads, a low-resolution model or its up-sampler.", no_args_is_help=True)
+
+class Drafters(TyperGroup):
+    """The commands of this file, and one for each registered drafter that is trained on the features of a LlamaGen.
+
+    The registration is imported when such a command or the list of commands is needed.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_registered_drafters(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (command := super().get_command(ctx, cmd_name)) or cmd_name not in _registered_drafters():
+            return command
+        network = _registered_drafters()[cmd_name].network_class
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name, help=f"Train a {network.__name__} on a LlamaGen's features.")(_train_head(cmd_name))
+        return typer.main.get_command(single)
+
+
+def _registered_drafters() -> dict[str, Any]:
+    quiet_libraries()
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    return LlamaGenPipeline.family.drafters
+
+
+app = typer.Typer(help="Train drafters for your own model.", no_args_is_help=True)
+drafter = typer.Typer(cls=Drafters, help="Train draft heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
 app.add_typer(drafter, name="drafter")
 
 R = TypeVar("R")
 Recipe = Annotated[str | None, typer.Option(metavar="FILE", help="Settings in TOML. Default: those of the packaged drafter.")]
-Data = Annotated[Path, typer.Option(metavar="DIR", help="Holds images.npy and captions.jsonl.")]
+Data = Annotated[Path, typer.Option(metavar="DIR", help="Folder of images.npy and captions.jsonl.")]
 Run = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="Log, curves, checkpoint, weights. A run found there is resumed. Default: runs/KIND."),
+    typer.Option(
+        metavar="DIR", help="For log, curves, checkpoint and weights. An unfinished run in it is resumed. Default: runs/KIND."
+    ),
 ]
-TrainingDevice = Annotated[Device, typer.Option(help="auto takes a GPU where there is one.")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads. Default: torch's.")]
-Steps = Annotated[int | None, typer.Option(metavar="N", help="Length of the run, instead of the recipe's.")]
+Steps = Annotated[int | None, typer.Option(metavar="N", help="Training steps. Default: the recipe's.")]
 Model = Annotated[str, typer.Option(metavar="NAME|DIR", help="The model to draft for, packaged or a folder.")]
 
 
@@ -50,31 +77,35 @@ def _output(output: Path | None, name: str) -> Path:
     return expand_user(output, "output") if output else Path("runs") / name
 
 
-def _head_command(kind: str, summary: str) -> Callable[..., None]:
+def _train_head(kind: str) -> Callable[..., None]:
     def train(
         model: Model = "emoji",
         recipe: Recipe = None,
         prompt_file: Annotated[
-            Path | None, typer.Option(metavar="FILE", help="Prompts, one a line, for a model that reads text.")
+            Path | None, typer.Option(metavar="FILE", help="One prompt per line, for a model that reads text.")
         ] = None,
         data: Annotated[
-            Path | None, typer.Option(metavar="DIR", help="Instead: holds images.npy and captions.jsonl with the prompts.")
+            Path | None, typer.Option(metavar="DIR", help="Instead: folder of images.npy and captions.jsonl with the prompts.")
         ] = None,
         features: Annotated[
             Path | None,
-            typer.Option(metavar="FILE", help="Instead, without a text encoder: .npz with embeds [n, P, C] and mask [n, P]."),
+            typer.Option(
+                metavar="FILE", help="Instead, for a model without text encoder: .npz of embeds [n, P, C] and mask [n, P]."
+            ),
         ] = None,
         generated_images: Annotated[
             Path | None,
-            typer.Option(metavar="DIR", help="Generated images, which kinds may share. Default: in the run's folder."),
+            typer.Option(
+                metavar="DIR", help="Folder of generated images, which several heads can share. Default: in --output."
+            ),
         ] = None,
         output: Run = None,
         num_images: Annotated[
-            int | None, typer.Option(metavar="N", help="Images to generate and train on, instead of the recipe's.")
+            int | None, typer.Option(metavar="N", help="Images to generate and train on. Default: the recipe's.")
         ] = None,
         steps: Steps = None,
-        device: TrainingDevice = Device.auto,
-        threads: Threads = None,
+        device: DeviceName = Device.auto,
+        threads: TorchThreads = None,
     ) -> None:
         quiet_libraries()
         from vargen.training.generated_images import select_prompt_source
@@ -93,12 +124,7 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
         source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
 
-    drafter.command(kind, help=summary)(train)
     return train
-
-
-eagle = _head_command("eagle", "Train EAGLE's layer, which drafts token by token, on a LlamaGen's features.")
-medusa = _head_command("medusa", "Train Medusa's heads, which draft all tokens at once, on a LlamaGen's features.")
 
 
 @drafter.command("low-res")
@@ -108,10 +134,10 @@ def low_res(
     recipe: Recipe = None,
     output: Run = None,
     steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
 ) -> None:
-    """Train a small transformer on low-resolution images; print its validation metrics."""
+    """Train a small transformer on low-resolution images."""
     quiet_libraries()
     from vargen.training.config import NextTokenConfig
     from vargen.training.low_res import train_low_res
@@ -131,10 +157,10 @@ def upsampler(
     recipe: Recipe = None,
     output: Run = None,
     steps: Steps = None,
-    device: TrainingDevice = Device.auto,
-    threads: Threads = None,
+    device: DeviceName = Device.auto,
+    threads: TorchThreads = None,
 ) -> None:
-    """Train an upsampler, which predicts tokens from a low-resolution image; print its validation metrics."""
+    """Train an up-sampler from low-resolution images to tokens."""
     quiet_libraries()
     from vargen.training.upsampler import UpsamplerConfig, train_upsampler
 
@@ -147,12 +173,13 @@ def upsampler(
 
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
+    from vargen.pipelines.llamagen import LLAMAGEN
     from vargen.pipelines.loading import check_model_folder
 
-    folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
+    folder = check_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
-            raise FileNotFoundError(f"model {model!r} must have a {part}, which a drafter of a low resolution shares")
+            raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")
     return folder
 
 

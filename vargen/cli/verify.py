@@ -13,35 +13,40 @@ if TYPE_CHECKING:
     from vargen.decoding import Method
     from vargen.evaluation.exactness import Report
 
+RENAMED = {"chains": "samples"}
+
 
 def verify(
     methods: Annotated[
         list[str],
-        typer.Argument(metavar="PRESET|MODULE:NAME...", help="Presets, also as in sjd:window=8, or Accelerators of yours."),
+        typer.Argument(
+            metavar="METHOD|MODULE:NAME...", help="Methods, also with settings as in sjd:window=8, or your own as module:name."
+        ),
     ],
-    chains: Annotated[int, typer.Option(metavar="N", help="Sequences drawn of each case.")] = 150_000,
+    samples: Annotated[int, typer.Option(metavar="N", help="Sequences sampled per case.")] = 150_000,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
-    """Sample small models with a method, and compare with the enumerated probabilities of all their sequences.
+    """Test by enumeration whether a method is exact.
 
-    Exits with 1 if a method claims to be exact and is not, or if a negative control was not detected.
+    Samples small models with the method, and compares the frequencies with the enumerated probabilities of all their
+    sequences. Exits with 1 if a method claims to be exact and is not, or if a negative control was not detected.
     """
-    check_range(chains, "chains", 1000, 10**8)
-    found = [find(method) for method in methods]
+    check_range(samples, "samples", 1000, 10**8)
+    found = [load_method(method) for method in methods]
 
     from vargen.evaluation.exactness import check
 
-    reports = [check(method, chains) for method in found]
+    reports = [check(method, samples) for method in found]
     if as_json:
         print_json([report.to_dict() for report in reports])
     else:
         for report in reports:
-            print(told(report))
+            print(format_report(report))
     if any(not report.can_tell or (report.claims == "exact" and not report.exact) for report in reports):
         raise typer.Exit(1)
 
 
-def find(name: str) -> Method:
+def load_method(name: str) -> Method:
     """Return a preset, with or without settings, or the Accelerator or ScaleSchedule that `module:name` names.
 
     Raises:
@@ -62,7 +67,7 @@ def find(name: str) -> Method:
     return part
 
 
-def told(report: Report) -> str:
+def format_report(report: Report) -> str:
     """Format the report for the terminal."""
     from vargen.evaluation.exactness import MOST_SPREADS
 
@@ -78,10 +83,10 @@ def told(report: Report) -> str:
     ]
     verdict = "exact" if report.exact else "not exact"
     controls = ", ".join(f"{control.case} {control.times_the_floor:.1f} times the floor" for control in report.controls)
-    noticed = "told apart" if report.can_tell else "NOT ALL TOLD APART: this run proves nothing, draw more chains"
+    detected = "all detected" if report.can_tell else "NOT ALL DETECTED, so this run proves nothing: increase --samples"
     return (
-        f"{report.name} claims to be {report.claims} and is {verdict} ({report.chains} chains; exact is at most "
+        f"{report.name} claims to be {report.claims} and is {verdict} ({report.chains} samples; exact means at most "
         f"{MOST_SPREADS:g} standard deviations above the noise floor)\n"
         + table(["case", "distance", "floor", "deviations", ""], rows, "<>>><")
-        + f"\nknown-wrong variants, {noticed}: {controls}\n"
+        + f"\nnegative controls, {detected}: {controls}\n"
     )

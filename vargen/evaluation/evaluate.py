@@ -148,7 +148,7 @@ def evaluate_run(
         if method in by_method:
             by_method[method][item] = record
     if not any(by_method.values()):
-        raise ValueError(f"{str(folder.path)!r} holds no pictures yet: draw some with `vargen draw`")
+        raise ValueError(f"{str(folder.path)!r} holds no pictures yet: generate some with `vargen eval`")
     baseline = settings["baseline"] if by_method.get(settings["baseline"]) else None
     groups = {
         method: [_picture(folder, record, baseline, by_method) for record in records.values()]

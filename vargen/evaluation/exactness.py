@@ -64,7 +64,7 @@ class Case:
         model.codebook = torch.randn(3, 4, generator=generator)  # for rules that use similarity of tokens
         model.examples = torch.randint(3, (12, self.tokens), generator=generator)  # for retrieval drafters
         model.draft_model = TableModel(seed=77, **arguments)
-        model.eagle, model.medusa = TableEagle(model.draft_model), TableMedusa(model.draft_model)
+        model.draft_heads = {"eagle": TableEagle(model.draft_model), "medusa": TableMedusa(model.draft_model)}
         model.low_res = TableLowRes(model.draft_model)
         return model
 

@@ -45,7 +45,7 @@ def read_picture(file: Path) -> Image.Image:
         with opened_picture(file) as opened:
             return on_white(opened)
     except PictureFileError as error:
-        raise UnreadablePictureError(f"{file} cannot be read ({error.reason}); --keep-going passes over such files") from error
+        raise UnreadablePictureError(f"{file} cannot be read ({error.reason}); --skip-unreadable skips such files") from error
 
 
 def folder_pictures(folder: Path, prompts: Sequence[str] | None = None) -> list[Picture]:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -244,3 +245,47 @@ def commit_operation(
         "torch, our path": run_in_torch(keeping(plain)),
     }
     return Operation("commit", f"{model}, path of {path}", commit_bytes(shape, 2, path, dtype.itemsize), implementations)
+
+
+def standard_operations(
+    names: Sequence[str], widths: Sequence[int], lengths: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> list[Operation]:
+    """Return the operations of `vargen bench kernels`: attention, sampling, acceptance and commit, each at several sizes.
+
+    Args:
+        names: of `NETWORK_SHAPES`. widths: tokens per pass. lengths: cached tokens.
+    """
+    from vargen.decoding.sampling import Sampling, to_probs
+    from vargen.models.kv_cache import KVCache
+
+    def make_cache(shape: NetworkShape) -> KVCache:
+        size = {"prefix": 1, "tokens": 256, "scratch": 64}
+        return KVCache(shape.layers, 2, shape.key_heads, shape.width, **size, dtype=dtype, device=device)
+
+    filter_logits = partial(to_probs, sampling=Sampling(top_k=100, top_p=0.9))
+    vocabularies = VOCABULARIES[::2]
+    operations = [
+        attention_operation(name, T, count, dtype=dtype, device=device) for name in names for count in lengths for T in widths
+    ]
+    operations += [sampler_operation(V, T, device, filter_logits) for V in vocabularies for T in widths]
+    operations += [each for V in vocabularies for T in widths if T > 1 for each in _exact_rules(V, T, device)]
+    return operations + [commit_operation(name, 6, dtype, device, make_cache) for name in names]
+
+
+def _exact_rules(V: int, T: int, device: torch.device) -> list[Operation]:
+    """Return the exact rules on a chain, and on a tree with two children per node."""
+    from vargen.decoding import Draft, Tree
+    from vargen.decoding.next_token.acceptance import exact, recursive_rejection
+    from vargen.decoding.noise import Noise
+
+    probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
+    tokens = q.argmax(-1)
+    seeds, excess = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
+    chain, tree = Tree.of_chain(T - 1, device), Tree.of((-1, *((slot - 1) // 2 for slot in range(1, T))), device)
+    cases: list[tuple[str, Tree, Callable[..., Any]]] = [("chain", chain, exact), ("tree", tree, recursive_rejection)]
+    return [
+        acceptance_operation(
+            kind, V, T, device, partial(rule, probs, Draft(tokens, shape, q), Noise(seeds, shape.depth[None], 1), excess)
+        )
+        for kind, shape, rule in cases
+    ]

@@ -129,7 +129,7 @@ class Measurer:
         if len(texts) < len(pictures):
             first = next(picture.file for picture in pictures if picture.text is None)
             raise ValueError(
-                f"scorer {name} reads prompts, and none is known of {first}; give --prompts FILE, a line a picture"
+                f"scorer {name} reads prompts, and none is known of {first}; give --prompt-file FILE, with one line per image"
             )
         scorer: Any = self.opened[name]
         return {"scores": score_images(scorer, [Image.fromarray(image) for image in images], texts).numpy()}

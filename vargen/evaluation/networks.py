@@ -16,8 +16,9 @@ from vargen.evaluation.published_var import PublishedVARSampler
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.registry import describe, open_pipeline, pipeline_class
+from vargen.pipelines.components import ModelFamily
+from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.registry import FAMILIES, open_pipeline
 
 _CAPTION_TOKENS = 8  # of a dummy condition
 
@@ -134,25 +135,29 @@ def half_filled_caches(transformer: Any, rows: int, widths: Sequence[int]) -> di
     return caches
 
 
-def official_sizes() -> dict[str, str]:
-    """Return the names of the official sizes, such as `"llamagen-b"`, with the pipeline class of each."""
-    return {name: kind for kind, family in FAMILIES.items() for name in family.official_sizes}
+def official_sizes() -> dict[str, ModelFamily]:
+    """Return the names of the official sizes, such as `"llamagen-b"`, with the family of each."""
+    return {name: family for family in FAMILIES.values() for name in family.official_sizes}
 
 
-def check_benchmark_model(name: str, whole_images: bool = False) -> None:
-    """Raise ValueError unless `open_benchmark_model` can open `name`; reads no weight.
+def check_benchmark_model(name: str, whole_images: bool = False) -> ModelFamily:
+    """Return the family of a model that `open_benchmark_model` can open; reads no weight.
 
     Args:
         whole_images: require a next-scale model, whose images can be compared with a published loop.
+
+    Raises:
+        ValueError: for an unknown or damaged model, or one of another paradigm.
     """
     sizes = official_sizes()
-    kind = sizes[name] if name in sizes else describe(name).pipeline
-    paradigm = pipeline_class(kind).paradigm
-    if paradigm not in ("next-token", "next-scale"):
-        raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, which is for {kind}")
+    family = sizes[name] if name in sizes else check_model_folder(name).family
+    paradigm = family.pipeline.paradigm
     if whole_images and paradigm != "next-scale":
-        able = next(each for each in sizes if pipeline_class(sizes[each]).paradigm == "next-scale")
+        able = next(each for each, other in sizes.items() if other.pipeline.paradigm == "next-scale")
         raise ValueError(f"model must be a next-scale one, such as {able}, to compare with a published loop; got {name!r}")
+    if paradigm not in ("next-token", "next-scale"):
+        raise ValueError(f"model must be a next-token or a next-scale one, got {name!r}, a model of {family.name}")
+    return family
 
 
 def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) -> BenchmarkModel:
@@ -161,20 +166,18 @@ def open_benchmark_model(name: str, dtype: torch.dtype, device: torch.device) ->
     Raises:
         ValueError: see `check_benchmark_model`.
     """
-    sizes = official_sizes()
-    check_benchmark_model(name)
-    if name not in sizes:
-        unused = pipeline_class(describe(name).pipeline)._optional_components
-        return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, **dict.fromkeys(unused)))
-    family, parts = FAMILIES[sizes[name]], {}
+    family, components = check_benchmark_model(name), {}
+    if name not in family.official_sizes:
+        unused = dict.fromkeys(part for part, component in family.components.items() if not component.required)
+        return BenchmarkModel(name, open_pipeline(name, device=device, dtype=dtype, **unused))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        for component, config in family.official_sizes[name].items():
-            parts[component] = family.networks[component](**config).eval()
-        for parameter in parts["transformer"].parameters():
+        for part, config in family.official_sizes[name].items():
+            components[part] = family.components[part].network_class(**config).eval()
+        for parameter in components["transformer"].parameters():
             if parameter.dim() == 2 and not parameter.any():  # output layers are zero by default, for training
                 torch.nn.init.normal_(parameter, std=0.02)
-    pipe: VisualPipeline = pipeline_class(family.pipeline)(**{"vqvae": None, **parts})
+    pipe: VisualPipeline = family.pipeline(**{"vqvae": None, **components})
     pipe.to(device)
     pipe.transformer.to(dtype)
     return BenchmarkModel(name, pipe)

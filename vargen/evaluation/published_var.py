@@ -1,4 +1,4 @@
-"""VAR's published sampling loop, reimplemented plainly as the reference of `vargen bench var`.
+"""VAR's published sampling loop, reimplemented plainly as the reference of `vargen bench images`.
 
 At every scale, it does what vargen does once or not at all: it computes each block's modulation from the condition, grows keys
 and values by concatenation, runs the head on the conditional and the unconditional rows of every token, filters by sorting the

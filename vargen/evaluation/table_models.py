@@ -55,8 +55,7 @@ class TableModel:
         self.passes: list[int] = []
         self.codebook: Tensor | None = None
         self.draft_model: TableModel | None = None
-        self.eagle: TableEagle | None = None
-        self.medusa: TableMedusa | None = None
+        self.draft_heads: dict[str, Any] = {}
         self.examples: Tensor | None = None
         self.low_res: TableLowRes | None = None
         self.layers = 4  # for `skipping` only: a table has no layers

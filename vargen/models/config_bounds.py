@@ -64,7 +64,7 @@ def _refused(name: str, value: Any, hint: Any) -> str | None:
     if hint is str:
         return None if isinstance(value, str) else "text"
     if hint is float:
-        lowest, highest = _REAL[name]
+        lowest, highest = _REAL.get(name, (-1e9, 1e9))
         number = parse_float(value)
         return None if number is not None and lowest <= number <= highest else f"a number from {lowest:g} to {highest:g}"
     least, most = _WHOLE.get(name, (1, _MOST))

@@ -23,7 +23,7 @@ from torch import Tensor
 import vargen.assets
 from vargen.compat import ensure_torchvision
 from vargen.files import expand_user
-from vargen.models.described import check_described, read_object
+from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel, pooled_features, resized
 from vargen.models.text_encoder import MiniLMTextEncoder
 from vargen.scoring.protocol import BatchedScorer, Images, pixels
@@ -118,7 +118,7 @@ def open_tower(folder: Path) -> ImageTextModel:
         ValueError: it cannot be opened.
     """
     try:
-        check_described(ImageTextModel, read_object(folder / "config.json"), folder)
+        check_network_files(folder, ImageTextModel)
         return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
     except MemoryError:
         raise

@@ -1,8 +1,7 @@
-"""Train a drafter on the features of a frozen transformer: an EAGLE layer, or Medusa heads.
+"""Train a drafter on the features of a frozen transformer, such as an EAGLE layer.
 
 The target runs teacher-forced over images that it generated, with both CFG rows, and the drafter learns its *guided* and
-filtered probabilities, against which drafts are verified. The EAGLE layer is also trained on its own outputs, which it receives
-as inputs when drafting (EAGLE-3, arXiv:2503.01840).
+filtered probabilities, against which drafts are verified. What the drafter returns in training is its own `training_outputs`.
 
 Shape suffixes: B images, R rows (2 B with guidance, conditional first), N tokens, D width, V vocabulary.
 """
@@ -22,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from vargen.decoding import Accelerator, Eagle, Medusa, decode, exact
+from vargen.decoding import Accelerator, decode, exact
 from vargen.decoding.sampling import to_probs
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
-from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
+from vargen.pipelines.components import Component
 from vargen.pipelines.llamagen import LlamaGenPipeline
-from vargen.pipelines.registry import describe, open_pipeline
+from vargen.pipelines.loading import check_model_folder
+from vargen.pipelines.registry import open_pipeline
 from vargen.training.generated_images import GeneratedImages, PromptSource
 from vargen.training.heads_config import HeadConfig
 from vargen.training.run import TrainingRun
@@ -38,37 +36,39 @@ from vargen.weight_files import weights_digest
 
 logger = logging.getLogger("vargen")
 
-KINDS: dict[str, type] = {"eagle": EagleDrafter, "medusa": MedusaDrafter}
 _SLOTS = 1024  # positions per chunk of logits: a whole batch would exceed a CPU's cache, and some memories
+_DEPTH = 4  # consecutive drafts of a drafter that can make any number
 _DECODED = 4  # held-out images generated with the trained drafter
 _MEASURED = 32  # held-out images per point of the curve
 
-Drafter = EagleDrafter | MedusaDrafter
+
+def find_drafter(kind: str) -> Component:
+    """Return the registration of a trained drafter; ValueError for an unknown kind."""
+    known = LlamaGenPipeline.family.drafters
+    if kind not in known:
+        raise ValueError(f"kind must be {' or '.join(map(repr, known))}, got {kind!r}")
+    return known[kind]
 
 
-def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Drafter:
+def new_drafter(kind: str, target: Any, given: dict[str, Any]) -> Any:
     """Create a drafter for a target's config.
 
     Args:
-        kind: `"eagle"` or `"medusa"`. given: constructor arguments other than the target's sizes.
+        kind: name of a trained drafter, such as `"eagle"`. given: constructor arguments other than the target's sizes.
 
     Raises:
         ValueError: for an unknown kind, a setting that the drafter does not have, or unsupported sizes.
     """
-    if kind not in KINDS:
-        raise ValueError(f"kind must be {' or '.join(map(repr, KINDS))}, got {kind!r}")
-    sizes: dict[str, Any] = {name: target[name] for name in ("dim", "vocab_size", "grid_size")}
-    if kind == "eagle":
-        sizes |= {name: target[name] for name in ("n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base")}
+    network_class = find_drafter(kind).network_class
     try:
-        return KINDS[kind](**{**sizes, **given})
+        return network_class(**{**{name: target[name] for name in network_class.target_settings}, **given})
     except TypeError as error:
-        raise ValueError(f"model has a setting that {KINDS[kind].__name__} lacks: {error}") from error
+        raise ValueError(f"model has a setting that {network_class.__name__} lacks: {error}") from error
 
 
 def load_target(model: Any, device: torch.device) -> LlamaGenPipeline:
     """Load a LlamaGen to draft for in float32, packaged or from a folder; ValueError for a model of another family."""
-    if describe(model).pipeline != "LlamaGenPipeline":
+    if check_model_folder(model).family is not LlamaGenPipeline.family:
         raise ValueError(f"model must be a LlamaGen, whose features heads take, got {str(model)!r}")
     return open_pipeline(model, torch_dtype=torch.float32).to(device)
 
@@ -86,7 +86,7 @@ def train_head(
     The weights are saved to `folder/drafter`.
 
     Args:
-        kind: `"eagle"` or `"medusa"`. pipe: the target, on the training device; its weights do not change.
+        kind: name of a trained drafter, such as `"eagle"`. pipe: the target, on the training device; its weights do not change.
         subjects: the conditions to generate images from. drawn_folder: where these are stored; default: `folder/drawn`.
 
     Returns:
@@ -181,23 +181,6 @@ class _Trainer:
         probs = to_probs(output.logits.float() / heat[:, None, None].clamp(min=1e-5), plain)
         return output.hidden.float(), self.target.tok_embeddings(rows).float(), probs
 
-    def drafts(self, hidden: Tensor, embeddings: Tensor) -> list[Tensor]:
-        """Return the drafter's features `[R, N - 1 - s, D]` for each depth s.
-
-        Row i drafts token i + 1 + s, with the tokens up to i known to the target.
-        """
-        if isinstance(self.drafter, EagleDrafter):
-            over = None
-            if self.drafter.config.above:
-                over, columns = torch.zeros_like(hidden), self.target.config.grid_size
-                reach = max(columns - 2, 0)
-                over[:, max(columns - 1, 0) :] = hidden[:, max(columns - 1, 0) - reach : hidden.shape[1] - reach]
-            steps = min(self.recipe.unrolled, hidden.shape[1] - 1)
-            unrolled = self.drafter.unrolled(hidden, embeddings, steps, over)
-            return [output[:, step:-1] for step, output in enumerate(unrolled)]
-        ahead = self.drafter(hidden, embeddings)
-        return [ahead[:, : hidden.shape[1] - 1 - i, i] for i in range(min(ahead.shape[2], hidden.shape[1] - 1))]
-
     def step(self, step: int) -> dict[str, Tensor]:
         """Run one training step; returns its losses."""
         recipe = self.recipe
@@ -212,11 +195,11 @@ class _Trainer:
         total = 0.0
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.fast):
             hidden, embeddings, probs = self.taught(numbers)
-            for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
+            for depth, drafted in enumerate(self.drafter.training_outputs(hidden, embeddings, self.recipe.unrolled)):
                 weight, first = recipe.weight(depth), depth + 1
                 total += weight
                 divergence = divergence + weight * self._divergence(drafted, probs[:, first:], heat)
-                if self.kind == "eagle" and recipe.feature_weight:
+                if self.drafter.trains_features and recipe.feature_weight:
                     features = features + weight * F.smooth_l1_loss(drafted / scale, hidden[:, first:] / scale)
         loss = (divergence + recipe.feature_weight * features) / total
         self.stepper.zero_grad(set_to_none=True)
@@ -224,7 +207,7 @@ class _Trainer:
         nn.utils.clip_grad_norm_(self.drafter.parameters(), 1.0)
         self.stepper.step()
         found = {"loss": loss.detach(), "divergence": divergence.detach() / total}
-        return found | ({"features": features.detach() / total} if self.kind == "eagle" else {})
+        return found | ({"features": features.detach() / total} if self.drafter.trains_features else {})
 
     def _divergence(self, drafted: Tensor, probs: Tensor, heat: Tensor) -> Tensor:
         """Return the mean KL(p || q) in nats, with p `[B, T, V]` and q from features `[R, T, D]`.
@@ -260,7 +243,7 @@ class _Trainer:
             hidden, embeddings, probs = self.taught(numbers)
             heat = self.drawn.temperature(numbers, self.device)[:, None, None].clamp(min=1e-5)
             tokens = torch.from_numpy(self.drawn.tokens[numbers]).to(self.device)
-            for depth, drafted in enumerate(self.drafts(hidden, embeddings)):
+            for depth, drafted in enumerate(self.drafter.training_outputs(hidden, embeddings, self.recipe.unrolled)):
                 logits = self.target.head(drafted.to(self.target.dtype), self._guidance)
                 q = to_probs(logits / heat, replace(self.drawn.sampling, temperature=1.0))
                 overlap = torch.minimum(probs[:, depth + 1 :], q).sum(-1)
@@ -276,13 +259,10 @@ class _Trainer:
         """Measure tokens per pass of a chain of drafts on a few held-out conditions, with seeds that no training image has."""
         self.drafter.eval()
         model = self.pipe.decoding_model(self.drawn.scale)
-        held, longest = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED], self.pipe.tokens - 1
-        drafter: Any
-        if isinstance(self.drafter, EagleDrafter):
-            drafter = Eagle(min(4, longest), model=EagleModel(self.drafter, model))
-        else:
-            heads = MedusaHeads(self.drafter, model)
-            drafter = Medusa(min(heads.heads, longest), model=heads)
+        held = list(range(self.drawn.training, self.recipe.pictures))[:_DECODED]
+        component = find_drafter(self.kind)
+        depth = min(self.drafter.config.get("heads", _DEPTH), self.pipe.tokens - 1)
+        drafter = component.drafter(depth, model=component.adapter(self.drafter, model))
         method = Accelerator(self.kind, drafter, exact)
         seeds = torch.arange(len(held)) + (1 << 50)
         return decode(model, self.drawn.condition(held), seeds, method, self.drawn.sampling).stats.tokens_per_pass

@@ -11,7 +11,7 @@ from vargen.training.config import Schedule, at_least
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """How to train an `EagleDrafter` or a `MedusaDrafter`. `model`: constructor arguments other than the target's sizes."""
+    """How to train a drafter. `model`: constructor arguments other than the target's sizes."""
 
     model: dict[str, Any] = field(default_factory=dict)
     schedule: Schedule = field(default_factory=Schedule)

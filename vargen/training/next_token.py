@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from vargen.device import preferred_dtype
 from vargen.files import atomic_merge
+from vargen.models.component_files import check_network_files
 from vargen.models.condition import Condition
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.pipelines.loading import check_component
 from vargen.training.blanks import tokens_digest
 from vargen.training.caption_bank import CaptionBank
 from vargen.training.config import NextTokenConfig
@@ -109,7 +109,7 @@ def opened(recipe: NextTokenConfig, init_folder: Path | None) -> tuple[LlamaGenT
     model = LlamaGenTransformer(**{"dropout": recipe.dropout, **options})
     if init_folder is None:
         return model, None
-    check_component(init_folder, LlamaGenTransformer)
+    check_network_files(init_folder, LlamaGenTransformer)
     given = LlamaGenTransformer.from_pretrained(init_folder)
     same = [name for name in options if name != "grid_size"]  # no weight depends on the grid
     other = {name: given.config[name] for name in same if given.config[name] != model.config[name]}

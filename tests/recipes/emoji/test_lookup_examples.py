@@ -10,7 +10,7 @@ from tiny_models import class_pipeline, tiny_vq
 from recipes.emoji.dataset import EmojiDataset
 from recipes.emoji.lookup_examples import choose_examples, kept_tokens
 from vargen import LlamaGenPipeline
-from vargen.pipelines.examples import FILE, read_examples, write_examples
+from vargen.pipelines.loading import EXAMPLES_FILE, load_example_tokens, save_example_tokens
 from vargen.training.blanks import tokens_digest
 
 
@@ -76,7 +76,7 @@ def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
     assert opened(class_labels=3, accelerator="lookup", generator=generator, output_type="latent").stats.tokens == 16
     opened.examples = None
     opened.save_pretrained(tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / EXAMPLES_FILE).exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "no tokens", "floats", "another grid", "another vocabulary"])
@@ -88,20 +88,20 @@ def test_damaged_examples_are_named(tmp_path, damage):
     tokens = torch.zeros(5, 9 if damage == "another grid" else 16, dtype=torch.int64)
     if damage == "another vocabulary":
         tokens += 64
-    write_examples(tokens, tmp_path)
+    save_example_tokens(tokens, tmp_path)
     if damage == "cut":
-        (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:20])
+        (tmp_path / EXAMPLES_FILE).write_bytes((tmp_path / EXAMPLES_FILE).read_bytes()[:20])
     if damage in ("no tokens", "floats"):
-        save_file({"tokens" if damage == "floats" else "other": torch.zeros(5, 16)}, tmp_path / FILE)
+        save_file({"tokens" if damage == "floats" else "other": torch.zeros(5, 16)}, tmp_path / EXAMPLES_FILE)
     with pytest.raises(ValueError, match="examples"):
         LlamaGenPipeline.from_pretrained(tmp_path)
 
 
 def test_wide_vocabularies_take_wider_numbers(tmp_path):
-    write_examples(torch.tensor([[2**15 - 1]]), tmp_path)
-    assert read_examples(tmp_path).dtype == torch.int16
-    write_examples(torch.tensor([[2**15]]), tmp_path)
-    assert read_examples(tmp_path).tolist() == [[2**15]]
+    save_example_tokens(torch.tensor([[2**15 - 1]]), tmp_path)
+    assert load_example_tokens(tmp_path).dtype == torch.int16
+    save_example_tokens(torch.tensor([[2**15]]), tmp_path)
+    assert load_example_tokens(tmp_path).tolist() == [[2**15]]
 
 
 def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
@@ -115,6 +115,6 @@ def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
     done = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path), "--count", "6", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["images"] == 6
-    assert torch.equal(read_examples(tmp_path).long(), choose_examples(tiny_vq(), data, 6))
+    assert torch.equal(load_example_tokens(tmp_path).long(), choose_examples(tiny_vq(), data, 6))
     missing = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path / "none")])
     assert missing.exit_code == 2 and "model" in missing.output

@@ -306,18 +306,3 @@ class ParallelHeads(Protocol):
 
         The target sampled these tokens from its features `[R, 1, D]`. The h predictions are independent of each other.
         """
-
-
-@runtime_checkable
-class HeadedModel(Protocol):
-    """A `TokenModel` that may come with draft heads trained on its features.
-
-    Attributes:
-        eagle, medusa: the draft heads; None if absent.
-    """
-
-    @property
-    def eagle(self) -> AutoregressiveHead | None: ...
-
-    @property
-    def medusa(self) -> ParallelHeads | None: ...

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vargen.decoding.next_token.draft import Output, Step
 from vargen.decoding.next_token.drafters.base import TreeDrafter
-from vargen.decoding.next_token.protocols import HeadedModel, TokenModel
+from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.next_token.trees.expand import CHILD_SAMPLING, Drawing, check_vocabulary, validate_child_sampling
 from vargen.decoding.next_token.trees.search import TreeController, sizes
 from vargen.decoding.next_token.trees.shapes import (
@@ -102,7 +102,7 @@ class HeadDrafter(TreeDrafter):
     model: Any = None
     topology: str = field(default="tree", init=False)
 
-    kind: ClassVar[str]  # attribute of the target that holds the draft head
+    kind: ClassVar[str]  # name of the draft head in `TokenModel.draft_heads`
     protocol: ClassVar[type]
 
     def __post_init__(self) -> None:
@@ -120,7 +120,7 @@ class HeadDrafter(TreeDrafter):
         straight = isinstance(tree, StaticTree) and tree.slots == chain(tree.nodes)
         object.__setattr__(self, "topology", "chain" if straight else "tree")
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, self.protocol)):
-            example = f"such as pipe.decoding_model(1.0).{self.kind}"
+            example = f"such as pipe.decoding_model(1.0).draft_heads[{self.kind!r}]"
             raise TypeError(f"model must be a {self.protocol.__name__}, {example}, or None, got {short_repr(self.model)}")
 
     @property
@@ -139,9 +139,7 @@ class HeadDrafter(TreeDrafter):
         Raises:
             ValueError: if there is none, or its vocabulary or grid differs.
         """
-        found = self.model
-        if found is None and isinstance(model, HeadedModel):
-            found = getattr(model, self.kind)
+        found = self.model or getattr(model, "draft_heads", {}).get(self.kind)
         if found is None:
             raise ValueError(self.missing())
         if (found.vocab, found.grid) != (model.vocab, model.grid):

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from vargen.convert.checkpoints import build, read_checkpoint
+from vargen.convert.state_dicts import build_network, read_checkpoint
 
 State = dict[str, Tensor]
 
@@ -224,10 +224,10 @@ _SHAPE: dict[str, Any] = {"in_features": 3, "out_features": 2}
 
 def test_a_network_is_built_around_its_weights() -> None:
     given = _linear()
-    network = build(nn.Linear, _SHAPE, given, Path("x.pt"))
+    network = build_network(nn.Linear, _SHAPE, given, Path("x.pt"))
     assert _same(network.state_dict(), given)
     assert network.weight.data_ptr() == given["weight"].data_ptr(), "not a second copy"
-    half = build(nn.Linear, _SHAPE, given, Path("x.pt"), torch.float16)
+    half = build_network(nn.Linear, _SHAPE, given, Path("x.pt"), torch.float16)
     assert _same(half.state_dict(), {k: v.half() for k, v in given.items()})
 
 
@@ -238,7 +238,7 @@ def test_weights_that_share_a_buffer_can_be_saved_apart(tmp_path: Path) -> None:
     def pair() -> nn.Module:
         return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
 
-    network = build(pair, {}, tied, Path("x.pt"))
+    network = build_network(pair, {}, tied, Path("x.pt"))
     save_file(network.state_dict(), tmp_path / "x.safetensors")  # refuses tensors that share memory
     assert _same(load_file(tmp_path / "x.safetensors"), tied)
 
@@ -260,4 +260,4 @@ def test_weights_that_do_not_fit_are_refused(change: Callable[[State], Any], dty
     state = _linear()
     change(state)
     with pytest.raises(ValueError, match=message):
-        build(nn.Linear, _SHAPE, state, Path("x.pt"), dtype)
+        build_network(nn.Linear, _SHAPE, state, Path("x.pt"), dtype)

@@ -52,14 +52,14 @@ def read_checkpoint(file: Path, prefer: str | None = None) -> State:
         held = f"more than tensors at its top ({', '.join(others[:5])})" if others else "no tensors"
         raise ValueError(f"{file} holds {held}; expected tensors, bare or under model, module or state_dict")
     for name, value in content.items():
-        _check_plain(f"{name} in {file}", value)
-    state = {_plain(str(name)): value.detach() for name, value in content.items()}
+        _require_plain_tensor(f"{name} in {file}", value)
+    state = {strip_wrapper_prefixes(str(name)): value.detach() for name, value in content.items()}
     if len(state) != len(content):
         raise ValueError(f"{file} holds a tensor twice, with and without a 'module.' or '_orig_mod.' prefix")
     return state
 
 
-def _check_plain(name: str, value: Tensor) -> None:
+def _require_plain_tensor(name: str, value: Tensor) -> None:
     """Raise ValueError unless a tensor is non-empty and has all its entries in memory."""
     kinds = {"nested": value.is_nested, "quantized": value.is_quantized, "meta": value.is_meta}
     if any(kinds.values()) or value.layout != torch.strided:
@@ -71,7 +71,7 @@ def _check_plain(name: str, value: Tensor) -> None:
         raise ValueError(f"{name} is {list(value.shape)}, but the file holds fewer numbers than that")
 
 
-def _plain(name: str) -> str:
+def strip_wrapper_prefixes(name: str) -> str:
     """Strip the prefixes that distributed training and torch.compile add to a parameter's name."""
     parts = [part for part in name.split(".") if part != "_orig_mod"]
     while len(parts) > 1 and parts[0] == "module":
@@ -79,7 +79,7 @@ def _plain(name: str) -> str:
     return ".".join(parts)
 
 
-def build(
+def build_network(
     kind: Callable[..., nn.Module],
     config: dict[str, Any],
     state: State,
@@ -117,7 +117,7 @@ def build(
     return network
 
 
-def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
+def require_shape(state: State, name: str, dims: int, file: Path, kind: str) -> torch.Size:
     """Return the shape of a tensor that every network of a `kind` has.
 
     Raises:
@@ -130,9 +130,15 @@ def tensor_shape(state: State, name: str, dims: int, file: Path, kind: str) -> t
     return state[name].shape
 
 
-def count_entries(state: State, prefix: str) -> int:
+def count_modules(state: State, prefix: str) -> int:
     """Return the number of entries after `prefix`."""
     return len({key[len(prefix) :].split(".")[0] for key in state if key.startswith(prefix)})
+
+
+def check_dtype(dtype: torch.dtype | None) -> None:
+    """Raise ValueError unless weights can be stored in this dtype; None keeps that of a file."""
+    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
+        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
 
 
 def check_inputs(**inputs: Path | None) -> None:
@@ -171,6 +177,6 @@ def read_labels(file: Path, num_classes: int) -> dict[int, str]:
     return labels
 
 
-def fitting_defaults(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
+def clamp_top_k(defaults: Mapping[str, Any], vocab_size: int) -> dict[str, Any]:
     """Return sampling defaults, without a top-k that exceeds the vocabulary size."""
     return {name: value for name, value in defaults.items() if name != "top_k" or value <= vocab_size}

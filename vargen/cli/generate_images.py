@@ -1,0 +1,228 @@
+"""`vargen generate` for image models: check the request, load the model, and generate batch by batch."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from vargen.cli.console import FileNames, print_json, print_status
+from vargen.cli.inputs import SourceFiles, parse_class_labels, report_emoji_names
+from vargen.cli.options import select_device, select_dtype
+from vargen.cli.outputs import OutputFile, check_distinct_paths, model_files, resolve_outputs, slugify
+from vargen.cli.results import Write, describe_failed_write, save_image, write_each
+from vargen.device import check_compile
+
+if TYPE_CHECKING:
+    from vargen.cli.generate import GenerateOptions
+    from vargen.pipelines.model_info import ModelInfo
+
+
+@dataclass(frozen=True)
+class ImageOptions:
+    """Options of `vargen generate` that only image models have."""
+
+    by_class: bool
+    contact_sheet: str | None
+    source: SourceFiles
+    sampling: dict[str, Any]
+    negative_prompt: str | None
+    best_of: int
+    batch_size: int
+    compile: bool
+
+
+@dataclass(frozen=True)
+class ImageJob:
+    """One image: its prompt or class, its seed and its file."""
+
+    subject: str | int
+    seed: int
+    file: OutputFile
+
+
+@dataclass
+class GeneratedImages:
+    """What a run has generated: a record per saved image, statistics per batch, and the seconds spent on generation."""
+
+    records: list[dict[str, Any]] = field(default_factory=list)
+    stats: list[Any] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        seconds = sum(stats.seconds for stats in self.stats)
+        return sum(stats.tokens for stats in self.stats) / seconds if seconds else 0.0
+
+
+def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
+    """Generate an image for each prompt or class and seed; print the name of each file.
+
+    Raises:
+        ValueError: for a request that the model does not support, before any weight is read.
+        typer.Exit: with code 1 if an image or another output could not be written.
+    """
+    device = select_device(options.device)
+    check_compile(own.compile, device)
+    requested = options.jobs()
+    kind = "class " if own.by_class else ""
+    files = resolve_outputs(options.output, [f"{slugify(kind + subject)}-{seed}" for subject, seed in requested])
+    sheet = None if own.contact_sheet is None else resolve_outputs(own.contact_sheet, ["sheet"], "contact_sheet")[0]
+    inputs = {"prompt_file": [options.prompt_file], **own.source.files(), "a file of model": model_files(options.model)}
+    check_distinct_paths({"output": files, "contact_sheet": [sheet]}, inputs)
+    model, method = _check_request(options, own)
+    source_images = own.source.load(model)
+    subjects: list[Any] = [subject for subject, _ in requested]
+    if own.by_class:
+        subjects = parse_class_labels(subjects, model)
+    jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
+
+    from vargen.pipelines.registry import open_pipeline
+    from vargen.scoring.registry import PACKAGED, open_scorer
+
+    scorer = open_scorer(options.scorer or PACKAGED, device) if own.best_of > 1 or options.scorer else None
+    dtype = select_dtype(options.dtype, device, model.folder)
+    started = time.perf_counter()
+    pipe = open_pipeline(model.folder, torch_dtype=dtype).to(device)
+    seconds_load = time.perf_counter() - started
+    call: dict[str, Any] = {**own.sampling, "accelerator": method, "negative_prompt": own.negative_prompt}
+    parameters = {**_parameters(pipe, options.model_title, call, dtype), **own.source.metadata()}
+    call |= source_images
+    if scorer is not None:
+        call |= {"num_candidates": own.best_of, "scorer": scorer}
+    if own.compile:
+        call["compile"] = True
+    if not options.quiet:
+        texts = [] if own.by_class else options.prompts
+        report_emoji_names(pipe, [*texts, *([own.negative_prompt] if own.negative_prompt else [])])
+    names = FileNames(silent=options.as_json)
+    made = _generate_batches(pipe, jobs, call, parameters, max(1, own.batch_size // own.best_of), options.quiet, names)
+    writes: list[Write] = []
+    if options.as_json:
+        seconds = {"seconds_load": seconds_load, "seconds_generate": made.seconds, "tokens_per_second": made.tokens_per_second}
+        document = _document(made, {**parameters, "device": str(device), **seconds})
+        writes.append(("json", lambda: print_json(document)))
+    if sheet is not None and made.records:
+        writes.append((f"contact_sheet {str(sheet.path)!r}", lambda: _write_contact_sheet(made.records, sheet, parameters)))
+    write_each(writes)
+    if len(made.records) < len(jobs) or names.failed:
+        raise typer.Exit(1)
+    if not options.quiet:
+        count = f"{len(jobs)} image{'s' if len(jobs) > 1 else ''}"
+        rate = f"{made.tokens_per_second:.0f} tokens per second, seed {options.first_seed}"
+        print_status(f"{count} in {made.seconds:.1f} s (and {seconds_load:.1f} s to load), {rate}")
+
+
+def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelInfo, str]:
+    """Check the request against the model's files, without reading weights.
+
+    Returns:
+        The model's description, and the name of the method to use.
+
+    Raises:
+        ValueError: for a folder that is not a model, or a model that cannot generate what was requested.
+    """
+    from vargen.decoding import Sampling, resolve_method
+    from vargen.pipelines.registry import describe, pipeline_class
+
+    model = describe(options.model)
+    kind = pipeline_class(model.pipeline)
+    method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
+    Sampling(top_k=own.sampling.get("top_k")).check_vocabulary(model.vocab)
+    if model.condition == "class" and not own.by_class:
+        labels = f"--class-label 0 to {model.num_classes - 1}"
+        raise ValueError(f"this model generates classes: give {labels} instead of a prompt")
+    if model.condition == "class" and own.negative_prompt is not None:
+        raise ValueError("negative_prompt must be left out: this model generates classes, not text")
+    if model.condition == "text" and own.by_class:
+        raise ValueError("this model generates from text: give a prompt instead of --class-label")
+    return model, method.name
+
+
+def _generate_batches(
+    pipe: Any,
+    jobs: list[ImageJob],
+    call: dict[str, Any],
+    parameters: dict[str, Any],
+    batch_size: int,
+    quiet: bool,
+    names: FileNames,
+) -> GeneratedImages:
+    """Generate and save images batch by batch.
+
+    An image that cannot be written is reported and the others are still saved; if no image of a batch can be written,
+    generation ends after that batch. It continues if the reader of the printed `names` has closed them.
+    """
+    import torch
+
+    key = "class_label" if pipe.is_class_conditional else "prompt"
+    made = GeneratedImages()
+    try:
+        for start in range(0, len(jobs), batch_size):
+            batch = jobs[start : start + batch_size]
+            last = start + len(batch)
+            label = f"image {last}" if len(batch) == 1 else f"images {start + 1}-{last}"
+            hidden = True if quiet else None  # None: hidden if stderr is not a terminal
+            pipe.set_progress_bar_config(desc=f"{label} of {len(jobs)}", disable=hidden, leave=False, file=sys.stderr)
+            generators = [torch.Generator().manual_seed(job.seed) for job in batch]
+            subjects: dict[str, Any] = {key if key == "prompt" else "class_labels": [job.subject for job in batch]}
+            started = time.perf_counter()
+            result = pipe(**subjects, generator=generators, **call)
+            made.seconds += time.perf_counter() - started
+            made.stats.append(result.stats)
+            before = len(made.records)
+            for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
+                record = {key: job.subject, **result.stats.picture(number)}
+                try:
+                    path = save_image(image, job.file, {**record, **parameters})
+                except OSError as error:
+                    print_status(describe_failed_write(f"output {str(job.file.path)!r}", error))
+                    continue
+                made.records.append({"file": str(path), **record})
+                names.add(path)
+            if len(made.records) == before:
+                break
+        if len(made.records) < len(jobs):
+            print_status(f"{len(made.records)} of {len(jobs)} images were written")
+    except BaseException as error:
+        if made.records:
+            what = "the interruption" if isinstance(error, KeyboardInterrupt) else "the following error"
+            print_status(f"{len(made.records)} of {len(jobs)} images were written before {what}")
+        raise
+    return made
+
+
+def _parameters(pipe: Any, model: str, call: dict[str, Any], dtype: Any) -> dict[str, Any]:
+    """Return the generation parameters stored in an image's PNG and in the JSON document."""
+    from vargen.compat import installed_version
+
+    return {
+        "model": model,
+        "accelerator": call["accelerator"],
+        "negative_prompt": call["negative_prompt"],
+        **pipe.default_sampling,
+        **{name: value for name, value in call.items() if name in pipe.default_sampling},
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {name: installed_version(name) for name in ("vargen", "torch", "diffusers", "transformers")},
+    }
+
+
+def _document(made: GeneratedImages, parameters: dict[str, Any]) -> dict[str, Any]:
+    from vargen.decoding import DecodeStats
+
+    return {"images": made.records, **parameters, "stats": DecodeStats.joined(made.stats).to_dict()}
+
+
+def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parameters: dict[str, Any]) -> None:
+    from vargen.evaluation.contact_sheets import contact_sheet
+    from vargen.picture_files import on_white, opened_picture
+
+    captions = [str(record.get("prompt", record.get("class_label"))) for record in records]
+    images = []
+    for record in records:
+        with opened_picture(record["file"]) as opened:  # one open file at a time: systems limit them
+            images.append(on_white(opened))
+    save_image(contact_sheet(images, captions), file, parameters)

@@ -1,0 +1,257 @@
+"""`vargen score`: score images from any source, and write the report of a run of `vargen eval`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from vargen.cli.console import print_status, progress_bar, quiet_libraries, table
+from vargen.cli.inputs import read_prompts
+from vargen.cli.options import (
+    Backend,
+    BackendName,
+    Device,
+    DeviceName,
+    Json,
+    NumWorkers,
+    Threads,
+    check_range,
+    select_backend,
+    select_device,
+)
+from vargen.cli.outputs import check_run_outputs, result_file
+from vargen.cli.results import ResultWriter, Write
+from vargen.files import expand_user
+
+if TYPE_CHECKING:
+    from vargen.evaluation.evaluate import Evaluation
+    from vargen.evaluation.generation import Engine
+    from vargen.evaluation.measurement import Instruments
+    from vargen.evaluation.reference_statistics import Statistics
+    from vargen.evaluation.run_directory import RunFolder
+
+RENAMED = {
+    "prompts": "prompt-file",
+    "keep-going": "skip-unreadable",
+    "samples": "export-samples",
+    "engine": "backend",
+    "actors": "num-workers",
+}
+_MAX_SIDE = 2048  # pixels; several copies of a chunk of 64 such images fit in memory
+
+Scorers = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="emoji-scorer; clip:model=ViT-L-14,weights=FILE; image-reward:weights=FILE; module:function; or none. "
+        "Default: the packaged scorer of the model.",
+    ),
+]
+Extractor = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Network whose features distances compare: inception:weights=FILE, clip:model=NAME,weights=FILE, the name of a "
+        "scorer, module:function, or none. Default: the packaged scorer of the model.",
+    ),
+]
+Reference = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE.npz|DIR", help="Real images: statistics or samples in ADM's layout, or a folder of images."),
+]
+Resize = Annotated[
+    int | None, typer.Option(metavar="N", help="Crop images to their center square and resize it to N x N (bicubic) first.")
+]
+
+
+@dataclass(frozen=True)
+class MetricOptions:
+    """What to measure, and where; see `vargen score --help`."""
+
+    scorers: list[str] | None
+    extractor: str | None
+    resize: int | None
+    skip_unreadable: bool
+    device: str
+    threads: int | None
+
+    def load(self, model: str) -> Instruments:
+        """Load each scorer and extractor once, so that missing weights are reported before anything else.
+
+        Args:
+            model: provides the default scorer and extractor; empty for none.
+        """
+        check_range(self.resize, "resize", 16, _MAX_SIDE)
+
+        from vargen.evaluation.measurement import Instruments
+        from vargen.scoring.registry import default_scorer
+        from vargen.specs import split_specs
+
+        packaged = default_scorer(model) if model else None
+        names = ([packaged] if packaged else []) if self.scorers is None else split_specs(self.scorers)
+        network = packaged if self.extractor is None else None if self.extractor == "none" else self.extractor
+        scorers = tuple(name for name in names if name != "none")
+        loaded = Instruments(scorers, network, False, self.resize, self.skip_unreadable, self.device, self.threads)
+        loaded.opened()
+        return loaded
+
+
+def score(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR|FILE", help="A run of `vargen eval`, a folder of images, or samples: .npz, .npy.")
+    ],
+    scorers: Scorers = None,
+    extractor: Extractor = None,
+    reference: Reference = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE|-", help="Prompts of a folder's images: one per line, in the order of file names."),
+    ] = None,
+    resize: Resize = None,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Skip images that cannot be read, and report them.")
+    ] = False,
+    as_json: Json = None,
+    export_samples: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Also write the folder's images as samples in ADM's layout.")
+    ] = None,
+    save_reference: Annotated[
+        Path | None, typer.Option(metavar="FILE.npz", help="Also write the folder's statistics, for use as a --reference.")
+    ] = None,
+    reference_features: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="Store rounded features of only N images in --save-reference. Default: all, exactly."),
+    ] = None,
+    backend: BackendName = Backend.local,
+    num_workers: NumWorkers = None,
+    device: DeviceName = Device.auto,
+    threads: Threads = None,
+) -> None:
+    """Score images from any source.
+
+    For a run of `vargen eval`, its report is written.
+    """
+    from vargen.evaluation.run_directory import RUN_FILE, RunFolder
+
+    quiet_libraries()
+    place = select_device(device)
+    path = expand_user(folder, "folder")
+    check_range(reference_features, "reference_features", 0)
+    results = ResultWriter(as_json)
+    samples_file = result_file(export_samples, ".npz", "export_samples")
+    reference_file = result_file(save_reference, ".npz", "save_reference")
+    check_run_outputs(
+        {"json": results.json_file, "export_samples": samples_file, "save_reference": reference_file},
+        {"folder": path, "prompt_file": prompt_file, "reference": reference},
+        "",
+    )
+    run = RunFolder(path) if (path / RUN_FILE).is_file() else None
+    model = "" if run is None else str(run.settings()["model"])
+    metrics = MetricOptions(scorers, extractor, resize, skip_unreadable, str(place), threads).load(model)
+    run_on = select_backend(backend, num_workers, place, threads)
+    if run is not None:
+        for_folders = {"prompt_file": prompt_file, "export_samples": export_samples, "save_reference": save_reference}
+        if given := next((name for name, value in for_folders.items() if value is not None), None):
+            raise ValueError(
+                f"{given} is for a folder of images, and {str(folder)!r} is a run; name one of its images/ folders"
+            )
+        score_run(run, metrics, load_reference(reference, metrics, run.path / "measured"), run_on, results)
+        return
+    files = FolderFiles(path, prompt_file, reference, samples_file, reference_file, reference_features)
+    _score_folder(files, metrics, run_on, results)
+
+
+@dataclass(frozen=True)
+class FolderFiles:
+    """What to score, and what to write of it, for images that are not a run.
+
+    Attributes:
+        path: a folder of images, or a file of samples. samples, statistics: files to write.
+        num_features: of images in `statistics`; None for all.
+    """
+
+    path: Path
+    prompts: Path | None
+    reference: Path | None
+    samples: Path | None
+    statistics: Path | None
+    num_features: int | None
+
+
+def _score_folder(files: FolderFiles, metrics: Instruments, backend: Engine, results: ResultWriter) -> None:
+    from vargen.evaluation.evaluate import evaluate_folder, evaluate_samples, export_samples
+    from vargen.evaluation.image_files import folder_pictures
+
+    path, samples = files.path, files.samples
+    others: list[Write] = []
+    if path.is_file():
+        if files.prompts is not None or samples is not None:
+            raise ValueError(f"prompt_file and export_samples are for a folder of images, and {str(path)!r} is a file")
+        found = evaluate_samples(path, metrics, load_reference(files.reference, metrics, None))
+    else:
+        images = folder_pictures(path, None if files.prompts is None else read_prompts(files.prompts))
+        if not metrics.scorers and metrics.extractor is None and samples is None:
+            raise ValueError("nothing to do: give --scorers, --extractor or --export-samples")
+        statistics = load_reference(files.reference, metrics, None)
+        with progress_bar("scoring", "images") as show:
+            found = evaluate_folder(path.name, images, metrics, statistics, None, backend, show)
+        if samples is not None:
+            others.append((f"export_samples {str(samples)!r}", lambda: export_samples(samples, images, metrics.resize)))
+    if files.statistics is not None:
+        others.insert(0, _statistics_write(found, path.name, files.statistics, files.num_features, metrics))
+    results.write(*_describe(found), others)
+
+
+def _statistics_write(found: Evaluation, name: str, file: Path, num_features: int | None, metrics: Instruments) -> Write:
+    """Return the write of a folder's statistics, for use as a reference."""
+    from vargen.evaluation.evaluate import statistics_of
+    from vargen.evaluation.features import Extractor
+
+    extractor = metrics.opened().get("extractor")
+    if not isinstance(extractor, Extractor):
+        raise ValueError("save_reference needs --extractor")
+    statistics = statistics_of(found.measured[name], extractor)
+    if num_features is not None:
+        statistics = statistics.with_features(num_features)
+    return f"save_reference {str(file)!r}", lambda: statistics.write(file, num_features is not None)
+
+
+def score_run(
+    run: RunFolder, metrics: Instruments, reference: Statistics | None, backend: Engine, results: ResultWriter
+) -> None:
+    """Score the images of a run, and write its report, plot and contact sheets."""
+    from vargen.evaluation.evaluate import evaluate_run, write_all
+
+    with progress_bar("scoring", "images") as show:
+        found = evaluate_run(run, metrics, reference, backend, show)
+    if not metrics.scorers and metrics.extractor is None:
+        print_status("only speed and similarity to the baseline were measured: give --scorers and --extractor for quality")
+
+    def write_report() -> None:
+        for name in write_all(run, found):
+            results.print_path(run.path / name)
+
+    results.write(*_describe(found), [(f"report in {str(run.path)!r}", write_report)])
+
+
+def load_reference(path: Path | None, metrics: Instruments, cache: Path | None) -> Statistics | None:
+    """Load the reference of --reference; by default the packaged one of the extractor, if there is one."""
+    from vargen.evaluation.evaluate import default_reference, open_reference
+
+    if path is not None:
+        return open_reference(expand_user(path, "reference"), metrics, cache)
+    found = default_reference(metrics.extractor)
+    return None if found is None else open_reference(found, metrics)
+
+
+def _describe(found: Evaluation) -> tuple[str, dict[str, object]]:
+    """Return the results as a table for the terminal, and as a JSON document."""
+    from vargen.evaluation.report import all_notes, document, table_rows
+
+    heads, rows = table_rows(found.rows, found.baseline)
+    lines = table(heads, rows, "<" + ">" * (len(heads) - 1)) + "\n"
+    lines += "".join(f"note: {note}\n" for note in all_notes(found.rows))
+    return lines, document(found.rows, found.baseline, found.about)
