@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, ClassVar, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import diffusers
 import torch
@@ -23,11 +23,13 @@ from vargen.models.condition import Condition
 from vargen.pipelines import loading, prompts
 from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import GenerationRequest, RunningCall, RunningCalls, generate_images
-from vargen.pipelines.model_info import Method, ModelInfo
 from vargen.pipelines.prompts import NormalizedPrompt, PromptInputs, PromptNames
 from vargen.pipelines.validation import accepted_arguments, reject_unknown_arguments
 from vargen.scoring.protocol import Scorer
 from vargen.scoring.registry import open_scorer
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 ensure_torchvision()
 
@@ -35,6 +37,22 @@ from diffusers import DiffusionPipeline
 
 _RELEASE = tuple(int(part) for part in diffusers.__version__.split(".")[:2])
 _DTYPE = "dtype" if _RELEASE >= (0, 42) else "torch_dtype"  # argument name of diffusers
+
+
+@dataclass(frozen=True)
+class Method:
+    """A preset, and whether a pipeline supports it.
+
+    Attributes:
+        name, kind, summary, source: from the preset; kind is `"exact"` or `"relaxed"`.
+        reason: why this pipeline cannot run it; None if it can.
+    """
+
+    name: str
+    kind: str
+    summary: str
+    source: str
+    reason: str | None = None
 
 
 class VisualPipeline(DiffusionPipeline):
@@ -52,6 +70,7 @@ class VisualPipeline(DiffusionPipeline):
         usual_sampling: sampling settings used where neither the call nor the checkpoint sets them.
         prompt_names: names that replace characters in a prompt; None if prompts are used as typed.
         examples: for image models, example tokens `[M, N]` for lookup drafters.
+        fps: frames per second of video models.
     """
 
     family: ClassVar[ModelFamily]
@@ -71,6 +90,7 @@ class VisualPipeline(DiffusionPipeline):
     tokenizer: Any
     prompt_names: PromptNames | None
     examples: Tensor | None = None
+    fps: int | None = None
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -211,12 +231,7 @@ class VisualPipeline(DiffusionPipeline):
 
     @classmethod
     @abstractmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        """Summarize a validated folder of this family. `index` is the content of its `model_index.json`."""
-
-    @classmethod
-    @abstractmethod
-    def check_method(cls, described: ModelInfo, method: Any) -> None:
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
         """Check from the model folder alone whether this method can run.
 
         Raises:
@@ -261,7 +276,7 @@ class VisualPipeline(DiffusionPipeline):
     @property
     def class_names(self) -> dict[int, str]:
         """Comma-separated synonyms by class number; empty if the checkpoint has no class names."""
-        return {int(number): names for number, names in (self.config.id2label or {}).items()}
+        return {int(number): names for number, names in (self.config.get("id2label") or {}).items()}
 
     @property
     @abstractmethod
@@ -318,6 +333,11 @@ class VisualPipeline(DiffusionPipeline):
     @abstractmethod
     def grids(self) -> tuple[tuple[int, int], ...]:
         """Rows and columns of an image's token grids in generation order, each in raster order: one, or one per scale."""
+
+    @property
+    def image_size(self) -> int | None:
+        """Width and height in pixels of the source image of a call; None if calls take no image."""
+        return None
 
     @property
     def grid(self) -> tuple[int, int]:

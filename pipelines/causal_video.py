@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from vargen.compat import tokenized, without_autocast
 from vargen.convert.causal_video import convert_causal_video
-from vargen.decoding import Block, VideoMethod, decode_video
+from vargen.decoding import VideoMethod, decode_video
 from vargen.decoding.seeds import resolve_seeds
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.decoding.video.loop import Progress
-from vargen.decoding.video.policies import validate_threshold
-from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config
+from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE, StreamingDecoder
@@ -31,34 +28,26 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.generation import OnStepEnd, OutputOptions, RunningCall, run_request
 from vargen.pipelines.images import preprocess_images
-from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompts import PromptNames, encode_tokens
-from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, save_video, stack_videos
+from vargen.pipelines.videos import (
+    DEFAULT_SETTINGS,
+    CausalVideoPipelineOutput,
+    VideoStream,
+    check_geometry,
+    check_settings,
+    save_video,
+    stack_videos,
+    to_output_frames,
+)
 from vargen.scoring.frames import FrameScorer
 from vargen.scoring.registry import PACKAGED
 from vargen.specs import read_spec
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import parse_int, short_repr
 
 MAX_BLOCKS = 100_000
-# Settings that `defaults` may contain, with the values used otherwise.
-DEFAULT_SETTINGS: dict[str, Any] = {
-    "levels": None,  # noise levels of the steps; None: those of the distilled models
-    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
-    "guidance": 1.0,
-    "num_blocks": 8,
-    "tau": None,  # None: the method's
-    "window": None,
-    "sinks": 0,
-    "caption_rows": 64,
-    "scored_frames": None,  # frames of a drafted block to score; None: all
-}
-_LIMITS = {  # minimum and maximum
-    "num_blocks": (1, 100_000),
-    "window": (1, 1_000_000),
-    "sinks": (0, 1_000_000),
-    "caption_rows": (1, 65_536),
-    "scored_frames": (1, 1024),
-}
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 
 class CausalVideoPipeline(VisualPipeline):
@@ -116,22 +105,8 @@ class CausalVideoPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):
-            transformer = CausalVideoTransformer.from_config(CausalVideoTransformer.load_config(folder / "transformer"))
-        geometry, given = transformer.geometry, {**DEFAULT_SETTINGS, **(index.get("defaults") or {})}
-        blocks = given["num_blocks"]
-        passes = blocks * (len(given["levels"] or shifted_levels()) + 1) - 1
-        has_draft = bool((index.get("draft_transformer") or [None])[0])
-        frames = geometry.pixel_frames(0, blocks * geometry.block_frames)
-        side = geometry.pixel_size[0]
-        return ModelInfo(
-            folder, cls.__name__, "text", 0, frames, 0, {}, has_draft, passes, side, fps=geometry.fps
-        )  # fmt: skip
-
-    @classmethod
-    def check_method(cls, described: ModelInfo, method: Any) -> None:
-        if method.drafts and not described.has_draft:
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
+        if method.drafts and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
@@ -147,9 +122,28 @@ class CausalVideoPipeline(VisualPipeline):
         return DEFAULT_SETTINGS[name] if value is None else value
 
     @property
-    def fps(self) -> int:
-        """Frames per second."""
+    def fps(self) -> int:  # type: ignore[override]
         return self.transformer.geometry.fps
+
+    @property
+    def vocab(self) -> int:
+        """0: a video has no tokens."""
+        return 0
+
+    @property
+    def tokens(self) -> int:
+        """Number of frames of a video of default length."""
+        geometry = self.transformer.geometry
+        return geometry.pixel_frames(0, self.setting("num_blocks") * geometry.block_frames)
+
+    @property
+    def steps(self) -> int:
+        """Number of passes of the baseline for a video of default length."""
+        return self.setting("num_blocks") * (len(self.setting("levels") or shifted_levels()) + 1) - 1
+
+    @property
+    def image_size(self) -> int:
+        return self.transformer.geometry.pixel_size[0]
 
     # -- calls ----------------------------------------------------------------------------------------------------------
 
@@ -289,7 +283,7 @@ class CausalVideoPipeline(VisualPipeline):
                 stream.cancel()
             for block in stream:
                 bar.update(1)
-                videos[-1].append(_to_cpu(block, output_type))
+                videos[-1].append(to_output_frames(block, output_type))
         stats = [stream.stats for stream in request.streams]
         frames = stack_videos(videos, output_type)
         return CausalVideoPipelineOutput(frames=frames, stats=stats if request.is_list else stats[0], fps=self.fps)
@@ -429,59 +423,6 @@ class _PassMonitor:
             self.stopped = bool((result or {}).get("stop", False))
         self.stopped = self.stopped or (self.call is not None and self.call.interrupted)
         return not self.stopped
-
-
-def _to_cpu(block: Block, output_type: str) -> Tensor:
-    """Return the part of a block that is kept until the video is complete."""
-    if output_type == "latent":
-        return block.latents
-    return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
-
-
-def check_settings(defaults: Any, transformer: Any = None) -> None:
-    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
-    if defaults is None:
-        return
-    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
-        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
-    given = {name: value for name, value in defaults.items() if value is not None}
-    levels = given.get("levels", [1.0])
-    numbers = [parse_float(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
-    falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
-    if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
-        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {short_repr(levels)}")
-    if not isinstance(given.get("euler", False), bool):
-        raise ValueError(f"defaults: euler must be true or false, got {short_repr(given['euler'])}")
-    guidance = parse_float(given.get("guidance", 1.0))
-    if guidance is None or guidance < 0:
-        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
-    for name, (minimum, maximum) in _LIMITS.items():
-        if name in given and parse_int(given[name], minimum, maximum) is None:
-            allowed = f"a whole number from {minimum} to {maximum}"
-            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
-    try:
-        validate_threshold(given.get("tau", 0.0))
-    except TypeError as error:
-        raise ValueError(f"defaults: {error}") from error
-
-
-def check_geometry(configs: Mapping[str, Any]) -> None:
-    """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
-
-    Args:
-        configs: configuration by component, None for a missing one.
-    """
-    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
-    if draft := configs.get("draft_transformer"):
-        other = geometry_from_config(SimpleNamespace(**draft))
-        if not geometry.same_latents(other):
-            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
-    size = (configs.get("vae") or {}).get("size")
-    if size is not None and (size, size) != geometry.pixel_size:
-        raise ValueError(
-            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
-            f"transformer's latents {list(geometry.pixel_size)}"
-        )
 
 
 CAUSAL_VIDEO = register_family(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.pipelines import validation as checks
 from vargen.pipelines.adapters import Guidance
+from vargen.pipelines.images import run_in_halves
 from vargen.pipelines.prompts import PromptInputs, encode_condition, encode_negative_condition, repeat_condition, scorer_prompts
 from vargen.pipelines.validation import MAX_IMAGES
 from vargen.scoring.protocol import Scorer, score_images, to_scorer
@@ -26,9 +26,7 @@ from vargen.values import parse_int, short_repr
 if TYPE_CHECKING:
     from vargen.pipelines.base import VisualPipeline
 
-logger = logging.getLogger("vargen")
 OnStepEnd = Callable[[Any, int, int, dict[str, Any]], dict[str, Any] | None]
-_T = TypeVar("_T")
 
 
 # -- the request ----------------------------------------------------------------------------------------------------------
@@ -207,37 +205,6 @@ def _step_callback(
         return not (result.get("stop", False) or call.interrupted)
 
     return callback
-
-
-# -- batches that fit in memory -------------------------------------------------------------------------------------------
-
-
-def run_in_halves(
-    run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
-) -> list[_T]:
-    """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
-
-    Args:
-        run: runs some rows of the batch.
-        task, remedy: what is done, and what would need less memory; for messages.
-        stop: whether to leave out the rows after a result.
-
-    Raises:
-        torch.OutOfMemoryError: if a single row does not fit.
-    """
-    count = rows.stop - rows.start
-    try:
-        return [run(rows)]
-    except torch.OutOfMemoryError as error:
-        if count == 1:
-            raise torch.OutOfMemoryError(f"out of memory {task} one image; {remedy}") from error
-    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
-    logger.warning("out of memory %s %d images at once: continuing in two halves", task, count)
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    middle = rows.start + count // 2
-    first = run_in_halves(run, slice(rows.start, middle), task, remedy, stop)
-    return first if stop(first[-1]) else first + run_in_halves(run, slice(middle, rows.stop), task, remedy, stop)
 
 
 def _join_outputs(parts: list[DecodeOutput], images: int) -> DecodeOutput:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -19,9 +20,11 @@ from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
 from vargen.picture_files import on_white
-from vargen.pipelines.generation import run_in_halves
 from vargen.pipelines.validation import check_output_type, check_tokens
 from vargen.values import parse_float, short_repr
+
+logger = logging.getLogger("vargen")
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -53,6 +56,34 @@ def validate_tokens(tokens: Any, length: Any, output_type: Any, codes: int, mini
     check_tokens(tokens, codes, minimum=minimum)
     if length is not None and tuple(length.shape) != (len(tokens),):
         raise ValueError(f"length must be [{len(tokens)}], one per image, got {list(length.shape)}")
+
+
+def run_in_halves(
+    run: Callable[[slice], _T], rows: slice, task: str, remedy: str, stop: Callable[[_T], bool] = lambda _: False
+) -> list[_T]:
+    """Run a batch at once or, if memory does not suffice, in halves, which are halved again where needed.
+
+    Args:
+        run: runs some rows of the batch.
+        task, remedy: what is done, and what would need less memory; for messages.
+        stop: whether to leave out the rows after a result.
+
+    Raises:
+        torch.OutOfMemoryError: if a single row does not fit.
+    """
+    count = rows.stop - rows.start
+    try:
+        return [run(rows)]
+    except torch.OutOfMemoryError as error:
+        if count == 1:
+            raise torch.OutOfMemoryError(f"out of memory {task} one image; {remedy}") from error
+    # Outside the handler, because the traceback keeps the tensors of the failed attempt alive.
+    logger.warning("out of memory %s %d images at once: continuing in two halves", task, count)
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    middle = rows.start + count // 2
+    first = run_in_halves(run, slice(rows.start, middle), task, remedy, stop)
+    return first if stop(first[-1]) else first + run_in_halves(run, slice(middle, rows.stop), task, remedy, stop)
 
 
 def decode_pixels(decode: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:

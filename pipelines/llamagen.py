@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from PIL import Image
@@ -30,11 +29,13 @@ from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family, require_equal
 from vargen.pipelines.generation import CandidateSelection, GenerationRequest, OutputOptions, run_request
 from vargen.pipelines.images import ImagePipelineOutput, decode_pixels, preprocess_images, validate_tokens
-from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 from vargen.scoring.protocol import Scorer
 
 LlamaGenPipelineOutput = ImagePipelineOutput
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 
 class LlamaGenPipeline(VisualPipeline):
@@ -92,24 +93,12 @@ class LlamaGenPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in default values that the file omits
-            config = LlamaGenTransformer.from_config(LlamaGenTransformer.load_config(folder / "transformer")).config
-        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-        has_draft = bool((index.get("draft_transformer") or [None])[0])
-        tokens = config.grid_size**2
-        drafters = tuple(name for name in cls.family.drafters if (index.get(name) or [None])[0])
-        sizes = config.condition, config.vocab_size, tokens, config.num_classes
-        low_res = bool((index.get("low_res") or [None])[0])
-        return ModelInfo(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
-
-    @classmethod
-    def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
-        method.check_grid(described.tokens)
+    def check_method(cls, info: ModelInfo, method: Accelerator) -> None:
+        method.check_grid(info.tokens)
         drafter = method.drafter
-        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
+        if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in info.drafters:
             raise ValueError(drafter.missing())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not info.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:

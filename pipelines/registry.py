@@ -5,6 +5,8 @@ Importing this module registers the families of vargen.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,10 +14,9 @@ import torch
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
 from vargen.pipelines.causal_video import CAUSAL_VIDEO
-from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.components import FAMILIES, STORED_VALUES
 from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import check_model_folder, default_dtype, find_model_folder
-from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.var import VAR
 
 __all__ = [
@@ -64,6 +65,40 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
     return pipe if place is None else pipe.to(place)
 
 
+@dataclass(frozen=True)
+class ModelInfo:
+    """Description of a model folder, available without loading weights.
+
+    Attributes:
+        folder: path of the folder.
+        pipeline: name of the pipeline class.
+        condition: `"text"` or `"class"`.
+        vocab: vocabulary size V; 0 for video models.
+        tokens: number of tokens N of an image; for video models, the number of frames of a video of default length.
+        num_classes, id2label: number of classes, and their names by number (`"class"` only).
+        has_draft: whether it has a draft transformer.
+        steps: number of passes of the baseline, for an image or a video of default length.
+        image_size: width and height in pixels of the source image of a call; None if calls take no image.
+        drafters: names of the drafters in the folder that are trained on the transformer's features.
+        low_res: whether it has a low-resolution transformer.
+        fps: frames per second of video models; None for image models.
+    """
+
+    folder: Path
+    pipeline: str
+    condition: str
+    vocab: int
+    tokens: int
+    num_classes: int
+    id2label: dict[int, str]
+    has_draft: bool
+    steps: int
+    image_size: int | None = None
+    drafters: tuple[str, ...] = ()
+    low_res: bool = False
+    fps: int | None = None
+
+
 def describe(name: Any) -> ModelInfo:
     """Locate a model, validate its files, and describe it from its configuration. No weights are read.
 
@@ -71,4 +106,28 @@ def describe(name: Any) -> ModelInfo:
         ValueError: see `vargen.pipelines.loading.check_model_folder`.
     """
     folder = check_model_folder(name)
-    return folder.family.pipeline.described(folder.path, folder.index)
+    family, index = folder.family, folder.index
+    present = [part for part in family.components if (index.get(part) or [None])[0]]
+    with torch.device("meta"):  # fills in default values that the files omit
+        networks = {
+            part: component.network_class.from_config(component.network_class.load_config(folder.path / part))
+            for part, component in family.components.items()
+            if component.required
+        }
+        values = {key: index[key] for key in STORED_VALUES if index.get(key) is not None}
+        pipe: VisualPipeline = family.pipeline(**networks, **values)
+    return ModelInfo(
+        folder.path,
+        type(pipe).__name__,
+        "class" if pipe.is_class_conditional else "text",
+        pipe.vocab,
+        pipe.tokens,
+        pipe.transformer.config.get("num_classes", 0),
+        pipe.class_names,
+        "draft_transformer" in present,
+        pipe.steps,
+        pipe.image_size,
+        tuple(part for part in present if part in family.drafters),
+        "low_res" in present,
+        pipe.fps,
+    )

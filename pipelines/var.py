@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from PIL import Image
@@ -35,10 +34,12 @@ from vargen.pipelines.images import (
     preprocess_images,
     validate_tokens,
 )
-from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.prompts import PromptInputs, PromptNames
 
 VARPipelineOutput = ImagePipelineOutput
+
+if TYPE_CHECKING:
+    from vargen.pipelines.registry import ModelInfo
 
 
 class VARPipeline(VisualPipeline):
@@ -88,22 +89,9 @@ class VARPipeline(VisualPipeline):
     # -- properties -----------------------------------------------------------------------------------------------------
 
     @classmethod
-    def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
-        with torch.device("meta"):  # fills in default values that the file omits
-            transformer = VARTransformer.from_config(VARTransformer.load_config(folder / "transformer"))
-            side = MultiScaleVQModel.from_config(MultiScaleVQModel.load_config(folder / "vqvae")).image_size
-        names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
-        has_draft = bool((index.get("draft_transformer") or [None])[0])
-        config = transformer.config
-        return ModelInfo(
-            folder, cls.__name__, config.condition, config.vocab_size, transformer.tokens, config.num_classes, names, has_draft,
-            len(transformer.scales), side,
-        )  # fmt: skip
-
-    @classmethod
-    def check_method(cls, described: ModelInfo, method: Any) -> None:
-        method.check_scales(described.steps)
-        if method.drafts and not described.has_draft:
+    def check_method(cls, info: ModelInfo, method: Any) -> None:
+        method.check_scales(info.steps)
+        if method.drafts and not info.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
@@ -116,6 +104,10 @@ class VARPipeline(VisualPipeline):
     @property
     def steps(self) -> int:
         return len(self.transformer.scales)
+
+    @property
+    def image_size(self) -> int:
+        return self.vqvae.image_size
 
     @property
     def codebook(self) -> Tensor:

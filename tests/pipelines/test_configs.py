@@ -14,7 +14,7 @@ import vargen.assets
 from vargen.models import component_files
 from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel
-from vargen.pipelines.causal_video import check_settings
+from vargen.pipelines.videos import check_settings
 from vargen.pipelines.registry import FAMILIES, describe
 from vargen.scoring.packaged import open_tower
 from vargen.weight_files import read_weight_header

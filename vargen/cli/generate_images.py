@@ -18,7 +18,7 @@ from vargen.device import check_compile
 
 if TYPE_CHECKING:
     from vargen.cli.generate import GenerateOptions
-    from vargen.pipelines.model_info import ModelInfo
+    from vargen.pipelines.registry import ModelInfo
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ class ImageSeeds(NamedTuple):
 
     def rows(self, rows: slice) -> ImageSeeds:
         """Return the seeds of some images."""
-        return ImageSeeds(*(part[rows] for part in self))
+        return ImageSeeds(self.seeds[rows], self.noise_seeds[rows], self.devices[rows])
 
     def for_candidates(self, count: int) -> ImageSeeds:
         """Return the seeds of `count` candidates per image, grouped by image.

@@ -17,8 +17,7 @@ from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
 from vargen.demo.jobs import Drawn, Run
 from vargen.demo.request import MOST_LANES, PictureFolder, Settings
-from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.model_info import Method
+from vargen.pipelines.base import Method, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
 from vargen.scoring.registry import PACKAGED
