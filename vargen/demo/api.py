@@ -41,21 +41,19 @@ def add_api_endpoints(service: ImageService, queue_options: dict[str, Any]) -> N
         negative_prompt: str | None = None,
         num_images: int = 1,
         best_of: int = 1,
-        num_candidates: int | None = None,
     ) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
         """Generate images from a prompt (for a class-conditional model: a class name or number).
 
         The method may have settings, as in gumbel:window=8. Omitted arguments take the model's defaults, and the seed a random
         value; top_k 0 keeps every token. Image k has seed + k. With best_of above 1, the scorer selects the best of that many
-        candidates; num_candidates is its deprecated name. Returns the PNG files, which carry their parameters, and the
-        parameters with the statistics of the job. A streaming caller receives, during generation, no files and the number of
-        tokens generated so far. A job stops early if it is canceled or its caller disconnects.
+        candidates. Returns the PNG files, which carry their parameters, and the parameters with the statistics of the job. A
+        streaming caller receives, during generation, no files and the number of tokens generated so far. A job stops early if
+        it is canceled or its caller disconnects.
         """
         with user_errors():
             given: dict[str, Any] = {"guidance_scale": guidance_scale, "temperature": temperature, "top_k": top_k}
             given |= {"top_p": top_p, "negative_prompt": negative_prompt}
-            count = best_of if num_candidates is None else num_candidates
-            request = make_request(prompt, method or service.default_method, seed, given, num_images, count)
+            request = make_request(prompt, method or service.default_method, seed, given, num_images, best_of)
             result = yield from _stream_until_done(service.start(request, previews=False))
             yield [_file(path) for path in service.save(result)], _report(service, result)
 

@@ -31,7 +31,7 @@ class Page(gr.Blocks):
         except (StopIteration, StopAsyncIteration):
             raise
         except Exception as error:
-            if type(error) is Error:  # a message for users, from us or a component
+            if isinstance(error, Error) and type(error) is Error:  # a message for users, from us or a component
                 error.print_exception = False
                 raise
             logger.warning("a request was rejected: %s", type(error).__name__)

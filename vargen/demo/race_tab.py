@@ -15,7 +15,7 @@ from vargen.demo.jobs import POLL_SECONDS, START, Job, JobControls, JobRegistry,
 from vargen.demo.rendering import ResultCard
 from vargen.demo.request import MAX_RACERS, PageRequest
 
-# Selected first, as far as the model runs them: the baseline, the one with the identical image, and a relaxed one.
+# Selected first, as far as the model runs them: the baseline, a method with the same image, and a relaxed one.
 _DEFAULT_RACERS = ("ar", "gumbel", "gsd", "plain", "code")
 IN_TURN, TOGETHER = "in turn", "together"
 
@@ -82,7 +82,7 @@ def _make_card(service: ImageService, request: PageRequest, job: Job | None, bas
         caption = f"{result.seconds:.2f} s, {result.tokens_per_second:.0f} tokens per second, {result.stats.passes} passes"
         if baseline is not None and baseline is not result and not baseline.stopped:
             caption += f", {baseline.seconds / result.seconds:.2f} times as fast as {service.baseline}"
-            badge = f"identical image to {service.baseline}" if identical(result, baseline) else ""
+            badge = f"same image as {service.baseline}" if identical(result, baseline) else ""
         if score := rendering.score_caption(result.records[0]):
             caption += f", {score}"
         if kind == "relaxed":
@@ -103,4 +103,4 @@ def verdict(results: Sequence[JobResult], stopped: bool, baseline_name: str) -> 
     line = f"{fastest.request.method} was first: {fastest.seconds:.2f} seconds."
     baseline = next((each for each in results if each.request.method == baseline_name), None)
     same = [each.request.method for each in results if baseline and each is not baseline and identical(each, baseline)]
-    return line + (f" {' and '.join(same)} gave the identical image to {baseline_name}." if same else "")
+    return line + (f" {' and '.join(same)} gave the same image as {baseline_name}." if same else "")

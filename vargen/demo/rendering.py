@@ -152,7 +152,7 @@ class ResultCard:
         tag: next to the name, such as "exact".
         image: the image, a preview, or None.
         caption: below the image.
-        badge: a highlight, such as "identical image".
+        badge: a highlight, such as "same image as ar".
         done: tokens so far, out of `total`.
         seconds, tokens_per_pass: 0 if not known yet.
     """
