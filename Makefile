@@ -56,7 +56,7 @@ test-lowest: $(LOWEST)/.fast
 # One process: several would share the GPU, and compile every kernel each.
 test-gpu: $(REFERENCE)/.all
 	$(REFERENCE)/bin/python -c 'import torch; torch.cuda.is_available() or exit("make test-gpu needs an NVIDIA GPU")'
-	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_captured.py
+	$(REFERENCE)/bin/pytest tests/kernels tests/decoding/test_graphs.py
 
 # mkdocstrings reads the sources without importing them, so this environment needs no torch.
 docs: $(DOCS)/.tools

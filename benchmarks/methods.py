@@ -85,16 +85,18 @@ def drafting(name: str, tokens: float, shape: Shape, gpu: GPU, overlap: bool) ->
     if isinstance(drafter, Jacobi) and str(drafter.initial).startswith("low-res"):
         return passes([1], 0.3 * shape.layers) * tokens / 4
     if isinstance(drafter, Eagle):  # and its layer that joins feature and embedding
-        return passes(drafter.tree.widths(), 1 + 2 * shape.dim**2 / shape.layer)
+        return passes(drafter.tree_shape.expanded_per_level(), 1 + 2 * shape.dim**2 / shape.layer)
     if isinstance(drafter, Medusa):
-        heads = drafter.tree.depth
+        heads = drafter.tree_shape.depth
         return shape.seconds(gpu, heads, heads * 3 * shape.dim**2 / shape.layer, overlap=overlap)
     if isinstance(drafter, LayerSkip):
-        return passes([1] * (drafter.max_fed - 1), 0.6 * shape.layers)
+        return passes([1] * (drafter.max_width - 1), 0.6 * shape.layers)
     if isinstance(drafter, Speculative):
-        return passes([2, *[1] * (drafter.max_fed - 2)], shape.layers / 4)
+        return passes([2, *[1] * (drafter.max_width - 2)], shape.layers / 4)
     if isinstance(drafter, SpeculativeTree):
-        return passes([drafter.tree.depth + 2, *list(accumulate(drafter.tree.widths()))[1:]], shape.layers / 4)
+        return passes(
+            [drafter.tree_shape.depth + 2, *list(accumulate(drafter.tree_shape.expanded_per_level()))[1:]], shape.layers / 4
+        )
     return 0.0
 
 
@@ -136,13 +138,13 @@ def table(rows: list[dict[str, Any]]) -> str:
     for row in rows:
         share, quality = row["share_by_part"], row["quality"]
         (score,) = quality["scores"].values()
-        difference = score.get("to_baseline") or {"mean": 0.0, "half_interval": 0.0}
+        difference = score.get("difference_to_baseline") or {"mean": 0.0, "ci95_half_width": 0.0}
         rest = share.get("accept", 0) + share.get("commit", 0)
         cells = [f"`{row['name']}`", row["kind"], f"{row['tokens_per_pass']:.2f}", f"{row['ratio']:.2f}"]
         cells += [f"{share.get('draft', 0):.0%}", f"{rest:.0%}", f"{row['relaxation_per_image']:.1f}"]
-        cells += [f"{difference['mean']:+.2f} ± {difference['half_interval']:.2f}"]
+        cells += [f"{difference['mean']:+.2f} ± {difference['ci95_half_width']:.2f}"]
         distances = quality["distances"]  # of features of the packaged scorer; a Frechet distance asks for more pictures
-        cells.append(f"{1e3 * distances['kid']:.2f} ± {1e3 * distances['kid_deviation']:.2f}")
+        cells.append(f"{1e3 * distances['kid']:.2f} ± {1e3 * distances['kid_std']:.2f}")
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -19,8 +19,8 @@ from typing import Any
 RULES = {
     "ratio": "ratio=8",
     "ratio, tightening": "ratio=8,tightening=0.7",
-    "neighbourhood": "size=1000,ratio=none,delta=0.5",
-    "neighbourhood, by ratio": "size=1000,ratio=8",
+    "neighborhood": "size=1000,ratio=none,delta=0.5",
+    "neighborhood, by ratio": "size=1000,ratio=8",
     "grouped": "size=50,delta=1",
     "typical": "epsilon=0.09,alpha=0.3",
 }
@@ -42,13 +42,13 @@ def evaluated(output: Path, budgets: list[float], num: int) -> dict[str, dict[st
 def point(found: dict[str, Any]) -> dict[str, float]:
     """Relaxation of a picture, tokens per pass, and the score less that of `ar` with half its interval."""
     (score,) = found["scores"].values()
-    difference = score.get("to_baseline") or {"mean": 0.0, "half_interval": 0.0}
+    difference = score.get("difference_to_baseline") or {"mean": 0.0, "ci95_half_width": 0.0}
     return {
         "relaxation": found["speed"]["relaxation"],
         "tokens_per_pass": found["speed"]["tokens_per_pass"],
         "score": difference["mean"],
-        "half_interval": difference["half_interval"],
-        "pictures": found["pictures"],
+        "half_interval": difference["ci95_half_width"],
+        "pictures": found["num_images"],
     }
 
 

@@ -20,9 +20,11 @@ from typing import Any
 WORKER = """
 import importlib.util, json, sys, time
 import torch
-import vargen
+import vargen.device
 from vargen import LlamaGenPipeline
 from vargen.decoding import Sampling, Tree, decode
+
+make_chain = getattr(Tree, "make_chain", None) or Tree.of_chain  # its name in older checkouts
 
 torch.set_num_threads(1)
 pipe = LlamaGenPipeline.from_pretrained("emoji", torch_dtype=torch.float32)
@@ -31,13 +33,14 @@ condition, _ = pipe.condition("a red apple")
 settings = pipe.default_sampling
 sampling = Sampling(settings["temperature"], settings["top_k"], settings["top_p"])
 model = pipe.token_model(settings["guidance_scale"])
-mode = torch.inference_mode if importlib.util.find_spec("vargen.modes") else torch.no_grad
+inference = hasattr(vargen.device, "inference_mode_for") or importlib.util.find_spec("vargen.modes")
+mode = torch.inference_mode if inference else torch.no_grad
 fed = torch.randint(4096, (1, 16), generator=torch.Generator().manual_seed(5))
 with mode():
     cache, _ = model.prefill(condition, 16)
     for _ in range(8):
-        model.forward(fed, cache, Tree.of_chain(15))
-        model.commit(cache, torch.arange(16)[None], torch.tensor([16]), Tree.of_chain(15))
+        model.forward(fed, cache, make_chain(15))
+        model.commit(cache, torch.arange(16)[None], torch.tensor([16]), make_chain(15))
 
 def do(what, count):
     seconds = []
@@ -45,7 +48,7 @@ def do(what, count):
         start = time.process_time()
         if what.isdigit():
             with mode():
-                result = model.forward(fed[:, : int(what)].contiguous(), cache, Tree.of_chain(int(what) - 1)).logits
+                result = model.forward(fed[:, : int(what)].contiguous(), cache, make_chain(int(what) - 1)).logits
         else:
             with torch.no_grad():
                 result = decode(model, condition, torch.tensor([7]), what, sampling).tokens

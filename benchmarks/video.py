@@ -24,7 +24,6 @@ import torch
 
 from vargen.decoding import (
     PRESETS,
-    Lazy,
     QuantileThreshold,
     RandomShare,
     RelativeThreshold,
@@ -36,7 +35,7 @@ from vargen.decoding import (
 from vargen.decoding.harness import Clock
 from vargen.decoding.video.loop import decode_video
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs, mean_acceptance
-from vargen.evaluation.machine import describe_machine
+from vargen.device import describe_machine
 from vargen.evaluation.synthetic_video import (
     PUBLISHED,
     PUBLISHED_DRAFTER,
@@ -65,10 +64,10 @@ class Point:
 
 def points(thresholds: list[float], deltas: list[float]) -> list[Point]:
     """The policies, each over its setting."""
-    base = replace(PRESETS["sdvg"], commit=Lazy())
+    base = PRESETS["sdvg"]
     found = [Point("target", "", PRESETS["target"]), Point("draft", "", PRESETS["draft"])]
     found += [Point("threshold", f"{tau:g}", replace(base, policy=Threshold(tau))) for tau in thresholds]
-    found += [Point("capped", f"{tau:g}", replace(base, policy=Threshold(tau), longest_run=6)) for tau in thresholds]
+    found += [Point("capped", f"{tau:g}", replace(base, policy=Threshold(tau), max_accepted_in_row=6)) for tau in thresholds]
     found += [Point("relative", f"{d:g}", replace(base, policy=RelativeThreshold(d))) for d in deltas]
     shares = (0.05, 0.15, 0.3, 0.45, 0.6)
     found += [Point("quantile", f"{share:g}", replace(base, policy=QuantileThreshold(share))) for share in shares]
@@ -88,7 +87,7 @@ def synthetic(work: Work, preview: bool, blocks: int) -> Runner:
     cheap = SyntheticDecoder(work.preview) if preview else None
 
     def run(method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
-        score = noisy_score(seed, products=work.score) if method.policy.scored or method.policy.reference else None
+        score = noisy_score(seed, products=work.score) if method.needs_scorer else None
         stream = decode_video(model, seed, seed, method, blocks=blocks, decoder=full, preview=cheap, score=score)
         found = [quality(seed, block.number, block.latents) for block in stream]
         return stream.stats, statistics.mean(found)
@@ -119,7 +118,7 @@ class Packaged:
     def __call__(self, method: VideoMethod, seed: int) -> tuple[VideoStats, float]:
         prompt, other = (self.prompts[(seed + k) % len(self.prompts)] for k in range(2))
         source = torch.Generator().manual_seed(seed)
-        judge = {"scorer": self.judge} if method.policy.scored or method.policy.reference else {}
+        judge = {"scorer": self.judge} if method.needs_scorer else {}
         stream = self.pipe.stream(prompt, accelerator=method, num_blocks=self.blocks, generator=source, **judge)
         frames = torch.cat([block.frames for block in stream])
         if method.name == "target":
@@ -140,7 +139,7 @@ def measured(found: list[Point], run: Runner, videos: int) -> list[BlockCosts]:
             point.runs.append(stats)
             point.quality.append(value)
         own = {point.policy: [point.runs[-1]] for point in found}
-        refused = [point.runs[-1] for point in found if point.method.policy.scored]
+        refused = [point.runs[-1] for point in found if point.method.policy.needs_scores]
         costs.append(estimate_block_costs(own["target"], own["draft"], refused))
     return costs
 
@@ -154,11 +153,11 @@ def median_costs(costs: list[BlockCosts]) -> BlockCosts:
 def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zero: float) -> list[dict[str, object]]:
     """A row of numbers for each point. `modelled` seconds are those of the cost model: equal work is equal time; what is
     predicted of a video is by the costs `each` of its own turn. `zero`: the quality that counts as none of the target's."""
-    base = statistics.mean(costs.predicted(run, False) for run in found[0].runs)
+    base = statistics.mean(costs.predict_seconds(run, False) for run in found[0].runs)
     low, high = (statistics.mean(point.quality) for point in (found[1], found[0]))
     table = []
     for point in found:
-        modelled = statistics.mean(costs.predicted(run, point.method.policy.scored) for run in point.runs)
+        modelled = statistics.mean(costs.predict_seconds(run, point.method.policy.needs_scores) for run in point.runs)
         table.append({
             "policy": point.policy,
             "setting": point.setting,
@@ -170,7 +169,8 @@ def rows(found: list[Point], costs: BlockCosts, each: list[BlockCosts], zero: fl
             "retained": (statistics.mean(point.quality) - low) / (high - low),
             "of_target": (statistics.mean(point.quality) - zero) / (high - zero),
             "predicted_over_measured": statistics.median(
-                own.predicted(run, point.method.policy.scored) / run.seconds for own, run in zip(each, point.runs, strict=True)
+                own.predict_seconds(run, point.method.policy.needs_scores) / run.seconds
+                for own, run in zip(each, point.runs, strict=True)
             ),
         })  # fmt: skip
     return table

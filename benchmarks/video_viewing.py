@@ -24,8 +24,8 @@ import torch
 from PIL import Image, ImageDraw, ImageFont
 
 import vargen.assets
-from vargen.decoding import Threshold, VideoMethod, View, lowest
-from vargen.evaluation.machine import describe_machine
+from vargen.decoding import BlockView, Threshold, VideoMethod, min_score
+from vargen.device import describe_machine
 from vargen.files import atomic_file
 from vargen.pipelines.registry import open_pipeline
 from vargen.scoring.frames import FrameScorer
@@ -104,13 +104,13 @@ def ranked(pipe: Any, text: str, seed: int, blocks: int | None) -> dict[str, Any
         found, rows, previous = [], [], None
         generator = torch.Generator().manual_seed(seed)
         for block in pipe.stream(text, accelerator=method, num_blocks=blocks, generator=generator, scorer=scorer):
-            view = View(block.number, block.latents, block.frames, previous)
-            found.append(float(lowest(torch.as_tensor(judge(view)).float().cpu())))
-            rows.append(block.row)
+            view = BlockView(block.number, block.latents, block.frames, previous)
+            found.append(float(min_score(torch.as_tensor(judge(view)).float().cpu())))
+            rows.append(block.record)
             previous = block.frames[-1]
         return found, rows
 
-    own, rows = scored(VideoMethod("rank", policy=Threshold(math.inf), forced=()))
+    own, rows = scored(VideoMethod("rank", policy=Threshold(math.inf), target_blocks=()))
     return {"caption": text, "target": own, "draft": [row.score for row in rows], "alone": scored("draft")[0]}
 
 

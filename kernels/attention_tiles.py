@@ -31,15 +31,15 @@ TILES: dict[tuple[int, int], Tiles] = {
 }
 FLOAT32 = {64: Tiles(16, 32, 4, 2), 128: Tiles(16, 32, 8, 2)}  # by maximum head width; exact products, without tensor cores
 
-MOST_WIDTH = 128  # maximum head width
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+MAX_HEAD_DIM = 128  # maximum head width
+KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-_PROGRAMS = 2 * 132  # two per multiprocessor of an H100 or H200
-_LEAST_KEYS = 128  # minimum keys of a split, at the longest context
-_MOST_SPLITS = 16
+_TARGET_PROGRAMS = 2 * 132  # two per multiprocessor of an H100 or H200
+_MIN_SPLIT_KEYS = 128  # minimum keys of a split, at the longest context
+_MAX_SPLITS = 16
 
 
-def tiles_for(queries: int, width: int, dtype: torch.dtype) -> Tiles:
+def choose_tiles(queries: int, width: int, dtype: torch.dtype) -> Tiles:
     """Return the tile for `queries` (token, query head) pairs of one key head."""
     wide = 64 if width <= 64 else 128
     if dtype == torch.float32:
@@ -47,13 +47,13 @@ def tiles_for(queries: int, width: int, dtype: torch.dtype) -> Tiles:
     return TILES[wide, 16 if queries <= 16 else 32 if queries <= 32 else 64]
 
 
-def splits_for(programs: int, slots: int, keys: int) -> int:
+def choose_splits(programs: int, slots: int, keys: int) -> int:
     """Return the number of splits of the keys, a power of two, given the number of programs without splits.
 
     It depends only on shapes, so that a captured graph is valid for all lengths.
     """
-    wanted = min(_PROGRAMS // programs, _MOST_SPLITS)  # limited, because each partial output is written and read once more
+    most = min(_TARGET_PROGRAMS // programs, _MAX_SPLITS)  # limited: each partial output is written and read once more
     splits = 1
-    while 2 * splits <= wanted and slots >= 2 * splits * max(_LEAST_KEYS, keys):
+    while 2 * splits <= most and slots >= 2 * splits * max(_MIN_SPLIT_KEYS, keys):
         splits *= 2
     return splits

@@ -1,10 +1,10 @@
 """The counter-based noise of `vargen.decoding.noise` inside kernels: a function of (seed, position, purpose, pass).
 
-Keys and 31-bit lanes are integers, which wrap the same way on every device. `unit` and `coin` round only once, so they are
-bit-equal to the torch reference unless the compiler fuses multiplications and additions: kernels that use them are launched
-with `enable_fp_fusion=False`. `exponential` is a logarithm, which torch computes differently on each device. Here it is a fixed
-sequence of IEEE operations, bit-equal to `reference.exponential` on every device, and within 3 units in the last place of
-torch's.
+Keys and 31-bit lanes are integers, which wrap the same way on every device. `uniform32` and `uniform64` round only once, so
+they are bit-equal to the torch reference unless the compiler fuses multiplications and additions: kernels that use them are
+launched with `enable_fp_fusion=False`. `exponential_from_key` takes a logarithm, which torch computes differently on each
+device. Here it is a fixed sequence of IEEE operations, bit-equal to `reference.exponential` on every device, and within 3 units
+in the last place of torch's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BRANCH = tl.constexpr(1 << 32)  # offset between the streams of several samples 
 
 
 @triton.jit
-def _mixed(z):
+def _mix(z):
     z ^= z >> 30
     z *= _MIX1
     z ^= z >> 27
@@ -35,36 +35,36 @@ def _mixed(z):
 
 
 @triton.jit
-def noise_key(seed, position, PURPOSE: tl.constexpr, step):
+def make_noise_key(seed, position, PURPOSE: tl.constexpr, step):
     """Return the uint64 key of a stream. `seed`, `position` and `step` are integers of broadcastable shapes. `step` can also be
     a pointer to one int64, if the device counts the passes."""
     if step.dtype.is_ptr():
         step = tl.load(step)
     number = (step.to(tl.int64) * 64 + (PURPOSE + 1)).to(tl.uint64, bitcast=True)
-    key = _mixed(seed.to(tl.uint64, bitcast=True) + number * _GOLDEN)
-    return _mixed(key + (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * _GOLDEN)
+    key = _mix(seed.to(tl.uint64, bitcast=True) + number * _GOLDEN)
+    return _mix(key + (position.to(tl.int64) + 1).to(tl.uint64, bitcast=True) * _GOLDEN)
 
 
 @triton.jit
-def _unit_of(bits):
+def _bits_to_uniform32(bits):
     return (bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * _UNIT + _HALF_UNIT
 
 
 @triton.jit
-def unit(key):
-    """float32 in (0, 1): `noise.uniform`."""
-    return _unit_of((key >> 32).to(tl.uint32))
+def uniform32(key):
+    """float32 in (0, 1): `noise.sample_uniform`."""
+    return _bits_to_uniform32((key >> 32).to(tl.uint32))
 
 
 @triton.jit
-def coin(key):
-    """float64 in (0, 1), with 52 random bits: `noise.coins`."""
+def uniform64(key):
+    """float64 in (0, 1), with 52 random bits: `noise.sample_uniform64`."""
     return ((key >> 12).to(tl.int64).to(tl.float64) + 0.5) * 2.0**-52
 
 
 @triton.jit
-def lane_units(key, lane):
-    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise.exponential`."""
+def lane_uniforms(key, lane):
+    """float32 in (0, 1), one per lane (token) of a key: the uniforms of `noise.sample_exponential`."""
     z = (lane + 1).to(tl.uint32) * _GOLDEN32 + key.to(tl.uint32)
     z ^= z >> 16
     z *= _LOW1
@@ -72,12 +72,12 @@ def lane_units(key, lane):
     z ^= z >> 15
     z *= _LOW2
     z ^= z >> 16
-    return _unit_of(z)
+    return _bits_to_uniform32(z)
 
 
 @triton.jit
-def exponential_of(u):
-    """-log(1 - u) of float32 u in (0, 1), accurate down to the smallest u, which decide the Gumbel race.
+def exponential_from_uniform(u):
+    """-log(1 - u) of float32 u in (0, 1), accurate down to the smallest u, which decide Gumbel-max sampling.
 
     log(m 2^e) = e log 2 + 2 atanh(s) with s = (m - 1) / (m + 1) and m in [0.75, 1.5). Then |s| <= 0.2, and the error of six
     terms of the series is below half a unit in the last place. For u < 0.25 the exponent is 0 and m - 1 is exactly -u, so the
@@ -98,6 +98,6 @@ def exponential_of(u):
 
 
 @triton.jit
-def exponential(key, lane):
-    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise.exponential`."""
-    return exponential_of(lane_units(key, lane))
+def exponential_from_key(key, lane):
+    """Exponential(1) noise, float32 > 0, one per lane (token) of a key: `noise.sample_exponential`."""
+    return exponential_from_uniform(lane_uniforms(key, lane))

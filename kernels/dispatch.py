@@ -19,7 +19,7 @@ from torch import Tensor
 
 logger = logging.getLogger("vargen")
 
-VARIABLE = "VARGEN_KERNELS"
+KERNELS_ENV = "VARGEN_KERNELS"
 MAX_VOCAB = 16384  # largest vocabulary whose row fits in the registers of a program
 _CHOICES = ("auto", "reference", "triton")
 
@@ -34,41 +34,41 @@ def is_eager_cpu_float32(x: Tensor) -> bool:
     return x.dtype == torch.float32 and not torch.is_grad_enabled() and is_eager_cpu(x)
 
 
-def asked_for() -> str:
+def read_kernel_setting() -> str:
     """Return the value of VARGEN_KERNELS: `"auto"`, `"reference"` or `"triton"`.
 
     Raises:
         ValueError: for anything else.
     """
-    value = os.environ.get(VARIABLE, "") or "auto"
+    value = os.environ.get(KERNELS_ENV, "") or "auto"
     if value not in _CHOICES:
-        raise ValueError(f"{VARIABLE} must be one of {', '.join(_CHOICES)}, got {value!r}")
+        raise ValueError(f"{KERNELS_ENV} must be one of {', '.join(_CHOICES)}, got {value!r}")
     return value
 
 
-def explain(device: torch.device | str) -> tuple[str, str]:
+def explain_kernels(device: torch.device | str) -> tuple[str, str]:
     """Return which kernels run on a device, `"triton"` or `"reference"`, and the reason.
 
     Raises:
         ValueError: if VARGEN_KERNELS has an invalid value, or requires kernels that cannot run on the device.
     """
-    asked, kind = asked_for(), torch.device(device).type
+    asked, kind = read_kernel_setting(), torch.device(device).type
     if asked == "reference":
-        return "reference", f"{VARIABLE}=reference"
-    installed = _installed()
+        return "reference", f"{KERNELS_ENV}=reference"
+    installed = _has_triton()
     if asked == "triton":
         if not installed:
-            raise ValueError(f"{VARIABLE}=triton needs Triton, which is not installed; pip install vargen[kernels]")
-        if kind != "cuda" and not _interpreted():
-            raise ValueError(f"{VARIABLE}=triton needs an NVIDIA GPU, and this runs on {kind}; unset it")
-        return "triton", f"{VARIABLE}=triton"
+            raise ValueError(f"{KERNELS_ENV}=triton needs Triton, which is not installed; pip install vargen[kernels]")
+        if kind != "cuda" and not _is_interpreting():
+            raise ValueError(f"{KERNELS_ENV}=triton needs an NVIDIA GPU, and this runs on {kind}; unset it")
+        return "triton", f"{KERNELS_ENV}=triton"
     if kind != "cuda":
         return "reference", f"Triton kernels are for NVIDIA GPUs, and this runs on {kind}"
     if not installed:
         return "reference", "Triton is not installed: pip install vargen[kernels]"
     if torch.version.cuda is None:  # ROCm calls its devices cuda too
         return "reference", "the kernels are made for NVIDIA GPUs"
-    if wrong := _trouble(str(device)):
+    if wrong := _run_self_check(str(device)):
         return "reference", f"a kernel failed its check here ({wrong})"
     return "triton", "Triton is installed, this is an NVIDIA GPU, and every kernel passed its check here"
 
@@ -77,11 +77,11 @@ def uses_triton(tensor: Tensor) -> bool:
     """Whether Triton kernels are used for computations on this tensor.
 
     Raises:
-        ValueError: see `explain`.
+        ValueError: see `explain_kernels`.
     """
-    if tensor.device.type == "cpu" and VARIABLE not in os.environ:  # fast path, since this runs at every operation of a pass
+    if tensor.device.type == "cpu" and KERNELS_ENV not in os.environ:  # fast path, since this runs at every operation of a pass
         return False
-    return _chosen(tensor.device.type, os.environ.get(VARIABLE, ""))
+    return _resolve_backend(tensor.device.type, os.environ.get(KERNELS_ENV, ""))
 
 
 def supports_rows(rows: Tensor) -> bool:
@@ -92,40 +92,40 @@ def supports_rows(rows: Tensor) -> bool:
 @contextmanager
 def force_reference() -> Iterator[None]:
     """Run torch in the block regardless of VARGEN_KERNELS. Changes the environment of the process, so not thread-safe."""
-    before = os.environ.get(VARIABLE)
-    os.environ[VARIABLE] = "reference"
+    before = os.environ.get(KERNELS_ENV)
+    os.environ[KERNELS_ENV] = "reference"
     try:
         yield
     finally:
         if before is None:
-            del os.environ[VARIABLE]
+            del os.environ[KERNELS_ENV]
         else:
-            os.environ[VARIABLE] = before
+            os.environ[KERNELS_ENV] = before
 
 
 @lru_cache
-def _chosen(kind: str, asked: str) -> bool:
-    name, reason = explain(kind)
+def _resolve_backend(kind: str, asked: str) -> bool:
+    name, reason = explain_kernels(kind)
     logger.debug("kernels on %s: %s (%s)", kind, name, reason)
     return name == "triton"
 
 
 @lru_cache
-def _trouble(device: str) -> str | None:
-    from vargen.kernels.self_check import trouble
+def _run_self_check(device: str) -> str | None:
+    from vargen.kernels.self_check import find_failure
 
-    found = trouble(device)
+    found = find_failure(device)
     if found:
         logger.warning("kernels on %s fail their check, so torch runs instead; please report this: %s", device, found)
     return found
 
 
 @lru_cache(maxsize=1)
-def _installed() -> bool:
+def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
-def _interpreted() -> bool:
+def _is_interpreting() -> bool:
     from vargen.kernels.launch import INTERPRETED
 
     return INTERPRETED

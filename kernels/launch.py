@@ -20,7 +20,7 @@ from torch import Tensor
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def upcast(dtype: torch.dtype) -> bool:
+def needs_upcast(dtype: torch.dtype) -> bool:
     """Whether a kernel must convert loaded values to float32: in bfloat16, the interpreter silently gives wrong results."""
     return INTERPRETED and dtype == torch.bfloat16
 
@@ -39,7 +39,7 @@ class Launch:
         return self.kernel.__name__.lstrip("_")
 
     @property
-    def programs(self) -> int:
+    def num_programs(self) -> int:
         count = 1
         for size in self.grid:
             count *= size
@@ -65,7 +65,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
 
 
 @contextmanager
-def recording() -> Iterator[list[Launch]]:
+def record_launches() -> Iterator[list[Launch]]:
     """Record the launches of the block in a list instead of running them. Tensors can be on the device "meta"."""
     launches: list[Launch] = []
     token = _recorded.set(launches)

@@ -1,7 +1,7 @@
 """Plain torch references of the kernels, in any float dtype, against which tests compare the kernels.
 
 The references are slow, and share no code with the kernels: they follow the parents of a tree instead of packed words, sort to
-filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`few_queries`,
+filter, and process one image and one draft at a time. On a CPU the library uses other implementations (`attention`,
 `to_probs`, the rules of `vargen.decoding.next_token.acceptance`), which are tested against the same references.
 
 Shape suffixes: R rows, B images, T tokens of the pass, H query heads, G key heads, S slots, K head width, P prefix slots, A
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-def lineage(parents: Sequence[int], slot: int) -> set[int]:
+def ancestors_of(parents: Sequence[int], slot: int) -> set[int]:
     """Return the slot and its ancestors."""
     found = set()
     while slot >= 0:
@@ -47,7 +47,7 @@ def tree_attention(
     for row in range(R):
         base = P + int(length_R[row])
         for t in range(T):
-            seen = [*range(base), *(base + slot for slot in sorted(lineage(parents[row], earlier + t)))]
+            seen = [*range(base), *(base + slot for slot in sorted(ancestors_of(parents[row], earlier + t)))]
             low = 0 if start_R is None else int(start_R[row])
             seen = [slot for slot in seen if low <= slot < k_RGSK.shape[2]]
             bias = torch.zeros(len(seen), dtype=dtype)
@@ -96,7 +96,7 @@ def probabilities(
     return out
 
 
-def kept_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[int]]) -> Tensor:
+def compact_path(k_LRGSK: Tensor, first_R: Sequence[int], path: Sequence[Sequence[int]]) -> Tensor:
     """Return a copy of keys or values with the tokens of each row's path moved to consecutive slots from `first` on.
 
     The path has offsets from slot `first`. Offsets past the last slot are not moved.
@@ -114,8 +114,8 @@ def exponential(u: Tensor) -> Tensor:
     """-log(1 - u) of float32 u in (0, 1), as a fixed sequence of IEEE operations that gives the same bits on every device.
 
     With 1 - u = m 2^e, m in [0.75, 1.5), and s = (m - 1) / (m + 1), the result is -e log 2 - 2 atanh(s), with six terms of the
-    series of atanh. `vargen.decoding.noise.exponential` uses torch's logarithm, which is several times faster on a CPU and
-    differs by at most 3 units in the last place.
+    series of atanh. `vargen.decoding.noise.sample_exponential` uses torch's logarithm, which is several times faster on a CPU
+    and differs by at most 3 units in the last place.
     """
     rest, near = 1.0 - u, u < 0.25  # near: m equals 1 - u, so m - 1 is -u without rounding
     exponent = torch.where(near, 0, (rest.view(torch.int32) - 0x3F400000) >> 23)

@@ -11,20 +11,20 @@ import triton
 import triton.language as tl
 
 _ALL = tl.constexpr(0x7FFFFFFF)
-OUTSIDE = tl.constexpr(-0x80000000)  # below the key of every number, -inf included
+PADDING_KEY = tl.constexpr(-0x80000000)  # below the key of every number, -inf included
 
 
 @triton.jit
-def ordered_key(x, inside):
+def to_ordered_key(x, inside):
     """int32 keys with the order of float32 `x` without NaN; equal values, including 0 and -0, have equal keys."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(inside, bits ^ ((bits >> 31) & _ALL), OUTSIDE)
+    return tl.where(inside, bits ^ ((bits >> 31) & _ALL), PADDING_KEY)
 
 
 @triton.jit
-def kth_key(key, k):
+def find_kth_key(key, k):
     """The k-th largest key, given at least k keys inside: the largest t such that at least k keys are >= t."""
-    low = tl.min(tl.where(key == OUTSIDE, _ALL, key), 0).to(tl.int64)
+    low = tl.min(tl.where(key == PADDING_KEY, _ALL, key), 0).to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
     while high - low > 1:
         middle = low + ((high - low) >> 1)
@@ -41,7 +41,7 @@ def kth_key(key, k):
 
 
 @triton.jit
-def mass_key(key, weight, least, target):
+def find_mass_key(key, weight, least, target):
     """The largest key t above `least` such that the keys >= t have a total weight above `target`; `least` if there is none."""
     low = least.to(tl.int64)
     high = tl.max(key, 0).to(tl.int64) + 1
@@ -55,34 +55,34 @@ def mass_key(key, weight, least, target):
 
 
 @triton.jit
-def drawn_by_coin(weight, coin, BLOCK: tl.constexpr):
+def sample_by_uniform(weight, uniform, BLOCK: tl.constexpr):
     """Sample a lane with probability weight / sum(weight) by a uniform in (0, 1), never one of weight 0 unless all are.
 
-    It takes two steps, as in `vargen.kernels.categorical`: cumulative sums over pieces, then within one piece.
+    It takes two steps, as in `vargen.kernels.row_ops`: cumulative sums over pieces, then within one piece.
     """
     INNER: tl.constexpr = 64 if BLOCK > 64 else BLOCK
     pieces = tl.reshape(weight, (BLOCK // INNER, INNER))
     sums = tl.sum(pieces, 1)
     number, lane = tl.arange(0, BLOCK // INNER), tl.arange(0, INNER)
     upto = tl.cumsum(sums.to(tl.float64), 0)
-    target = coin * tl.max(upto, 0)
-    piece = _first_over(upto, sums, target, number, BLOCK // INNER)
+    target = uniform * tl.max(upto, 0)
+    piece = _first_exceeding(upto, sums, target, number, BLOCK // INNER)
     chosen = tl.sum(tl.where((number == piece)[:, None], pieces, 0.0), 0)
     target -= tl.sum(tl.where(number < piece, sums, 0.0).to(tl.float64), 0)
-    return piece * INNER + _first_over(tl.cumsum(chosen.to(tl.float64), 0), chosen, target, lane, INNER)
+    return piece * INNER + _first_exceeding(tl.cumsum(chosen.to(tl.float64), 0), chosen, target, lane, INNER)
 
 
 @triton.jit
-def _first_over(upto, weight, target, index, COUNT: tl.constexpr):
+def _first_exceeding(upto, weight, target, index, COUNT: tl.constexpr):
     """The first index of positive weight with a cumulative sum above the target; the last one if rounding leaves none."""
     first = tl.min(tl.where((upto > target) & (weight > 0), index, COUNT), 0)
     return tl.where(first < COUNT, first, tl.max(tl.where(weight > 0, index, 0), 0))
 
 
 @triton.jit
-def border_key(value, candidate, number):
+def find_border_key(value, candidate, number):
     """Select the candidates of largest value, at most `number`: returns the smallest selected key, and how many of the
     candidates equal to it are selected."""
-    key = ordered_key(value, candidate)
-    border = kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
+    key = to_ordered_key(value, candidate)
+    border = find_kth_key(key, tl.minimum(number, tl.sum(candidate.to(tl.int32), 0)))
     return border, number - tl.sum((key > border).to(tl.int32), 0)

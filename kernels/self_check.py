@@ -16,7 +16,7 @@ from vargen.kernels import reference
 _TOLERANCE = 2e-2  # for bfloat16 numbers near 1
 
 
-def trouble(device: torch.device | str) -> str | None:
+def find_failure(device: torch.device | str) -> str | None:
     """Return the error of the first kernel that fails on the device, or None. The first run compiles, which takes seconds."""
     for name, check in CHECKS.items():
         try:
@@ -28,13 +28,13 @@ def trouble(device: torch.device | str) -> str | None:
     return None
 
 
-def _attention(device: torch.device) -> str | None:
+def _check_attention(device: torch.device) -> str | None:
     """A tree of five tokens after a prefix, with rows of different lengths, in float32 and bfloat16."""
     from vargen.kernels.tree_attention import tree_attention
 
     generator = torch.Generator().manual_seed(0)
     parents = [-1, 0, 0, 1, 2]
-    seen = [sum(1 << each for each in reference.lineage(parents, slot)) for slot in range(5)]
+    seen = [sum(1 << each for each in reference.ancestors_of(parents, slot)) for slot in range(5)]
     words, length = torch.tensor(seen)[:, None], torch.tensor([3, 70])
     bias = torch.tensor([[0.5], [1.5]])
     for dtype in (torch.float32, torch.bfloat16):
@@ -48,33 +48,33 @@ def _attention(device: torch.device) -> str | None:
     return None
 
 
-def _sampler(device: torch.device) -> str | None:
-    from vargen.kernels.sampler import Coins, sample
+def _check_sampler(device: torch.device) -> str | None:
+    from vargen.kernels.sampler import NoiseStream, sample_from_logits
 
     logits = torch.randn(2, 3, 4096, generator=torch.Generator().manual_seed(0)) * 3
     expected = reference.probabilities(logits.flatten(0, 1), None, 1.0, 0.8, 50, 0.9).unflatten(0, (2, 3))
-    coins = Coins(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
-    out = sample(logits.to(device), temperature=0.8, top_k=50, top_p=0.9, coins=coins)
+    noise = NoiseStream(torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0)
+    out = sample_from_logits(logits.to(device), temperature=0.8, top_k=50, top_p=0.9, noise=noise)
     assert out.probs is not None and out.tokens is not None
     if not torch.equal(out.probs.cpu() > 0, expected > 0):
         return "other tokens are kept"
     off = (out.probs.cpu().double() - expected).abs().max()
     if not off <= 1e-5:
         return f"probabilities are off by {float(off):.2g}"
-    return None if (out.probs.gather(2, out.tokens[..., None]) > 0).all() else "a token without probability is drawn"
+    return None if (out.probs.gather(2, out.tokens[..., None]) > 0).all() else "a token without probability is sampled"
 
 
-def _commit(device: torch.device) -> str | None:
-    from vargen.kernels.commit import keep
+def _check_kv_compaction(device: torch.device) -> str | None:
+    from vargen.kernels.kv_compaction import compact_kv
 
     k = torch.arange(2 * 2 * 2 * 12 * 16, dtype=torch.float32).view(2, 2, 2, 12, 16)
     length, path = torch.tensor([0, 3]), [[0, 2, 5], [0, 1]]
-    expected = reference.kept_path(k, (length + 1).tolist(), path)
+    expected = reference.compact_path(k, (length + 1).tolist(), path)
     slots, count = torch.tensor([[0, 2, 5], [0, 1, 0]]), torch.tensor([3, 2])
     keys, values, at = (each.to(device, copy=True) for each in (k, k, length))  # changed in place
-    done = torch.zeros(2, dtype=torch.int32, device=device)
-    keep(keys, values, at, slots.to(device), count.to(device), done, first=1, tokens=11)
-    if at.tolist() != (length + count).tolist() or done.any():
+    arrivals = torch.zeros(2, dtype=torch.int32, device=device)
+    compact_kv(keys, values, at, slots.to(device), count.to(device), arrivals, image_start=1, grid_tokens=11)
+    if at.tolist() != (length + count).tolist() or arrivals.any():
         return "pointers are wrong"
     kept = [slice(0, 1 + start + number) for start, number in zip(length.tolist(), count.tolist(), strict=True)]
     same = all(
@@ -85,26 +85,26 @@ def _commit(device: torch.device) -> str | None:
     return None if same else "other slots are moved"
 
 
-def _acceptance(device: torch.device) -> str | None:
+def _check_verification(device: torch.device) -> str | None:
     """Verdicts on probabilities of 0 and 1, which do not depend on noise."""
-    from vargen.kernels.accept_chain import verify_chain
-    from vargen.kernels.accept_traversal import verify_traversal
-    from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
-    from vargen.kernels.sampler import Coins, race
+    from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
+    from vargen.kernels.verify_chain import verify_chain
+    from vargen.kernels.verify_traversal import verify_traversal
+    from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
 
     certain = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7], [5, 8, 9]]), 16).float().to(device)
     tokens = torch.tensor([[5, 6], [5, 6]], device=device)
     noise = torch.tensor([1, 2], device=device), torch.arange(3, device=device).expand(2, -1), 0
     chain = verify_chain(certain, tokens, torch.full((2, 2, 16), 1 / 16, device=device), None, *noise)
     if chain[0].tolist() != [3, 2] or chain[1].tolist() != [7, 8]:
-        return "a chain is judged wrongly"
-    wanted, spent = torch.ones(2, 2, device=device), torch.zeros(2, device=device)
-    relaxed = verify_chain(certain, tokens, None, None, *noise, wanted=wanted, relaxation=spent)
+        return "a chain is verified wrongly"
+    accept_prob, spent = torch.ones(2, 2, device=device), torch.zeros(2, device=device)
+    relaxed = verify_chain(certain, tokens, None, None, *noise, accept_prob=accept_prob, relaxation=spent)
     assert relaxed.relaxation is not None
     if relaxed[0].tolist() != [3, 3] or relaxed[1].tolist() != [7, 9] or relaxed.relaxation.tolist() != [0, 1]:
         return "a chain is relaxed wrongly"
-    if race(certain, Coins(noise[0], noise[1], 0)).tolist() != certain.argmax(-1).tolist():
-        return "a token without probability wins a race"
+    if sample_gumbel_max(certain, NoiseStream(noise[0], noise[1], 0)).tolist() != certain.argmax(-1).tolist():
+        return "a token without probability is sampled"
     siblings = torch.tensor([[5, 6], [4, 5]], device=device)  # two children of the root
     children = torch.tensor([[1, 2], [0, 0], [0, 0]], device=device)
     walked = verify_recursive_rejection(certain, siblings, None, None, children, 2, *noise)
@@ -113,30 +113,30 @@ def _acceptance(device: torch.device) -> str | None:
     traversed = verify_traversal(certain, siblings, None, None, children, parents, depth, postorder, 2, *noise)
     for path, count, next_token in (walked, matched, traversed):
         if count.tolist() != [2, 2] or path[:, 1].tolist() != [1, 2] or next_token.tolist() != [6, 9]:
-            return "a tree is judged wrongly"
+            return "a tree is verified wrongly"
     return None
 
 
-def _wanted(device: torch.device) -> str | None:
+def _check_relaxed(device: torch.device) -> str | None:
     """Total probability of a token and its neighbors in rank, and of a token and its two nearest codes."""
-    from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
+    from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
 
     p, tokens = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]], device=device), torch.tensor([[1]], device=device)
     nearest = torch.tensor([[1, 2], [3, 0], [3, 1], [0, 1]], dtype=torch.int16, device=device)
-    chances = (
+    found = (
         grouped_accept_prob(p, None, tokens, 2, 1.0, None, None),
         neighborhood_accept_prob(p, None, tokens, nearest, None, None),
     )
-    for chance, expected in zip(chances, (0.6, 0.7), strict=True):
-        if not abs(float(chance) - expected) <= 1e-6:
-            return f"a mass of {expected} is taken for {float(chance):.3g}"
+    for value, expected in zip(found, (0.6, 0.7), strict=True):
+        if not abs(float(value) - expected) <= 1e-6:
+            return f"an acceptance probability is {float(value):.3g} instead of {expected}"
     return None
 
 
 CHECKS: dict[str, Callable[[torch.device], str | None]] = {
-    "tree attention": _attention,
-    "sampler": _sampler,
-    "commit": _commit,
-    "acceptance": _acceptance,
-    "relaxed acceptance": _wanted,
+    "tree attention": _check_attention,
+    "sampler": _check_sampler,
+    "compaction of the KV cache": _check_kv_compaction,
+    "verification": _check_verification,
+    "relaxed verification": _check_relaxed,
 }

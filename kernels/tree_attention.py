@@ -13,7 +13,8 @@ tiles with committed tokens only. It keeps a running maximum, sum and weighted v
 writes the output of its part and its base-2 log-sum-exp `lse2`. Lengths are read on the device, so the grid does not depend on
 them.
 
-Stage 2, `_merge`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1, stage 1 writes the final output.
+Stage 2, `_merge_splits`, grid `(R T H)`: out = sum_s 2^lse_s out_s / sum_s 2^lse_s. With S = 1, stage 1 writes the final
+output.
 
 Bytes moved per layer: keys and values once, 2 R H_kv (P + length + T) D; queries and output, 2 R T H D; words, 8 T W; and for
 S > 1 partial outputs twice, 8 S R T H (D + 1).
@@ -31,16 +32,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vargen.kernels.attention_tiles import MOST_WIDTH, Tiles, splits_for, tiles_for
-from vargen.kernels.launch import launch, upcast
+from vargen.kernels.attention_tiles import MAX_HEAD_DIM, Tiles, choose_splits, choose_tiles
+from vargen.kernels.launch import launch, needs_upcast
 
 _LOG2E = tl.constexpr(1.4426950408889634)
-_MOST_OFFSET = 2**31  # limit of offsets within a row and head, which are int32
-_LOWEST = tl.constexpr(-1.0e30)  # finite, to avoid inf - inf in rows without visible keys
+_MAX_OFFSET = 2**31  # limit of offsets within a row and head, which are int32
+_FINITE_MIN = tl.constexpr(-1.0e30)  # finite, to avoid inf - inf in rows without visible keys
 
 
 @triton.jit
-def _online(scores, v, m, mass, acc, UPCAST: tl.constexpr):
+def _online_softmax(scores, v, m, mass, acc, UPCAST: tl.constexpr):
     """Update the online softmax with one tile: `scores` float32 [BM, BN] in base 2, `v` [BN, BLOCK_D]."""
     m_new = tl.maximum(m, tl.max(scores, 1))
     shrink = tl.exp2(m - m_new)
@@ -57,7 +58,7 @@ def _attend(
     out_ptr,  # [R, T, H, D] for SPLITS = 1, else float32 [R, T, H, SPLITS, D]
     lse_ptr,  # float32 [R, T, H, SPLITS], written for SPLITS > 1
     length_ptr,  # int64 or int32 [R], number of committed image tokens
-    words_ptr,  # int64 [word_rows, T, WORDS]; not read for a chain
+    bits_ptr,  # int64 [bits_rows, T, WORDS]; not read for a chain
     start_ptr,  # int32 or int64 [R], first visible slot; not read without HAS_START
     bias_ptr,  # float32 [R, P], natural units
     stride_qr,
@@ -71,7 +72,7 @@ def _attend(
     earlier,
     slots,
     P,
-    word_rows,
+    bits_rows,
     scale,
     G_SIZE: tl.constexpr,  # query heads per key head
     HEADS: tl.constexpr,  # key heads
@@ -106,7 +107,7 @@ def _attend(
     middle = tl.maximum(low, tl.cdiv(tl.maximum(start, P), BN) * BN)
     middle_end = tl.maximum(middle, tl.minimum(high, base // BN * BN))
     before = tl.maximum(tl.cdiv(tl.minimum(high, middle) - low, BN), 0)  # masked tiles before them
-    behind = tl.maximum(tl.cdiv(high - tl.maximum(low, middle_end), BN), 0)
+    tail_tiles = tl.maximum(tl.cdiv(high - tl.maximum(low, middle_end), BN), 0)
 
     q_at = row.to(tl.int64) * stride_qr + t[:, None] * stride_qt + query_head[:, None] * stride_qh + d[None, :]
     q = tl.load(q_ptr + q_at, mask=live[:, None] & (d < D)[None, :], other=0.0)
@@ -116,16 +117,16 @@ def _attend(
     if UPCAST:
         q = q.to(tl.float32)
     factor = scale * _LOG2E
-    words = words_ptr + (row % word_rows) * T * WORDS + t * WORDS
+    words = bits_ptr + (row % bits_rows) * T * WORDS + t * WORDS
     word = tl.zeros([BM], dtype=tl.int64)
     if (not CHAIN) and WORDS == 1:
         word = tl.load(words, mask=live, other=0)
 
-    m = tl.full([BM], _LOWEST, dtype=tl.float32)
+    m = tl.full([BM], _FINITE_MIN, dtype=tl.float32)
     mass = tl.zeros([BM], dtype=tl.float32)
     acc = tl.zeros([BM, BLOCK_D], dtype=tl.float32)
 
-    for tile in range(0, before + behind):
+    for tile in range(0, before + tail_tiles):
         slot = n + tl.where(tile < before, low + tile * BN, tl.maximum(low, middle_end) + (tile - before) * BN)
         there = (slot < total) & (slot >= start)
         at = slot[:, None] * stride_ks + d[None, :]
@@ -147,7 +148,7 @@ def _attend(
                 seen = seen >> (bit & 63)[None, :].to(tl.int64)
             visible = (drafted < 0)[None, :] | ((seen & 1) != 0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * factor + bias[None, :]
-        m, mass, acc = _online(tl.where(visible & there[None, :], scores, float("-inf")), v, m, mass, acc, UPCAST)
+        m, mass, acc = _online_softmax(tl.where(visible & there[None, :], scores, float("-inf")), v, m, mass, acc, UPCAST)
 
     for slot_0 in range(middle, middle_end, BN):
         at = (slot_0 + n)[:, None] * stride_ks + d[None, :]
@@ -159,7 +160,7 @@ def _attend(
             v = tl.load(v_ptr + at, mask=(d < D_LOAD)[None, :], other=0.0)
         if UPCAST:
             k, v = k.to(tl.float32), v.to(tl.float32)
-        m, mass, acc = _online(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, v, m, mass, acc, UPCAST)
+        m, mass, acc = _online_softmax(tl.dot(q, tl.trans(k), input_precision="ieee") * factor, v, m, mass, acc, UPCAST)
 
     some = mass > 0
     acc = acc / tl.where(some, mass, 1.0)[:, None]
@@ -174,7 +175,7 @@ def _attend(
 
 
 @triton.jit
-def _merge(
+def _merge_splits(
     part_ptr,  # float32 [rows, SPLITS, D]
     lse_ptr,  # float32 [rows, SPLITS], base 2
     out_ptr,  # [rows, D]
@@ -186,7 +187,7 @@ def _merge(
     s = tl.arange(0, SPLITS)
     d = tl.arange(0, BLOCK_D)
     lse = tl.load(lse_ptr + place * SPLITS + s)
-    most = tl.maximum(tl.max(lse, 0), _LOWEST)
+    most = tl.maximum(tl.max(lse, 0), _FINITE_MIN)
     weight = tl.exp2(lse - most)
     part = tl.load(part_ptr + (place * SPLITS + s)[:, None] * D + d[None, :], mask=(d < D)[None, :], other=0.0)
     sum_ = tl.sum(weight, 0)
@@ -200,7 +201,7 @@ def tree_attention(
     v_RGSK: Tensor,
     length_R: Tensor,
     prefix_bias_RP: Tensor,
-    words: Tensor | None = None,
+    ancestor_bits: Tensor | None = None,
     *,
     earlier: int = 0,
     start_R: Tensor | None = None,
@@ -216,8 +217,8 @@ def tree_attention(
             to a multiple of 8 numbers, the padding is read as well, and must be finite.
         length_R: int64 or int32, number of committed image tokens of each row.
         prefix_bias_RP: float32, added to the scores of the P prefix slots, in natural units; -inf hides a slot.
-        words: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64 is set
-            if token j of the `earlier + T` tokens after the pointer is the query or one of its ancestors. None for a chain.
+        ancestor_bits: int64 `[T, W]` or `[B, T, W]`, where B divides R and row r uses tree r mod B. Bit j % 64 of word j // 64
+            is set if token j of the `earlier + T` tokens after the pointer is the query or one of its ancestors. None: a chain.
         earlier: number of visible tokens after the pointer that earlier passes fed.
         start_R: first visible slot of each row; None: 0.
         scale: scale of the scores. Default: K^-0.5.
@@ -230,9 +231,9 @@ def tree_attention(
     R, T, H, K = q_RTHK.shape
     _, G, slots, _ = k_RGSK.shape
     P, held = prefix_bias_RP.shape[1], earlier + T
-    _check(q_RTHK, k_RGSK, v_RGSK, length_R, words, held)
-    tiles = tiles or tiles_for(T * (H // G), K, q_RTHK.dtype)
-    splits = splits or splits_for(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
+    _check(q_RTHK, k_RGSK, v_RGSK, length_R, ancestor_bits, held)
+    tiles = tiles or choose_tiles(T * (H // G), K, q_RTHK.dtype)
+    splits = splits or choose_splits(R * G * triton.cdiv(T * (H // G), tiles.queries), slots, tiles.keys)
     out = q_RTHK.new_empty(R, T, H, K)
     part, lse = out, out
     if splits > 1:
@@ -254,7 +255,7 @@ def tree_attention(
         part,
         lse,
         length,
-        length if words is None else words,
+        length if ancestor_bits is None else ancestor_bits,
         length if start_R is None else start_R.contiguous(),
         prefix_bias_RP.contiguous(),
         *q_RTHK.stride()[:3],
@@ -264,7 +265,7 @@ def tree_attention(
         earlier,
         slots,
         P,
-        1 if words is None or words.dim() == 2 else words.shape[0],
+        1 if ancestor_bits is None or ancestor_bits.dim() == 2 else ancestor_bits.shape[0],
         K**-0.5 if scale is None else scale,
         G_SIZE=H // G,
         HEADS=G,
@@ -274,32 +275,38 @@ def tree_attention(
         BM=tiles.queries,
         BN=tiles.keys,
         SPLITS=splits,
-        CHAIN=words is None,
-        WORDS=1 if words is None else words.shape[-1],
+        CHAIN=ancestor_bits is None,
+        WORDS=1 if ancestor_bits is None else ancestor_bits.shape[-1],
         HAS_START=start_R is not None,
-        UPCAST=upcast(q_RTHK.dtype),
+        UPCAST=needs_upcast(q_RTHK.dtype),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
     )
     if splits > 1:
-        launch(_merge, (R * T * H,), part, lse, out, D=K, BLOCK_D=block, SPLITS=splits, num_warps=1)
+        launch(_merge_splits, (R * T * H,), part, lse, out, D=K, BLOCK_D=block, SPLITS=splits, num_warps=1)
     return out
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, words: Tensor | None, held: int) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, length: Tensor, ancestor_bits: Tensor | None, held: int) -> None:
     R, T, H, K = q.shape
     if k.shape != v.shape or k.stride() != v.stride() or k.dtype != v.dtype or k.dtype != q.dtype:
         raise ValueError(f"k and v must agree with each other and q in shape, strides and dtype, got {k.shape} and {v.shape}")
     if k.shape[0] != R or H % k.shape[1] or k.shape[3] != K or q.stride(-1) != 1 or k.stride(-1) != 1:
         raise ValueError(f"q {list(q.shape)} does not fit keys {list(k.shape)}, or a last dimension is not contiguous")
-    if k.shape[2] * k.stride(2) >= _MOST_OFFSET or T * q.stride(1) >= _MOST_OFFSET:
+    if k.shape[2] * k.stride(2) >= _MAX_OFFSET or T * q.stride(1) >= _MAX_OFFSET:
         raise ValueError(f"a row's slots and queries must lie within 2^31 numbers, got strides {k.stride()} and {q.stride()}")
-    if K > MOST_WIDTH:
-        raise ValueError(f"head width must be at most {MOST_WIDTH}, got {K}")
+    if K > MAX_HEAD_DIM:
+        raise ValueError(f"head width must be at most {MAX_HEAD_DIM}, got {K}")
     if length.shape != (R,) or length.is_floating_point():
         raise ValueError(f"length must be integers [{R}], got {length.dtype} {list(length.shape)}")
-    if words is not None:
-        fits = words.dtype == torch.int64 and words.is_contiguous() and words.dim() in (2, 3)
-        if not fits or words.shape[-2:] != (T, -(-held // 64)) or (words.dim() == 3 and R % words.shape[0]):
-            given = f"{words.dtype} {list(words.shape)}"
-            raise ValueError(f"words must be contiguous int64 [T, W] or [B, T, W] of {T} tokens and {held} bits, got {given}")
+    if ancestor_bits is not None:
+        fits = ancestor_bits.dtype == torch.int64 and ancestor_bits.is_contiguous() and ancestor_bits.dim() in (2, 3)
+        if (
+            not fits
+            or ancestor_bits.shape[-2:] != (T, -(-held // 64))
+            or (ancestor_bits.dim() == 3 and R % ancestor_bits.shape[0])
+        ):
+            given = f"{ancestor_bits.dtype} {list(ancestor_bits.shape)}"
+            raise ValueError(
+                f"ancestor_bits must be contiguous int64 [T, W] or [B, T, W] of {T} tokens and {held} bits, got {given}"
+            )

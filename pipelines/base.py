@@ -19,10 +19,8 @@ from vargen.decoding import DEFAULT_METHOD
 # Imported for its side effect: from_pretrained finds this class by module path.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.calls import Calls
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.loading import resolve_drafter
+from vargen.pipelines.loading import load_trained_networks
 from vargen.pipelines.model_info import Decoder
-from vargen.pipelines.quiet import placing
 from vargen.pipelines.stored import StoredPipeline
 
 ensure_torchvision()
@@ -45,13 +43,11 @@ class VisualPipeline(StoredPipeline):
     default_method: ClassVar[str] = DEFAULT_METHOD
     usual_sampling: ClassVar[dict[str, Any]] = {"guidance_scale": 4.0, "temperature": 1.0, "top_k": None, "top_p": 1.0}
     model_cpu_offload_seq = "text_encoder->transformer->vqvae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer"]  # small, and used in turn with the transformer
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer"]
     _callback_tensor_inputs: ClassVar[list[str]] = ["latents"]
 
     transformer: Any
     vqvae: Any
-    draft_transformer: Any
+    draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
 
@@ -68,29 +64,27 @@ class VisualPipeline(StoredPipeline):
         self._calls = Calls()
         self._compiled: Any = None
 
-    def load_drafter(self, drafter: Any) -> str:
-        """Load a drafter that `vargen train drafter` trained for this model, and use it in later calls.
+    def load_drafter(self, drafter: Any, *others: Any) -> str:
+        """Load a network that `vargen train drafter` trained for this model, and use it in later calls.
 
-        The drafter becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
+        It becomes a component of the pipeline: `save_pretrained` writes it and `from_pretrained` restores it.
 
         Args:
-            drafter: a folder, or the name of a packaged drafter, such as `"emoji/eagle"`.
+            drafter: folder of the training run or of the saved network, or the name of a packaged one, such as `"emoji/eagle"`.
+            others: further ones, such as the up-sampler of a low-resolution transformer. All are loaded, or none.
 
         Returns:
-            Name of the component, such as `"eagle"`.
+            Name of the component of `drafter`, such as `"eagle"`.
 
         Raises:
-            ValueError: before any weight is read, if the folder holds no trained drafter, damaged files or code, or if the
-                drafter's width, vocabulary or grid differs from the transformer's.
+            ValueError: before any weight is read, if a folder holds no such network, damaged files or code, or if the network
+                does not match the transformer.
         """
         if self.transformer is None:
             raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        family = FAMILIES[type(self).__name__]
-        component, folder = resolve_drafter(drafter, family, self.transformer.config)
-        kind: Any = family.networks[component]
-        network = kind.from_pretrained(folder, torch_dtype=self.transformer.dtype, use_safetensors=True, **placing())
-        self.register_modules(**{component: network.to(self._device_of(self.transformer)).eval()})
-        return component
+        networks, device = load_trained_networks(self, drafter, *others), self._device_of(self.transformer)
+        self.register_modules(**{name: network.to(device) for name, network in networks.items()})
+        return next(iter(networks))
 
     # -- properties -----------------------------------------------------------------------------------------------------
 

@@ -10,15 +10,17 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import Block, VideoMethod, decode_video
-from vargen.decoding.video.loop import Progress
+from vargen.convert.causal_video import convert_causal_video
+from vargen.decoding import VideoBlock, VideoMethod, decode_video
+from vargen.decoding.video.request import BlockProgress
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.tokenizers.preview_decoder import PreviewDecoder
 from vargen.models.tokenizers.video_vae import CausalVideoVAE
 from vargen.pipelines import validation as checks
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.video_call import check_then, check_window
-from vargen.pipelines.video_model import VideoModel
+from vargen.pipelines.video_model import VideoModel, check_geometry, check_settings
 from vargen.pipelines.videos import CausalVideoPipelineOutput, VideoStream, stack_videos
 from vargen.values import parse_int, short_repr
 
@@ -52,8 +54,6 @@ class CausalVideoPipeline(VideoModel):
 
     output: ClassVar[Any] = CausalVideoPipelineOutput
     model_cpu_offload_seq = "text_encoder->transformer->vae"
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "preview_decoder"]
-    _optional_components: ClassVar[list[str]] = ["text_encoder", "tokenizer", "draft_transformer", "preview_decoder"]
     _callback_tensor_inputs: ClassVar[list[str]] = []
 
     def __init__(
@@ -92,7 +92,7 @@ class CausalVideoPipeline(VideoModel):
         motion: int | None = None,
         generator: torch.Generator | None = None,
         prompt_embeds: Tensor | None = None,
-        callback: Callable[[Progress], bool | None] | None = None,
+        callback: Callable[[BlockProgress], bool | None] | None = None,
         clean_prompt: bool = False,
         profile: bool = False,
     ) -> VideoStream:
@@ -114,7 +114,7 @@ class CausalVideoPipeline(VideoModel):
             motion: motion level, for models trained with motion levels.
             generator: source of all noise.
             prompt_embeds: text features `[1, P, text_dim]` instead of a prompt; not for methods that score.
-            callback: called with a `Progress` after every pass; returning False ends the video.
+            callback: called with a `BlockProgress` after every pass; returning False ends the video.
             clean_prompt: see `LlamaGenPipeline`.
             profile: see `decode_video`.
 
@@ -133,7 +133,7 @@ class CausalVideoPipeline(VideoModel):
             raise ValueError(f"motion must be {known}, got {short_repr(motion)}")
         check_window(window, sinks, self.transformer.geometry.block_frames)
         later = check_then(then, blocks)
-        scored = method.policy.scored or method.policy.reference
+        scored = method.needs_scorer
         if prompt is None and prompt_embeds is None:
             raise ValueError("give a prompt, for example pipe('a waving cat')")
         if scored and prompt is None:
@@ -192,7 +192,7 @@ class CausalVideoPipeline(VideoModel):
         seeds = checks.resolve_seeds(generator, len(prompts))
         own, stopped = options.pop("callback", None), False
 
-        def callback(progress: Progress) -> bool | None:
+        def callback(progress: BlockProgress) -> bool | None:
             nonlocal stopped
             stopped = own is not None and own(progress) is False
             if not stopped and callback_on_step_end is not None:
@@ -228,8 +228,29 @@ class CausalVideoPipeline(VideoModel):
         return save_video(frames, path, self.fps if fps is None else fps)
 
 
-def _plain(block: Block, output_type: str) -> Tensor:
+def _plain(block: VideoBlock, output_type: str) -> Tensor:
     """Return the part of a block that is kept until the video is complete."""
     if output_type == "latent":
         return block.latents
     return block.frames.mul(255).round().byte().cpu() if output_type == "pil" else block.frames
+
+
+CAUSAL_VIDEO = register_family(
+    ModelFamily(
+        name="causal-video",
+        pipeline=CausalVideoPipeline,
+        components={
+            "transformer": Component((CausalVideoTransformer,), required=True, follows_dtype=True),
+            "vae": Component((CausalVideoVAE,), required=True, matches={"latent_channels": "channels"}),
+            "draft_transformer": Component(
+                (CausalVideoTransformer,), follows_dtype=True, matches=("text_dim", "motion_levels")
+            ),
+            "preview_decoder": Component((PreviewDecoder,), matches={"latent_channels": "channels"}),
+            **TEXT_COMPONENTS,
+        },
+        text_width="text_dim",
+        check_compatible=check_geometry,
+        check_defaults=check_settings,
+        convert=convert_causal_video,
+    )
+)

@@ -1,262 +1,315 @@
-"""Registry of the model families, and the checks of a folder's index: which classes it may name, and that it has no code."""
+"""Registration of model families: the components that a folder of a family may have, and what they must agree in.
+
+The file of a pipeline ends with `register_family`. The rest follows from the registration: optional components, dtypes, CPU
+offloading, the classes that a folder may name, trained drafters and converters.
+"""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Container, Mapping
-from dataclasses import dataclass
-from difflib import get_close_matches
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
+from functools import wraps
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
-from vargen.models.causal_video import CausalVideoTransformer
-from vargen.models.heads.eagle import EagleDrafter
-from vargen.models.heads.medusa import MedusaDrafter
-from vargen.models.heads.upsampler import TokenUpsampler
-from vargen.models.llamagen import LlamaGenTransformer
+from vargen.models.component_files import check_network_files, check_t5_files, check_tokenizer_files
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
-from vargen.models.tokenizers.preview_decoder import PreviewDecoder
-from vargen.models.tokenizers.video_vae import CausalVideoVAE
-from vargen.models.tokenizers.vq import VQModel
-from vargen.models.var import VARTransformer
+from vargen.options import OPTIONS
+from vargen.pipelines.validation import check_sampling
+from vargen.values import short_repr
 
-Class = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
+ClassPath = tuple[str, str]  # library (or vargen module) and class name, as in model_index.json
 
-
-# Module paths that vargen 0.1 wrote into `model_index.json`, and the current ones.
-MOVED_MODULES = {
-    "vargen.models.vq": "vargen.models.tokenizers.vq",
-    "vargen.models.multi_scale_vq": "vargen.models.tokenizers.multi_scale_vq",
-    "vargen.models.video_vae": "vargen.models.tokenizers.video_vae",
-    "vargen.models.wan_vae": "vargen.models.tokenizers.wan_vae",
-    "vargen.models.video_preview": "vargen.models.tokenizers.preview_decoder",
-    "vargen.models.eagle": "vargen.models.heads.eagle",
-    "vargen.models.medusa": "vargen.models.heads.medusa",
-    "vargen.models.upsampler": "vargen.models.heads.upsampler",
-}
-
-
-def current_modules(index: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `model_index.json` with current module paths; folders written by vargen 0.1 have former ones."""
-    return {
-        name: [MOVED_MODULES.get(value[0], value[0]), *value[1:]]
-        if isinstance(value, list) and value and isinstance(value[0], str)
-        else value
-        for name, value in index.items()
-    }
+STORED_VALUES = ("id2label", "defaults", "prompt_styles")  # entries of an index that are not components
+_ABSENT = [None, None]  # how diffusers marks a missing component
 
 
 @dataclass(frozen=True)
-class Family:
-    """Registration of a model family.
+class Component:
+    """A component that the folders of a family may have.
 
     Attributes:
-        pipeline: class name of the pipeline in `model_index.json`.
-        module: module of that class.
-        networks: required vargen class of each component.
-        convert: command that converts official checkpoints to such a folder.
-        networks_module: module that opens the family's networks for benchmarks; None if they are not benchmarked.
-        shared: by kind of condition, the configuration keys in which a draft transformer must agree with the transformer.
-        drafters: components that are drafters trained on the transformer's features.
-        required: components that an index must name.
-        check: module whose `check_parts(configs, defaults)` checks that the components match; None for image families, which
-            `vargen.pipelines.parts` checks.
+        classes: allowed classes; those of other libraries as (library, class name).
+        required: whether every folder has it.
+        follows_dtype: whether it is opened in the dtype that the caller asks for, or for which classes; others are opened in
+            float32.
+        matches: by setting of this component, the setting of the transformer that must have the same value; a tuple if both
+            have the same name.
+        adapter: of a drafter trained on the transformer's features: makes the draft head for decoding, from the network and the
+            target's token model.
+        drafter: of a trained drafter: the class in `vargen.decoding` that drafts with the head.
+        run_folder: of a network that users train for their model: its subfolder in the folder of the training run.
     """
 
-    pipeline: str
-    module: str
-    networks: dict[str, type]
-    convert: str
-    shared: dict[str, tuple[str, ...]]
-    networks_module: str | None = None
-    drafters: tuple[str, ...] = ()
-    required: tuple[str, ...] = ("transformer", "vqvae")
-    check: str | None = None
+    classes: tuple[Any, ...]
+    required: bool = False
+    follows_dtype: bool | tuple[ClassPath, ...] = False
+    matches: Mapping[str, str] | tuple[str, ...] = ()
+    adapter: Any = None
+    drafter: Any = None
+    run_folder: str | None = None
 
-    def classes(self) -> dict[str, list[Class]]:
-        """Return the classes that an index may name, by component."""
-        return {**{part: [of(kind)] for part, kind in self.networks.items()}, **TEXT_CLASSES}
+    @property
+    def paths(self) -> dict[ClassPath, Any]:
+        """The allowed classes, by library and name as in an index."""
+        return {each if isinstance(each, tuple) else (each.__module__, each.__name__): each for each in self.classes}
+
+    @property
+    def network_class(self) -> Any:
+        """The first of the allowed classes, which converters and trainings write."""
+        return self.classes[0]
+
+    def follows(self, entry: Any) -> bool:
+        """Whether the component with this entry in the index is opened in the caller's dtype."""
+        return self.follows_dtype if isinstance(self.follows_dtype, bool) else tuple(entry) in self.follows_dtype
+
+    def check_files(self, folder: Path, entry: Any, variant: str | None = None) -> Mapping[str, Any] | None:
+        """Validate the files of the component with this entry in the index; returns its configuration, None for tokenizers.
+
+        Raises:
+            ValueError: naming the file.
+        """
+        if isinstance(network_class := self.paths[tuple(entry)], type):
+            return check_network_files(folder, network_class, variant)
+        if tuple(entry) == _T5:
+            return check_t5_files(folder)
+        check_tokenizer_files(folder, entry[1])
+        return None
 
 
-def of(kind: type) -> Class:
-    return kind.__module__, kind.__name__
-
-
-# Libraries and classes that an index may name for the text encoder and tokenizer. Classes are listed one by one, because
-# allowing a whole library is not safe: diffusers imports whatever an index names (up to 0.37 also from a file of that name in
-# the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The last two tokenizers are the class names
-# in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
-TEXT_CLASSES: dict[str, list[Class]] = {
-    "text_encoder": [of(MiniLMTextEncoder), ("transformers", "T5EncoderModel")],
-    "tokenizer": [
-        ("transformers", name)
-        for name in (
-            "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast",
-            "TokenizersBackend",
-        )
-    ],
-}  # fmt: skip
-FAMILIES: dict[str, Family] = {
-    family.pipeline: family
-    for family in (
-        Family(
-            pipeline="LlamaGenPipeline",
-            module="vargen.pipelines.llamagen",
-            networks={
-                "transformer": LlamaGenTransformer,
-                "draft_transformer": LlamaGenTransformer,
-                "vqvae": VQModel,
-                "eagle": EagleDrafter,
-                "medusa": MedusaDrafter,
-                "low_res": LlamaGenTransformer,
-                "upsampler": TokenUpsampler,
-            },
-            convert="vargen convert llamagen --transformer FILE --vq FILE --output DIR",
-            shared={
-                "class": ("condition", "num_classes", "vocab_size", "grid_size"),
-                "text": ("condition", "cls_token_num", "caption_dim", "vocab_size", "grid_size"),
-            },
-            networks_module="vargen.pipelines.llamagen_network",
-            drafters=("eagle", "medusa"),
-        ),
-        Family(
-            pipeline="VARPipeline",
-            module="vargen.pipelines.var",
-            networks={"transformer": VARTransformer, "draft_transformer": VARTransformer, "vqvae": MultiScaleVQModel},
-            convert="vargen convert var --transformer FILE --vae FILE --output DIR",
-            shared={
-                "class": ("condition", "num_classes", "vocab_size", "code_dim", "scales"),
-                "text": ("condition", "caption_rows", "caption_dim", "vocab_size", "code_dim", "scales"),
-            },
-            networks_module="vargen.pipelines.var_network",
-        ),
-        Family(
-            pipeline="CausalVideoPipeline",
-            module="vargen.pipelines.causal_video",
-            networks={
-                "transformer": CausalVideoTransformer,
-                "draft_transformer": CausalVideoTransformer,
-                "vae": CausalVideoVAE,
-                "preview_decoder": PreviewDecoder,
-            },
-            convert="python -m recipes package emoji-video",
-            shared={},
-            required=("transformer", "vae"),
-            check="vargen.pipelines.video_parts",
-        ),
-    )
+# Classes are listed one by one, because allowing a whole library is not safe: diffusers imports whatever an index names (up to
+# 0.37 also from a file of that name in the component's folder), and `DiffusionPipeline` is itself a class of diffusers. The
+# last two tokenizers are the class names in transformers 4 and 5 of a tokenizer that has only a tokenizer.json.
+_T5 = ("transformers", "T5EncoderModel")
+_TOKENIZERS = (
+    "BertTokenizer", "BertTokenizerFast", "T5Tokenizer", "T5TokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend",
+)  # fmt: skip
+TEXT_COMPONENTS = {
+    "text_encoder": Component((MiniLMTextEncoder, _T5), follows_dtype=(_T5,)),
+    "tokenizer": Component(tuple(("transformers", name) for name in _TOKENIZERS)),
 }
 
 
-# Classes that an index of any family may name, by component.
-CLASSES: dict[str, list[Class]] = {}
-for _family in FAMILIES.values():
-    for _component, _classes in _family.classes().items():
-        CLASSES[_component] = list(dict.fromkeys([*CLASSES.get(_component, []), *_classes]))
-
-_CODE = (".py", ".pyc", ".pyd", ".so")
-_ABSENT = [None, None]  # how diffusers marks a missing component
-_MOST_FILES = 10_000  # per component
-# Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
-# the Hub, which transformers accepts as the name of an attention or expert implementation.
-_CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
-_KERNEL_KEYS = ("implementation", "implementation_internal")
-
-
-# Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
-_OPTIONS = frozenset(
-    "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
-    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
-    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax "
-    "dduf_file provider sess_options provider_options".split()
-)
-_VALUES = ("id2label", "defaults", "prompt_styles", "prompt_names")  # stored with a pipeline's components
+def check_sampling_defaults(defaults: Any, transformer: Mapping[str, Any]) -> None:
+    """Raise ValueError unless `defaults` is None or a dict of valid sampling settings (None where unset)."""
+    if defaults is None:
+        return
+    if not isinstance(defaults, dict) or any(name not in OPTIONS for name in defaults):
+        raise ValueError(f"defaults must be a dict of {', '.join(OPTIONS)}, or None, got {short_repr(defaults)}")
+    try:
+        _, sampling = check_sampling({name: value for name, value in defaults.items() if value is not None})
+        if transformer:
+            sampling.validate_top_k(transformer["vocab_size"])
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"defaults: {error}") from error
 
 
-def check_options(options: Mapping[str, Any], components: Collection[str] = CLASSES) -> None:
-    """Raise ValueError for options of `from_pretrained` that request remote code, TypeError for unknown options.
+def _check_nothing(configs: Mapping[str, Any]) -> None:
+    """The components of a family need not agree in more than `matches`."""
 
-    Args:
-        components: components of the pipeline; by default those of all families, for when the pipeline is not known yet.
+
+@dataclass(frozen=True)
+class ModelFamily:
+    """Registration of a model family.
+
+    Attributes:
+        name: name of its converter: `vargen convert NAME`.
+        pipeline: pipeline class.
+        components: all components that its folders may have.
+        condition_settings: by kind of condition, settings that a smaller transformer must share with the transformer.
+        text_width: setting of the transformer that is the width of the text encoder's features.
+        check_compatible: checks that the configurations match in what `matches` cannot express; raises ValueError.
+        check_defaults: validates the `defaults` of a folder, given the transformer's configuration; raises ValueError.
+        convert: converts official files to a folder. Its arguments are the options of `vargen convert NAME`.
+        benchmark: module that opens the transformers of this family for benchmarks, if they are benchmarked.
     """
-    for name in options:
-        if name not in _OPTIONS and name not in _VALUES and name not in components:
-            near = get_close_matches(name, [*_OPTIONS, *_VALUES, *components], n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
-            hint = "call .to(device) on the pipeline, or use open_pipeline(name, device=...); " if name == "device" else hint
-            raise TypeError(
-                f"{name} is no argument for opening a pipeline: {hint}it takes options of DiffusionPipeline.from_pretrained "
-                f"and the components {', '.join(components)}"
-            )
-    for name in ("trust_remote_code", "custom_pipeline"):
-        if options.get(name):
-            raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
+
+    name: str
+    pipeline: Any
+    components: Mapping[str, Component]
+    condition_settings: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    text_width: str = "caption_dim"
+    check_compatible: Callable[[Mapping[str, Any]], None] = _check_nothing
+    check_defaults: Callable[[Any, Mapping[str, Any]], None] = check_sampling_defaults
+    convert: Callable[..., Path] | None = None
+    benchmark: Any = None
+
+    @property
+    def drafters(self) -> dict[str, Component]:
+        """The drafters that are trained on the transformer's features."""
+        return {name: component for name, component in self.components.items() if component.adapter is not None}
+
+    @property
+    def trainable(self) -> dict[str, Component]:
+        """The networks that users train to draft for their own transformer, which `load_drafter` loads."""
+        return {name: component for name, component in self.components.items() if component.run_folder is not None}
+
+    @property
+    def convert_command(self) -> str | None:
+        """The command that converts official files, for messages."""
+        if self.convert is None:
+            return None
+        needed = [name for name, each in signature(self.convert).parameters.items() if each.default is Parameter.empty]
+        options = (f"--{name.replace('_', '-')} {'DIR' if name == 'output' else 'FILE'}" for name in needed)
+        return " ".join(["vargen convert", self.name, *options])
+
+    def check_index(self, index: Mapping[str, Any], file: Path, given: Container[str] = ()) -> None:
+        """Raise ValueError unless an index names all required components, and only allowed classes.
+
+        Args:
+            given: components that the caller passes.
+        """
+        for name, component in self.components.items():
+            if component.required and name not in given and index.get(name) in (None, _ABSENT):
+                advice = f"download or convert the folder again, or pass {name} when opening it"
+                raise ValueError(f"{file} names no {name!r}; {advice}")
+        for name, entry in index.items():
+            shown = f"{entry[0]!r} ({entry[1]!r})" if isinstance(entry, list) and len(entry) == 2 else repr(entry)
+            if name in self.components:
+                paths = self.components[name].paths
+                if entry == _ABSENT or (
+                    isinstance(entry, list) and all(isinstance(each, str) for each in entry) and tuple(entry) in paths
+                ):
+                    continue
+                if entry is None:
+                    raise ValueError(f"{file} has {name!r}: null; a missing component must be [null, null]")
+                allowed = ", ".join(".".join(path) for path in paths)
+                raise ValueError(f"{file} takes {name!r} from {shown}; only {allowed} may be named there")
+            if isinstance(entry, list) and entry != _ABSENT and name not in STORED_VALUES:
+                raise ValueError(f"{file} names {name!r}, from {shown}; only {', '.join(self.components)} are components")
+
+    def check(self, configs: Mapping[str, Any], id2label: Any = None, defaults: Any = None, prompt_styles: Any = None) -> None:
+        """Check that the configurations of components match, and validate the values stored with them.
+
+        This runs before the weights of a folder are loaded, and in the constructor of a pipeline.
+
+        Args:
+            configs: configuration by component, None for a missing one.
+            id2label, defaults, prompt_styles: arguments of the pipeline.
+
+        Raises:
+            ValueError: for components that do not match, or values that are not valid.
+        """
+        transformer = configs.get("transformer") or {}
+        condition = transformer.get("condition", "")
+        self.check_defaults(defaults, transformer)
+        _check_labels(id2label, transformer["num_classes"] if condition == "class" else None)
+        if prompt_styles is not None and not (
+            isinstance(prompt_styles, list | tuple) and all(isinstance(each, str) and each.strip() for each in prompt_styles)
+        ):
+            raise ValueError(f"prompt_styles must be a list of words, or None, got {short_repr(prompt_styles)}")
+        if not transformer:
+            return
+        for name, component in self.components.items():
+            for own, other in _pairs(component.matches).items():
+                require_equal(configs, name, own, "transformer", other)
+            if component.classes == self.components["transformer"].classes:
+                for setting in self.condition_settings.get(condition, ()):
+                    require_equal(configs, name, setting, "transformer", setting)
+        if condition != "class":
+            width = "d_model" if config_value(configs.get("text_encoder"), "d_model") is not None else "hidden_size"
+            require_equal(configs, "text_encoder", width, "transformer", self.text_width)
+        self.check_compatible(configs)
 
 
-def check_classes(index: Mapping[str, Any], index_file: Path, given: Container[str] = ()) -> None:
-    """Raise ValueError unless an index has all required components and names only classes that its family allows.
+def _pairs(matches: Mapping[str, str] | tuple[str, ...]) -> Mapping[str, str]:
+    return matches if isinstance(matches, Mapping) else dict(zip(matches, matches, strict=True))
 
-    Args:
-        given: components that the caller passes.
+
+def config_value(config: Any, setting: str) -> Any:
+    """Return a setting of a configuration, which is a mapping (of a file or diffusers) or an object (of transformers)."""
+    return config.get(setting) if isinstance(config, Mapping) else getattr(config, setting, None)
+
+
+def require_equal(configs: Mapping[str, Any], name: str, setting: str, other: str, other_setting: str) -> None:
+    """Raise ValueError if a setting of a component differs from that of another. Missing components and settings are equal."""
+    found, expected = config_value(configs.get(name), setting), config_value(configs.get(other), other_setting)
+    plain = [list(value) if isinstance(value, tuple) else value for value in (found, expected)]
+    if found is not None and configs.get(other) is not None and plain[0] != plain[1]:
+        raise ValueError(
+            f"{name} and {other} do not belong together: {setting} of {name} is {found!r}, and {other_setting} of {other} is "
+            f"{expected!r}"
+        )
+
+
+def _check_labels(id2label: Any, num_classes: int | None) -> None:
+    """Raise ValueError unless it is None or a mapping from class numbers (also as strings, as in JSON) to names."""
+    if id2label is None:
+        return
+    allowed = "a mapping of class numbers to names, such as {0: 'tench, Tinca tinca'}, or None"
+    if not isinstance(id2label, Mapping):
+        raise ValueError(f"id2label must be {allowed}, got {id2label!r:.200}")
+    for key, name in id2label.items():
+        number = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 10 else key
+        if isinstance(number, bool) or not isinstance(number, int) or not isinstance(name, str):
+            raise ValueError(f"id2label must be {allowed}, got {key!r}: {name!r:.200}")
+        if number < 0 or (num_classes is not None and number >= num_classes):
+            limit = "" if num_classes is None else f" to {num_classes - 1}"
+            raise ValueError(f"id2label names class {number}; the classes are 0{limit}")
+
+
+FAMILIES: dict[str, ModelFamily] = {}  # by name of the pipeline class, as in model_index.json; `registry` imports all
+
+
+def register_family(family: ModelFamily) -> ModelFamily:
+    """Register a family, and derive from its components what diffusers needs of its pipeline class; returns the family.
+
+    Components that the constructor of the pipeline takes as keyword arguments `**components` become parameters of it.
     """
-    family = FAMILIES[index["_class_name"]]
-    classes = family.classes()
-    for component in family.required:
-        if component not in index or (index[component] in (None, _ABSENT) and component not in given):
-            again = f"download or convert the folder again, or give {component} as you open it"
-            raise ValueError(f"{index_file} names no {component!r}; {again}")
-    for component, value in index.items():
-        if component in classes:
-            allowed = classes[component]
-            if value == _ABSENT or (isinstance(value, list) and tuple(value) in allowed):
-                continue
-            if value is None:
-                raise ValueError(f"{index_file} has {component!r}: null; where a part is not there it must be [null, null]")
-            choice = ", ".join(f"{library}.{name}" for library, name in allowed)
-            raise ValueError(f"{index_file} takes {component!r} from {_said(value)}; only {choice} may be named there")
-        named = isinstance(value, list) and value != _ABSENT
-        if named and component not in ("id2label", "defaults", "prompt_styles"):
-            raise ValueError(f"{index_file} names {component!r}, from {_said(value)}; only {', '.join(classes)} are components")
+    pipeline, components = family.pipeline, family.components
+    offloaded = (*pipeline.model_cpu_offload_seq.split("->"), "tokenizer")
+    pipeline.family = family
+    pipeline._optional_components = [name for name, component in components.items() if not component.required]
+    # Small networks that are used in turn with the transformer would be moved back and forth.
+    pipeline._exclude_from_cpu_offload = [name for name in components if name not in offloaded]
+    pipeline.__init__ = _accept_components(pipeline.__init__, components)
+    FAMILIES[pipeline.__name__] = family
+    return family
 
 
-def check_no_code(folder: Path) -> None:
-    """Raise ValueError if the folder or the folder of a component contains a file that Python could import."""
-    top = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
-    inside = [file for component in CLASSES for file in _files(folder / component)]
-    for file in top + inside:
-        if file.suffix.lower() in _CODE:
-            raise ValueError(
-                f"{file} is program code, and vargen runs none that comes with a model; if it is a file of your own, "
-                "keep it outside the model folder"
-            )
+def _accept_components(init: Any, components: Mapping[str, Component]) -> Any:
+    """Return a constructor in whose signature, which diffusers reads, `**components` is replaced by their names."""
+    init = getattr(init, "__wrapped__", init)
+    declared = signature(init)
+    parameters = [each for each in declared.parameters.values() if each.kind is not Parameter.VAR_KEYWORD]
+    added = [name for name in components if name not in declared.parameters]
+    parameters += [Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in added]
+
+    @wraps(init)
+    def construct(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+
+    construct.__signature__ = declared.replace(parameters=parameters)  # type: ignore[attr-defined]
+    return construct
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return all files below a folder. Links to folders are followed, but each folder is visited only once.
+def register_drafter(family: ModelFamily, name: str, component: Component) -> ModelFamily:
+    """Add a trained drafter to the components of a family: pipelines can then load it, save it and draft with it."""
+    family = FAMILIES[family.pipeline.__name__]  # with the drafters that were added before
+    return register_family(replace(family, components={**family.components, name: component}))
+
+
+def find_family(name: Any, file: Path) -> ModelFamily:
+    """Return the family of the pipeline class that an index names.
 
     Raises:
-        ValueError: for more than `_MOST_FILES` files and folders, since a link may lead to a whole disk.
+        ValueError: if it is of another library.
     """
-    found: list[Path] = []
-    seen: set[str] = set()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(place, name)) not in seen)
-        seen.update(os.path.realpath(os.path.join(place, name)) for name in folders)
-        found += [Path(place) / name for name in sorted(names)]
-        if len(found) + len(seen) > _MOST_FILES:
-            raise ValueError(f"{folder} holds more than {_MOST_FILES} files and folders, links followed; it is no component's")
+    if not isinstance(name, str) or name not in FAMILIES:
+        raise ValueError(f"{file} describes a {name!r}; vargen opens {', '.join(FAMILIES)}")
+    return FAMILIES[name]
+
+
+def current_modules(index: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Return a `model_index.json` with current module paths.
+
+    A network of vargen is found by the name of its class: folders that earlier versions wrote have former paths.
+    """
+    found = dict(index)
+    for name, component in family.components.items():
+        entry = index.get(name)
+        if not (isinstance(entry, list) and len(entry) == 2 and str(entry[0]).startswith("vargen.models.")):
+            continue
+        found[name] = next((list(path) for path in component.paths if path[1] == entry[1]), entry)
     return found
-
-
-def check_no_code_keys(config: Mapping[str, Any], file: Path) -> None:
-    """Raise ValueError if a configuration requests code to be fetched or run."""
-    for key, value in config.items():
-        kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
-        if kernel or (key in _CODE_KEYS and value):
-            raise ValueError(f"{file} has {key!r}: {value!r}, which asks for code from elsewhere; vargen runs none")
-
-
-def _said(value: Any) -> str:
-    """Format a component's entry for an error message."""
-    return f"{value[0]!r} ({value[1]!r})" if isinstance(value, list) and len(value) == 2 else repr(value)

@@ -23,7 +23,7 @@ from vargen.decoding import (
     decode,
     decode_scales,
 )
-from vargen.decoding.pass_costs import measure_pass_costs, timed, use_best_threads
+from vargen.decoding.pass_costs import measure_pass_costs, time_call, use_best_threads
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ class TokenDecoder:
 
     def measure_pass_costs(self, condition: Any, batch: int, widths: Sequence[int]) -> dict[int, float]:
         widths = sorted({1, *widths})
-        return measure_pass_costs(self.model, condition, batch, widths, repeats=15, anew=True)
+        return measure_pass_costs(self.model, condition, batch, widths, repeats=15, force=True)
 
     def spent(
         self, method: Accelerator, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
     ) -> tuple[float, int]:
         fed = sum((Counter(run.fed) for run in runs), Counter())
-        drafting = {width: method.drafting_cost(self.model, condition, batch, width - 1) for width in fed}
+        drafting = {width: method.drafter.measure_cost(self.model, condition, batch, width - 1) for width in fed}
         return sum(passes * (curve[width] + drafting[width]) for width, passes in fed.items()), sum(fed.values())
 
 
@@ -95,7 +95,7 @@ class ScaleDecoder:
         """Measure guided passes of the target, each at its scales of an image."""
         each = sorted({self.model.scale_tokens[0], *widths})
         places = {width: ("target", *scales_of(self.model.scale_tokens, width), True) for width in each}
-        return {width: self._seconds(place, condition, batch, anew=True) for width, place in places.items()}
+        return {width: self._seconds(place, condition, batch, force=True) for width, place in places.items()}
 
     def spent(
         self, method: ScaleSchedule, runs: Sequence[DecodeStats], curve: dict[int, float], condition: Any, batch: int
@@ -111,9 +111,9 @@ class ScaleDecoder:
                     seconds, passes = seconds + count * each, passes + count
         return seconds, passes
 
-    def _seconds(self, place: Place, condition: Any, batch: int, anew: bool = False, repeats: int = 7) -> float:
+    def _seconds(self, place: Place, condition: Any, batch: int, force: bool = False, repeats: int = 7) -> float:
         """Seconds of a pass: the minimum of several runs."""
-        if anew or (place, batch) not in self._measured:
+        if force or (place, batch) not in self._measured:
             name, first, last, guided = place
             model = self.model if name == "target" else self.model.draft_model
             assert model is not None
@@ -137,7 +137,7 @@ def scales_of(scale_tokens: Sequence[int], width: int) -> tuple[int, int]:
 def _times(model: ScaleModel, condition: Any, batch: int, first: int, last: int, guidance: float, repeats: int) -> list[float]:
     """Return the seconds of repeated passes with the scales before `first` in the cache. A warm-up pass is not counted."""
     pass_ = scale_pass(model, condition, batch, first, last, guidance)
-    return [timed(pass_, model.device)[0] for _ in range(repeats + 1)][1:]
+    return [time_call(pass_, model.device)[0] for _ in range(repeats + 1)][1:]
 
 
 @torch.no_grad()

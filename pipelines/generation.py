@@ -84,9 +84,7 @@ def within_memory(run: Callable[[slice], DecodeOutput], images: int) -> DecodeOu
     tokens, length = torch.cat([part.tokens for part in parts]), torch.cat([part.length for part in parts])
     missing = images - len(tokens)  # images of the second half, if a callback stopped the first
     tokens, length = (torch.cat([x, x.new_zeros(missing, *x.shape[1:])]) for x in (tokens, length))
-    return DecodeOutput(
-        tokens, length, DecodeStats.joined([part.stats for part in parts]), all(part.finished for part in parts)
-    )
+    return DecodeOutput(tokens, length, DecodeStats.merge([part.stats for part in parts]), all(part.finished for part in parts))
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ def resolve_sampling(pipe: VisualPipeline, given: dict[str, Any]) -> tuple[float
         ValueError, TypeError: for a value out of range; the message names the argument.
     """
     scale, sampling = checks.check_sampling({**pipe.default_sampling, **{k: v for k, v in given.items() if v is not None}})
-    sampling.check_vocabulary(pipe.vocab)
+    sampling.validate_top_k(pipe.vocab)
     return scale, sampling
 
 

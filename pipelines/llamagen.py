@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Jacobi, Progress, decode
+from vargen.convert.llamagen import convert_llamagen
+from vargen.decoding import DEFAULT_METHOD, Accelerator, DecodeOutput, DecodeStats, Eagle, Jacobi, Medusa, Progress, decode
 from vargen.decoding.next_token.drafters.heads import HeadDrafter
-from vargen.decoding.next_token.drafters.initial import LOW_RES, MISSING_LOW_RES
+from vargen.decoding.next_token.drafters.initial import LOW_RES_DRAFTS, MISSING_LOW_RES
 from vargen.device import check_compile
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
@@ -21,11 +23,12 @@ from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
+from vargen.pipelines import llamagen_network
 from vargen.pipelines import validation as checks
-from vargen.pipelines.adapters.drafters import LowResolutionDrafter, opened
+from vargen.pipelines.adapters.drafters import EagleModel, LowResolutionDrafter, MedusaHeads, check_low_res
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 from vargen.pipelines.base import VisualPipeline
-from vargen.pipelines.components import FAMILIES
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.decoders import TokenDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.grid_pictures import GridPictures
@@ -63,14 +66,14 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         transformer: the network that predicts tokens.
         text_encoder, tokenizer: encoder of prompts (`condition="text"` only).
         draft_transformer: a smaller transformer with the same tokens and conditions, for `accelerator="speculative"`.
-        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
-        low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
-        upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
         id2label: class names (comma-separated synonyms) by class number (`condition="class"` only).
         defaults: default sampling settings of this checkpoint (`guidance_scale`, `temperature`, `top_k`, `top_p`).
         prompt_styles: style words in the training captions, such as "flat" in "a red apple, flat style".
         prompt_names: names that replace characters in a prompt, such as "grinning cat" for "😺"; only for models whose training
             captions contain these names. Stored in the model folder as `prompt_names.json`.
+        eagle, medusa: drafters trained on the transformer's features, for the methods of these names; see `load_drafter`.
+        low_res: a transformer with the same tokens and conditions and a smaller grid, which drafts for `accelerator="mulo"`.
+        upsampler: predicts token probabilities from low-resolution images. Without it, they are decoded, resized and encoded.
 
     Raises:
         ValueError: for components that do not match each other, or class names or defaults that are not valid.
@@ -78,15 +81,9 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
 
     paradigm: ClassVar[str] = "next-token"
     output: ClassVar[Any] = LlamaGenPipelineOutput
-    _exclude_from_cpu_offload: ClassVar[list[str]] = ["draft_transformer", "eagle", "medusa", "low_res", "upsampler"]
-    _optional_components: ClassVar[list[str]] = [
-        *VisualPipeline._optional_components, "eagle", "medusa", "low_res", "upsampler",
-    ]  # fmt: skip
 
-    eagle: EagleDrafter | None
-    medusa: MedusaDrafter | None
-    low_res: LlamaGenTransformer | None
-    upsampler: TokenUpsampler | None
+    low_res: LlamaGenTransformer | None = None
+    upsampler: TokenUpsampler | None = None
 
     def __init__(
         self,
@@ -99,15 +96,11 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         defaults: dict[str, Any] | None = None,
         prompt_styles: list[str] | None = None,
         prompt_names: PromptNames | dict[str, str] | None = None,
-        eagle: EagleDrafter | None = None,
-        medusa: MedusaDrafter | None = None,
-        low_res: LlamaGenTransformer | None = None,
-        upsampler: TokenUpsampler | None = None,
+        **components: Any,
     ):
         parts = {
             "vqvae": vqvae, "transformer": transformer, "text_encoder": text_encoder, "tokenizer": tokenizer,
-            "draft_transformer": draft_transformer, "eagle": eagle, "medusa": medusa,
-            "low_res": low_res, "upsampler": upsampler,
+            "draft_transformer": draft_transformer, **components,
         }  # fmt: skip
         self._set_up(parts, {"id2label": id2label, "defaults": defaults, "prompt_styles": prompt_styles}, prompt_names)
 
@@ -120,18 +113,18 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         names = {int(number): label for number, label in (index.get("id2label") or {}).items()}
         has_draft = bool((index.get("draft_transformer") or [None])[0])
         tokens = config.grid_size**2
-        drafters = tuple(name for name in FAMILIES[cls.__name__].drafters if (index.get(name) or [None])[0])
+        drafters = tuple(name for name in cls.family.drafters if (index.get(name) or [None])[0])
         sizes = config.condition, config.vocab_size, tokens, config.num_classes
         low_res = bool((index.get("low_res") or [None])[0])
         return ModelInfo(folder, cls.__name__, *sizes, names, has_draft, tokens, drafters=drafters, low_res=low_res)
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Accelerator) -> None:
-        method.check_grid(described.tokens)
         drafter = method.drafter
+        drafter.validate_grid(described.tokens)
         if isinstance(drafter, HeadDrafter) and drafter.model is None and drafter.kind not in described.drafters:
-            raise ValueError(drafter.missing())
-        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES and not described.low_res:
+            raise ValueError(drafter.missing_head_message())
+        if isinstance(drafter, Jacobi) and drafter.initial in LOW_RES_DRAFTS and not described.low_res:
             raise ValueError(MISSING_LOW_RES)
 
     def check_runs(self, method: Accelerator) -> None:
@@ -282,34 +275,53 @@ class LlamaGenPipeline(GridPictures, VisualPipeline):
         side = self.transformer.config.grid_size
         codes = self.codebook.to(device)
         step = self._step() if compile else None
+        trained = {name: (each.adapter, getattr(self, name)) for name, each in self.family.drafters.items()}
+        heads = {name: partial(adapter, network) for name, (adapter, network) in trained.items() if network is not None}
         return LlamaGenTokenModel(
             self.transformer,
             *options,
             step,
             codebook=codes,
             draft_model=draft,
-            examples=self.examples,
-            eagle=self.eagle,
-            medusa=self.medusa,
+            example_tokens=self.examples,
+            draft_heads=heads,
             low_res=None if low is None else LowResolutionDrafter(low, (side, side), self.upsampler, self.vqvae, codes),
             device=device,
         )
 
     def load_low_res(self, low_res: Any, upsampler: Any = None) -> None:
-        """Load a low-resolution transformer that `vargen train drafter low-res` trained, and use it in later calls.
+        """Load a low-resolution transformer and, if given, its up-sampler, as `load_drafter` does.
 
-        `save_pretrained` writes both networks with the pipeline.
-
-        Args:
-            low_res: folder of the training run, or of the saved transformer.
-            upsampler: folder of the training run, or of the saved up-sampler; None decodes, resizes and encodes instead.
-
-        Raises:
-            ValueError: before any weight is read, if tokens, conditions or grids do not match the transformer's, a file is
-                damaged, or a folder contains code.
-            FileNotFoundError: if a folder has no such network.
+        Without one, an up-sampler that was loaded earlier is removed.
         """
-        if self.transformer is None:
-            raise ValueError("this pipeline was loaded without a transformer: there is nothing to draft for")
-        networks, device = opened(low_res, upsampler, self.transformer, self.vqvae), self._device_of(self.transformer)
-        self.register_modules(**{name: network and network.to(device) for name, network in networks.items()})
+        if upsampler is None:
+            self.register_modules(upsampler=None)
+        self.load_drafter(*(each for each in (low_res, upsampler) if each is not None))
+
+
+_HEAD: dict[str, Any] = {"follows_dtype": True, "matches": ("dim", "vocab_size", "grid_size"), "run_folder": "drafter"}
+
+LLAMAGEN = register_family(
+    ModelFamily(
+        name="llamagen",
+        pipeline=LlamaGenPipeline,
+        components={
+            "transformer": Component((LlamaGenTransformer,), required=True, follows_dtype=True),
+            "vqvae": Component((VQModel,), required=True, matches={"codebook_size": "vocab_size"}),
+            "draft_transformer": Component(
+                (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "grid_size")
+            ),
+            "eagle": Component((EagleDrafter,), adapter=EagleModel, drafter=Eagle, **_HEAD),
+            "medusa": Component((MedusaDrafter,), adapter=MedusaHeads, drafter=Medusa, **_HEAD),
+            "low_res": Component(
+                (LlamaGenTransformer,), follows_dtype=True, matches=("condition", "vocab_size"), run_folder="transformer"
+            ),
+            "upsampler": Component((TokenUpsampler,), matches=("vocab_size", "grid_size"), run_folder="upsampler"),
+            **TEXT_COMPONENTS,
+        },
+        condition_settings={"class": ("num_classes",), "text": ("cls_token_num", "caption_dim")},
+        check_compatible=check_low_res,
+        convert=convert_llamagen,
+        benchmark=llamagen_network,
+    )
+)

@@ -1,4 +1,4 @@
-"""Locating and validating model folders, their dtypes, trained drafters and shared components.
+"""Opening a model folder: its place, its validation before any weight is loaded, dtypes, shared components, trained drafters.
 
 A packaged model can share the text encoder of another packaged model instead of storing a copy. Its `borrowed.json` names the
 model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}`.
@@ -6,123 +6,156 @@ model that has each shared component: `{"text_encoder": "emoji", "tokenizer": "e
 
 from __future__ import annotations
 
-import difflib
-import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 import vargen.assets
 from vargen.assets import packaged_model_path, packaged_models
 from vargen.device import preferred_dtype
-from vargen.files import expand_user
-from vargen.models.described import read_object
+from vargen.files import check_not_interrupted, expand_user
+from vargen.models.component_files import check_network_files, read_config, read_object, refuse_code_files
 from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.component_files import check_component, check_t5, check_tokenizer
-from vargen.pipelines.components import (
-    FAMILIES,
-    Family,
-    check_classes,
-    check_no_code,
-    check_no_code_keys,
-    check_options,
-    current_modules,
-)
+from vargen.pipelines.components import FAMILIES, STORED_VALUES, ModelFamily, current_modules, find_family
 from vargen.pipelines.generation import loading_memory
-from vargen.pipelines.parts import check_parts
+from vargen.pipelines.quiet import placing
 from vargen.values import short_repr
 from vargen.weight_files import read_header
 
-FILE = "borrowed.json"
-PARTS = ("text_encoder", "tokenizer", "prompt_names")
+SHARED_FILE, SHAREABLE = "borrowed.json", ("text_encoder", "tokenizer", "prompt_names")
+EXAMPLES_FILE = "examples.safetensors"
+_MAX_EXAMPLES_BYTES = 2**26  # the packaged file has a sixteenth of that
+_SMALL_NETWORK = 50_000_000  # parameters
+_MAX_ID = 96  # characters of a model id on the Hub
+_HUB_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # files to fetch: none that could be executed
+# Arguments of diffusers' `from_pretrained` other than components. It ignores unknown ones silently.
+_OPTIONS = frozenset(
+    "torch_dtype dtype cache_dir force_download proxies local_files_only token revision variant use_safetensors device_map "
+    "max_memory offload_folder offload_state_dict low_cpu_mem_usage disable_mmap quantization_config output_loading_info "
+    "mirror trust_remote_code custom_pipeline custom_revision load_connected_pipeline use_onnx use_flashpack from_flax "
+    "dduf_file provider sess_options provider_options".split()
+)
 
 
-def shared_component_folders(folder: Path) -> dict[str, Path]:
-    """Return, by name of a shared component, the folder of the packaged model that has it.
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model folder, its `model_index.json` with current module paths, and its family."""
 
-    Raises:
-        ValueError: if `borrowed.json` is damaged, or names an unknown component or model.
-    """
-    file = folder / FILE
-    if not file.is_file():
-        return {}
-    try:
-        said = json.loads(file.read_text("utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not valid JSON: {error}") from error
-    if not isinstance(said, dict):
-        raise ValueError(f"{file} must hold a JSON object, and holds {short_repr(said)}")
-    for part, name in said.items():
-        if part not in PARTS or not isinstance(name, str) or name not in packaged_models():
-            known = ", ".join(packaged_models()) or "none"
-            raise ValueError(
-                f"{file} must name packaged models ({known}) for {', '.join(PARTS)}, and has {short_repr({part: name})}"
-            )
-        if (packaged_model_path(name) / FILE).exists():
-            raise ValueError(f"{file} borrows {part} from {name}, which borrows itself")
-    return {part: packaged_model_path(name) for part, name in said.items()}
+    path: Path
+    index: Mapping[str, Any]
+    family: ModelFamily
 
 
-def load_shared_components(folder: Path, given: dict[str, Any]) -> dict[str, Any]:
-    """Load the shared components of a model folder, except those that the caller passes in `given`."""
-    found: dict[str, Any] = {}
-    for part, lender in shared_component_folders(folder).items():
-        if part in given:
-            continue
-        if part == "text_encoder":
-            found[part] = MiniLMTextEncoder.from_pretrained(lender / part)
-        elif part == "tokenizer":
-            from transformers import AutoTokenizer
-
-            found[part] = AutoTokenizer.from_pretrained(lender / part)
-    return found
-
-
-def list_packaged_drafters(family: Family) -> dict[str, Path]:
-    """Return the folders of the packaged drafters by name, such as `"emoji/eagle"`."""
-    root = Path(vargen.assets.__file__).parent
-    found = [config.parent for name in family.drafters for config in sorted(root.rglob(f"{name}/config.json"))]
-    return {folder.relative_to(root).as_posix(): folder for folder in found}
-
-
-def resolve_drafter(name: Any, family: Family, transformer: Mapping[str, Any]) -> tuple[str, Path]:
-    """Return the component name of a trained drafter, such as `"eagle"`, and its folder.
+def find_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+    """Locate the folder of a packaged, local or Hub model, and validate its index, but not its components.
 
     Args:
-        name: name of a packaged drafter, or a folder.
-        transformer: configuration of the target transformer.
+        name: name, folder or Hub id; or a `ModelFolder`.
+        family: the family that the caller opens; None allows any.
+        options: arguments of `from_pretrained`.
 
     Raises:
-        ValueError: before any weight is read, for an unknown name or folder, or a folder that contains code, no trained
-            drafter, or one whose width, vocabulary or grid differs from the transformer's.
+        ValueError: for an unknown name, a missing `model_index.json` or one of another library or family, or an index that
+            names other classes than those of its family.
+        TypeError: for an unknown option.
     """
-    packaged = list_packaged_drafters(family)
-    folder = packaged.get(str(name)) or expand_user(name, "drafter")
-    if not os.path.isdir(folder):
-        known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
-        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
-    kind = read_object(folder / "config.json").get("_class_name")
-    component = next((each for each in family.drafters if family.networks[each].__name__ == kind), None)
-    if component is None:
-        classes = ", ".join(family.networks[each].__name__ for each in family.drafters) or "none"
-        raise ValueError(f"{folder / 'config.json'} describes a {kind!r}; drafters of a {family.pipeline} are {classes}")
-    check_no_code(folder)
-    config = check_component(folder, family.networks[component])
+    options = options or {}
+    families = [family] if family else list(FAMILIES.values())
+    _check_options(options, {component for each in families for component in each.components})
+    path = name.path if isinstance(name, ModelFolder) else _locate(name, options)
+    file = path / "model_index.json"
+    if not file.is_file():
+        commands = " or ".join(f"`{each.convert_command}`" for each in families if each.convert_command)
+        hint = f". For official files run {commands} first" if commands else ""
+        raise ValueError(f"{path} holds no model_index.json, so it is not a pipeline folder{hint}")
+    index = name.index if isinstance(name, ModelFolder) else read_config(file)
+    class_name = index.get("_class_name")
+    if family is not None and class_name != family.pipeline.__name__:
+        raise ValueError(f"{file} describes a {class_name!r}, this class opens {family.pipeline.__name__!r}")
+    family = find_family(class_name, file)
+    _check_options(options, family.components)
+    index = current_modules(index, family)
+    family.check_index(index, file, options)
+    return ModelFolder(path, index, family)
+
+
+def check_model_folder(name: Any, family: ModelFamily | None = None, options: Mapping[str, Any] | None = None) -> ModelFolder:
+    """Locate a model as `find_model_folder` does, and validate its components without loading weights.
+
+    Raises:
+        ValueError: also for code in the folder or requested from elsewhere, or a component that is missing, damaged, does not
+            match its configuration in shape or type, or does not match the other components.
+    """
+    options = options or {}
+    folder = find_model_folder(name, family, options)
+    refuse_code_files(folder.path, folder.family.components)
+    with loading_memory(folder.path):  # reading a header maps the whole file
+        places = shared_component_folders(folder.path)
+        configs: dict[str, Any] = {}
+        for part, component in folder.family.components.items():
+            entry = folder.index.get(part) or [None, None]
+            if part in options:
+                configs[part] = getattr(options[part], "config", None)
+            elif entry[1]:
+                place = places.get(part, folder.path) / part
+                configs[part] = component.check_files(place, entry, options.get("variant"))
+    values = {each: options.get(each, folder.index.get(each)) for each in STORED_VALUES}
     try:
-        check_parts(family, {"transformer": transformer, component: config})
+        folder.family.check(configs, **values)
     except ValueError as error:
-        raise ValueError(f"{folder}: {error}") from error
-    return component, folder
+        raise ValueError(f"{folder.path / 'model_index.json'}: {error}") from error
+    return folder
 
 
-_SMALL = 50_000_000  # parameters
-_LONGEST_ID = 96  # characters of a model id on the Hub
-_WANTED = ["*.json", "*.safetensors", "*.txt", "*.model", "*.md"]  # files fetched from the Hub: none that could be executed
+def _check_options(options: Mapping[str, Any], components: Collection[str]) -> None:
+    """Raise ValueError for options of `from_pretrained` that request remote code, TypeError for unknown options."""
+    known = [*_OPTIONS, *STORED_VALUES, "prompt_names", *components]
+    for name in options:
+        if name not in known:
+            near = get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            hint = "call .to(device) on the pipeline, or use open_pipeline(name, device=...); " if name == "device" else hint
+            raise TypeError(
+                f"{name} is no argument for opening a pipeline: {hint}it takes options of DiffusionPipeline.from_pretrained "
+                f"and the components {', '.join(sorted(components))}"
+            )
+    for name in ("trust_remote_code", "custom_pipeline"):
+        if options.get(name):
+            raise ValueError(f"{name} must be left out, got {options[name]!r}: vargen runs no code that comes with a model")
+
+
+def _locate(name: Any, options: Mapping[str, Any]) -> Path:
+    """Return the folder of a packaged, local or Hub model."""
+    text = str(name)
+    if text in packaged_models():
+        return packaged_model_path(text)
+    path = expand_user(name, "model")
+    if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
+        return path
+    check_not_interrupted(path)
+    if text.count("/") != 1 or text.startswith((".", "/", "~")) or len(text) > _MAX_ID:
+        near = get_close_matches(text, packaged_models(), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(
+            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
+            "a folder with a model_index.json, or a hub id 'owner/name'"
+        )
+    known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
+    given = {key: options[key] for key in known if key in options}
+    try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
+        return Path(snapshot_download(text, allow_patterns=_HUB_PATTERNS, **given))
+    except Exception as error:
+        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
 
 
 def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dtype:
@@ -133,16 +166,14 @@ def default_dtype(folder: Path, device: str | torch.device = "cpu") -> torch.dty
     """
     if torch.device(device).type == "cpu":
         files = (folder / "transformer").glob("*.safetensors")
-        if sum(math.prod(stored.shape) for file in files for stored in read_header(file).values()) < _SMALL:
+        if sum(math.prod(info.shape) for file in files for info in read_header(file).values()) < _SMALL_NETWORK:
             return torch.float32
     return preferred_dtype(device)
 
 
-def resolve_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
-    """Return the dtype of each component.
-
-    Transformers, trained drafters and a T5 text encoder have the given dtype or, by default, the fastest one. All other
-    components are in float32.
+def resolve_dtypes(folder: ModelFolder, given: torch.dtype | dict[str, torch.dtype] | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each component: that of the caller or, by default, the fastest one for those that follow it, float32
+    for the others.
 
     Args:
         given: a dtype, or a dict of dtypes by component (`"default"` for those not named), as in diffusers.
@@ -154,100 +185,135 @@ def resolve_dtypes(folder: Path, given: torch.dtype | dict[str, torch.dtype] | N
     for dtype in own.values() if own else () if given is None else (given,):
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"dtype must be a floating-point torch.dtype, or a dict of them by component, got {given!r}")
-    fast = default_dtype(folder, "cuda" if torch.cuda.is_available() else "cpu")
+    fast = default_dtype(folder.path, "cuda" if torch.cuda.is_available() else "cpu")
     dtype = given if isinstance(given, torch.dtype) else own.get("default", fast)
-    index = json.loads((folder / "model_index.json").read_text())
-    large = (index.get("text_encoder") or [None])[0] == "transformers"
-    fast_ones = ("transformer", "draft_transformer", "eagle", "medusa", "low_res")
-    dtypes = {"default": torch.float32, **dict.fromkeys(fast_ones, dtype)}
-    return {**dtypes, **({"text_encoder": dtype} if large else {}), **own}
+    components = folder.family.components.items()
+    following = [name for name, each in components if each.follows(folder.index.get(name) or ())]
+    return {"default": torch.float32, **dict.fromkeys(following, dtype), **own}
 
 
-def check_model_folder(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> Path:
-    """Locate the folder of a packaged, local or Hub model, and validate it without loading weights.
+def shared_component_folders(folder: Path) -> dict[str, Path]:
+    """Return, by name of a shared component, the folder of the packaged model that has it.
+
+    Raises:
+        ValueError: if `borrowed.json` is damaged, or names an unknown component or model.
+    """
+    file = folder / SHARED_FILE
+    shared = read_object(file) if file.is_file() else {}
+    for part, name in shared.items():
+        if part not in SHAREABLE or not isinstance(name, str) or name not in packaged_models():
+            known = ", ".join(packaged_models()) or "none"
+            raise ValueError(
+                f"{file} must name packaged models ({known}) for {', '.join(SHAREABLE)}, and has {short_repr({part: name})}"
+            )
+        if (packaged_model_path(name) / SHARED_FILE).exists():
+            raise ValueError(f"{file} takes {part} from {name}, which has no {part} of its own")
+    return {part: packaged_model_path(name) for part, name in shared.items()}
+
+
+def load_shared_components(folder: Path, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Load the shared components of a model folder, except those that the caller passes in `given`."""
+    from transformers import AutoTokenizer
+
+    loaders: dict[str, Any] = {"text_encoder": MiniLMTextEncoder, "tokenizer": AutoTokenizer}
+    shared = shared_component_folders(folder)
+    return {
+        part: loaders[part].from_pretrained(shared[part] / part) for part in shared if part in loaders and part not in given
+    }
+
+
+def load_example_tokens(folder: Path) -> Tensor | None:
+    """Load the example tokens of a model folder, integers `[M, N]` for lookup drafters: the tokens of training images.
+
+    They affect only speed: exact rules sample from the model's distribution whatever the examples are. None if there are none.
+
+    Raises:
+        ValueError: if the file is damaged; the message names it.
+    """
+    file = folder / EXAMPLES_FILE
+    if not file.is_file():
+        return None
+    if file.stat().st_size > _MAX_EXAMPLES_BYTES:
+        raise ValueError(f"{file} has more than {_MAX_EXAMPLES_BYTES} bytes: keep fewer examples")
+    try:
+        tokens = load_file(file)["tokens"]
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(f"{file} holds no examples: {error}; remove it, or write another") from error
+    if tokens.dim() != 2 or not len(tokens) or tokens.dtype not in (torch.int16, torch.int32, torch.int64):
+        raise ValueError(f"{file} must hold integers [images, tokens], got {tokens.dtype} {list(tokens.shape)}")
+    return tokens
+
+
+def check_example_tokens(tokens: Tensor, vocab_size: int, num_tokens: int) -> None:
+    """Raise ValueError unless examples fit a model with these numbers of tokens in the vocabulary and in an image."""
+    lowest, highest = int(tokens.min()), int(tokens.max())
+    if tokens.shape[1] != num_tokens or lowest < 0 or highest >= vocab_size:
+        raise ValueError(
+            f"examples must be [images, {num_tokens}] of tokens from 0 to {vocab_size - 1}, got {list(tokens.shape)} of "
+            f"{lowest} to {highest}"
+        )
+
+
+def save_example_tokens(tokens: Tensor, folder: Path) -> None:
+    """Write example tokens `[M, N]` to a folder, as 16-bit integers if they fit."""
+    dtype = torch.int16 if int(tokens.max()) < 2**15 else torch.int32
+    save_file({"tokens": tokens.to("cpu", dtype).contiguous()}, folder / EXAMPLES_FILE)
+
+
+def resolve_drafter(name: Any, family: ModelFamily) -> tuple[str, Path, Mapping[str, Any]]:
+    """Return the component name of a trained network that drafts, such as `"eagle"`, its folder and its configuration.
 
     Args:
-        pipeline: name of the class that loads the model; None allows any of `FAMILIES`.
+        name: name of a packaged one, its folder, or the folder of the training run.
 
     Raises:
-        ValueError: for an unknown name, a missing `model_index.json` or one of another library, code in the folder or requested
-            from elsewhere, or a component that is missing, damaged, does not match its configuration in shape or type, or does
-            not match the other components.
+        ValueError: before any weight is read, for an unknown name, or a folder that contains code or no such network.
     """
-    folder, index = read_model_index(name, pipeline, hub_options)
-    check_no_code(folder)
-    with loading_memory(folder):  # reading a header maps the whole file
-        _check_components(folder, index, FAMILIES[index["_class_name"]], hub_options)
-    return folder
+    root = Path(vargen.assets.__file__).parent
+    files = [file for each in family.trainable for file in sorted(root.rglob(f"{each}/config.json"))]
+    packaged = {file.parent.relative_to(root).as_posix(): file.parent for file in files}  # by name, such as "emoji/eagle"
+    folder = packaged.get(str(name)) or expand_user(name, "drafter")
+    if not os.path.isdir(folder):
+        known, given = ", ".join(packaged) or "none is packaged", short_repr(str(name))
+        raise ValueError(f"drafter must be a folder with a trained drafter, or a packaged one ({known}), got {given}")
+    runs = {folder / str(each.run_folder) for each in family.trainable.values()}
+    folder = next((place for place in (folder, *sorted(runs)) if (place / "config.json").is_file()), folder)
+    class_name = read_object(folder / "config.json").get("_class_name")
+    for component_name, component in family.trainable.items():
+        if component.network_class.__name__ == class_name:
+            refuse_code_files(folder)
+            return component_name, folder, check_network_files(folder, component.network_class)
+    classes = ", ".join(each.network_class.__name__ for each in family.trainable.values()) or "none"
+    raise ValueError(
+        f"{folder / 'config.json'} describes a {class_name!r}; drafters of a {family.pipeline.__name__} are {classes}"
+    )
 
 
-def read_model_index(name: Any, pipeline: str | None, hub_options: dict[str, Any]) -> tuple[Path, dict[str, Any]]:
-    """Return the folder of a model and its `model_index.json`. Only the index is validated, not the components.
+def load_trained_networks(pipeline: Any, *names: Any) -> dict[str, Any]:
+    """Load networks that were trained to draft for a pipeline's transformer, by component name; see `resolve_drafter`.
 
     Raises:
-        ValueError: as `check_model_folder`, for the name and the index.
+        ValueError: before any weight is read, also if a network does not match the transformer, the other components or the
+            codebook.
     """
-    check_options(hub_options)
-    folder = _locate(name, hub_options)
-    index_file = folder / "model_index.json"
-    if not index_file.is_file():
-        commands = " or ".join(f"`{each.convert}`" for each in FAMILIES.values() if pipeline in (None, each.pipeline))
-        raise ValueError(
-            f"{folder} holds no model_index.json, so it is not a pipeline folder. For official files run {commands} first"
-        )
-    index = current_modules(read_object(index_file))
-    kind = index.get("_class_name")
-    if pipeline not in (None, kind):
-        raise ValueError(f"{index_file} describes a {kind!r}, this class opens {pipeline!r}")
-    if not isinstance(kind, str) or kind not in FAMILIES:
-        raise ValueError(f"{index_file} describes a {kind!r}; vargen opens {', '.join(FAMILIES)}")
-    check_options(hub_options, FAMILIES[kind].classes())
-    check_no_code_keys(index, index_file)
-    check_classes(index, index_file, hub_options)
-    return folder, index
-
-
-def _check_components(folder: Path, index: dict[str, Any], family: Family, given: dict[str, Any]) -> None:
-    """Validate each component in the index that the caller does not pass, then whether all components match each other."""
-    variant = given.get("variant")
-    named = {part: index[part][1] for part in family.classes() if part not in given and (index.get(part) or [None, None])[1]}
-    configs: dict[str, Any] = {part: getattr(given.get(part), "config", None) for part in family.classes()}
-    places = {part: lender / part for part, lender in shared_component_folders(folder).items()}
-    encoder, words = (places.get(part, folder / part) for part in ("text_encoder", "tokenizer"))
-    for part, kind in family.networks.items():
-        if part in named:
-            configs[part] = check_component(folder / part, kind, variant)
-    if named.get("text_encoder") == MiniLMTextEncoder.__name__:
-        configs["text_encoder"] = check_component(encoder, MiniLMTextEncoder, variant)
-    elif "text_encoder" in named:
-        configs["text_encoder"] = check_t5(encoder)
-    if "tokenizer" in named:
-        check_tokenizer(words, named["tokenizer"])
+    family = pipeline.family
+    found = {name: (folder, config) for name, folder, config in (resolve_drafter(each, family) for each in names)}
+    configs = {name: getattr(getattr(pipeline, name), "config", None) for name in family.components}
     try:
-        kept = (given.get(name, index.get(name)) for name in ("id2label", "defaults", "prompt_styles"))
-        check_parts(family, configs, *kept)
+        family.check(configs | {name: config for name, (_, config) in found.items()})
     except ValueError as error:
-        raise ValueError(f"{folder / 'model_index.json'}: {error}") from error
-
-
-def _locate(name: Any, hub_options: dict[str, Any]) -> Path:
-    text = str(name)
-    if text in packaged_models():
-        return packaged_model_path(text)
-    path = expand_user(name, "model")
-    if os.path.isdir(path):  # Path.is_dir would raise if the name is too long for a file name
-        return path
-    hub_like = text.count("/") == 1 and not text.startswith((".", "/", "~")) and len(text) <= _LONGEST_ID
-    if not hub_like:
-        near = difflib.get_close_matches(text, packaged_models(), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(
-            f"unknown model {short_repr(text)}: {hint}give a packaged model ({', '.join(packaged_models()) or 'none'}), "
-            "a folder with a model_index.json, or a hub id 'owner/name'"
-        )
-    known = ("cache_dir", "force_download", "local_files_only", "token", "revision")
-    options = {key: hub_options[key] for key in known if key in hub_options}
-    try:  # not DiffusionPipeline.download, which accepts only components of diffusers and transformers
-        return Path(snapshot_download(text, allow_patterns=_WANTED, **options))
-    except Exception as error:
-        raise ValueError(f"no local folder {text!r} exists, and fetching the hub model of that name failed: {error}") from error
+        raise ValueError(f"{', '.join(str(folder) for folder, _ in found.values())}: {error}") from error
+    for folder, config in found.values():
+        codes = config.get("codes") and pipeline.vqvae and pipeline.vqvae.quantize.digest()
+        if codes and codes != config["codes"]:
+            digests = f"digest {config['codes']}, and this model's is {codes}"
+            raise ValueError(
+                f"{folder} belongs to another codebook ({digests}): give a network that was trained for this model"
+            )
+    networks = {}
+    for name, (folder, _) in found.items():
+        component = family.components[name]
+        dtype = pipeline.transformer.dtype if component.follows_dtype else torch.float32
+        options = {"torch_dtype": dtype, "use_safetensors": True, **placing()}
+        networks[name] = component.network_class.from_pretrained(folder, **options).eval()
+    return networks

@@ -45,7 +45,7 @@ class ModelInfo:
         has_draft: whether it has a draft transformer.
         steps: number of passes of the baseline, for an image or a video of default length.
         image_size: width and height in pixels of the source image of a call; None if calls take no image.
-        drafters: trained drafters in the folder, of `"eagle"` and `"medusa"`.
+        drafters: names of the drafters in the folder that are trained on the transformer's features.
         low_res: whether it has a low-resolution transformer.
         fps: frames per second of video models; None for image models.
     """

@@ -1,10 +1,11 @@
-"""Opening and describing models of any family by name or folder, and the networks that benchmarks measure."""
+"""Opening and describing models of any family by name or folder, and the networks that benchmarks measure.
+
+Importing this module registers the families of vargen.
+"""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import Any, Protocol
 
 import torch
@@ -13,23 +14,41 @@ from torch import Tensor
 from vargen.decoding import DecodeOutput
 from vargen.device import select_device
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.causal_video import CAUSAL_VIDEO
 from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.loading import check_model_folder, default_dtype, read_model_index
+from vargen.pipelines.llamagen import LLAMAGEN
+from vargen.pipelines.loading import check_model_folder, default_dtype, find_model_folder
 from vargen.pipelines.model_info import Decoder, ModelInfo
+from vargen.pipelines.var import VAR
+
+__all__ = [
+    "CAUSAL_VIDEO",
+    "FAMILIES",
+    "LLAMAGEN",
+    "VAR",
+    "check_network",
+    "describe",
+    "open_network",
+    "open_picture_network",
+    "open_pipeline",
+    "paradigm_of",
+    "pipeline_class",
+    "random_networks",
+]
 
 
 def pipeline_class(name: str) -> type[VisualPipeline]:
-    """Return the pipeline class with this name; see `FAMILIES`."""
-    return getattr(import_module(FAMILIES[name].module), name)
+    """Return the pipeline class with this name."""
+    return FAMILIES[name].pipeline
 
 
 def paradigm_of(name: Any) -> str:
     """Return the paradigm of a model, such as `"next-token"`. Reads only its index.
 
     Raises:
-        ValueError: see `vargen.pipelines.loading.read_model_index`.
+        ValueError: see `vargen.pipelines.loading.find_model_folder`.
     """
-    return pipeline_class(read_model_index(name, None, {})[1]["_class_name"]).paradigm
+    return find_model_folder(name).family.pipeline.paradigm
 
 
 def open_pipeline(name: Any, *, device: str | torch.device | None = None, **options: Any) -> VisualPipeline:
@@ -45,10 +64,10 @@ def open_pipeline(name: Any, *, device: str | torch.device | None = None, **opti
         ValueError, TypeError: see `VisualPipeline.from_pretrained`; also for an invalid or unavailable device.
     """
     place = None if device is None else select_device(device)
-    folder, index = read_model_index(name, None, options)
+    folder = find_model_folder(name, None, options)
     if place is not None and options.get("torch_dtype") is None and options.get("dtype") is None:
-        options["torch_dtype"] = default_dtype(folder, place)
-    pipe = pipeline_class(index["_class_name"]).from_pretrained(folder, **options)  # validates the rest of the folder
+        options["torch_dtype"] = default_dtype(folder.path, place)
+    pipe = folder.family.pipeline.from_pretrained(folder, **options)  # validates the rest of the folder
     return pipe if place is None else pipe.to(place)
 
 
@@ -58,9 +77,8 @@ def describe(name: Any) -> ModelInfo:
     Raises:
         ValueError: see `vargen.pipelines.loading.check_model_folder`.
     """
-    folder = check_model_folder(name, None, {})
-    index = json.loads((folder / "model_index.json").read_text("utf-8"))
-    return pipeline_class(index["_class_name"]).described(folder, index)
+    folder = check_model_folder(name)
+    return folder.family.pipeline.described(folder.path, folder.index)
 
 
 class Network(Protocol):
@@ -115,10 +133,10 @@ class PictureNetwork(Network, Protocol):
         """Floating-point operations of decoding the pixels."""
 
 
-def random_networks() -> dict[str, str]:
+def random_networks() -> dict[str, Any]:
     """Return, by name, the modules that create networks of official sizes with random weights for benchmarks."""
-    modules = [family.networks_module for family in FAMILIES.values() if family.networks_module]
-    return {name: module for module in modules for name in import_module(module).RANDOM}
+    modules = [family.benchmark for family in FAMILIES.values() if family.benchmark]
+    return {name: module for module in modules for name in module.RANDOM}
 
 
 def check_network(name: str, pictures: bool = False) -> None:
@@ -128,8 +146,8 @@ def check_network(name: str, pictures: bool = False) -> None:
         pictures: require a `PictureNetwork`, which can be benchmarked on whole images.
     """
     module = _module_of(name)
-    if pictures and not hasattr(import_module(module).Network, "published"):
-        able = [each for each, made_by in random_networks().items() if hasattr(import_module(made_by).Network, "published")]
+    if pictures and not hasattr(module.Network, "published"):
+        able = [each for each, made_by in random_networks().items() if hasattr(made_by.Network, "published")]
         raise ValueError(f"model must be a next-scale one, such as {able[0]}, to compare with a published loop; got {name!r}")
 
 
@@ -139,10 +157,10 @@ def open_network(name: str, dtype: torch.dtype, device: torch.device) -> Network
     Raises:
         ValueError: for an unknown name; see `check_model_folder`.
     """
-    module = import_module(_module_of(name))
+    module = _module_of(name)
     if name in random_networks():
         return module.random_network(name, dtype, device)
-    return module.stored_network(name, check_model_folder(name, None, {}), dtype, device)
+    return module.stored_network(name, check_model_folder(name).path, dtype, device)
 
 
 def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) -> PictureNetwork:
@@ -156,14 +174,13 @@ def open_picture_network(name: str, dtype: torch.dtype, device: torch.device) ->
     return network
 
 
-def _module_of(name: str) -> str:
+def _module_of(name: str) -> Any:
     """Return the module that opens the networks of a model."""
     random = random_networks()
     if name in random:
         return random[name]
-    folder = check_model_folder(name, None, {})
-    kind = json.loads((folder / "model_index.json").read_text("utf-8"))["_class_name"]
-    module = FAMILIES[kind].networks_module
-    if module is None:
-        raise ValueError(f"{folder} holds a model for {kind}, whose passes this benchmark does not measure")
-    return module
+    folder = check_model_folder(name)
+    if folder.family.benchmark is None:
+        kind = folder.family.pipeline.__name__
+        raise ValueError(f"{folder.path} holds a model for {kind}, whose passes this benchmark does not measure")
+    return folder.family.benchmark

@@ -17,14 +17,20 @@ from vargen.files import atomic_merge, expand_user
 # Imported for its side effect: from_pretrained finds this class by module path.
 from vargen.models.text_encoder import MiniLMTextEncoder  # noqa: F401
 from vargen.pipelines.call_arguments import answering, names_of
-from vargen.pipelines.components import FAMILIES, current_modules
-from vargen.pipelines.examples import FILE as EXAMPLES_FILE
-from vargen.pipelines.examples import check_examples, read_examples, write_examples
+from vargen.pipelines.components import ModelFamily, current_modules
 from vargen.pipelines.generation import loading_memory
-from vargen.pipelines.loading import FILE as BORROWED_FILE
-from vargen.pipelines.loading import check_model_folder, load_shared_components, resolve_dtypes, shared_component_folders
+from vargen.pipelines.loading import (
+    EXAMPLES_FILE,
+    SHARED_FILE,
+    check_example_tokens,
+    check_model_folder,
+    load_example_tokens,
+    load_shared_components,
+    resolve_dtypes,
+    save_example_tokens,
+    shared_component_folders,
+)
 from vargen.pipelines.model_info import Method, ModelInfo
-from vargen.pipelines.parts import check_parts
 from vargen.pipelines.prompt_names import FILE as NAMES_FILE
 from vargen.pipelines.prompt_names import PromptNames
 from vargen.pipelines.prompts import Conditioning
@@ -45,19 +51,21 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
     """Base class of the pipelines of all families.
 
     Attributes:
+        family: registration of the family; `register_family` sets it.
         paradigm: selects the presets that this pipeline runs; see `vargen.decoding.Accelerator`.
         baseline: name of the preset that speedups are relative to.
         default_method: name of the preset that a call uses by default.
         examples: for image models, example tokens for lookup drafters.
     """
 
+    family: ClassVar[ModelFamily]
     paradigm: ClassVar[str]
     baseline: ClassVar[str]
     default_method: ClassVar[str]
     examples: Tensor | None = None
 
     transformer: Any
-    draft_transformer: Any
+    draft_transformer: Any = None
     text_encoder: Any
     tokenizer: Any
 
@@ -75,8 +83,10 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         Raises:
             ValueError: for components that do not match each other, or class names, defaults or styles that are not valid.
         """
-        configs = {name: getattr(part, "config", None) for name, part in parts.items()}
-        check_parts(FAMILIES[type(self).__name__], configs, **config)
+        if unknown := {name for name, part in parts.items() if part is not None} - self.family.components.keys():
+            raise TypeError(f"{min(unknown)} is no component of a {type(self).__name__}: {', '.join(self.family.components)}")
+        parts = {name: parts.get(name) for name in self.family.components}
+        self.family.check({name: getattr(part, "config", None) for name, part in parts.items()}, **config)
         DiffusionPipeline.__init__(self)
         self.register_modules(**parts)
         self.register_to_config(**config)
@@ -111,19 +121,20 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
         """
         if dtype is not None and torch_dtype is not None:
             raise ValueError(f"give dtype or torch_dtype, its older name, not both; got {dtype!r} and {torch_dtype!r}")
-        folder = check_model_folder(pretrained_model_name_or_path, cls.__name__, kwargs)
+        model = check_model_folder(pretrained_model_name_or_path, cls.family, kwargs)
+        folder = model.path
         with loading_memory(folder):
-            kwargs[_DTYPE] = resolve_dtypes(folder, torch_dtype if dtype is None else dtype)
+            kwargs[_DTYPE] = resolve_dtypes(model, torch_dtype if dtype is None else dtype)
         kwargs.setdefault("use_safetensors", True)
         if "prompt_names" not in kwargs:
             kwargs["prompt_names"] = PromptNames.read(shared_component_folders(folder).get("prompt_names", folder))
         with loading_memory(folder), no_bar(folder):
-            examples = read_examples(folder)
+            examples = load_example_tokens(folder)
             kwargs |= load_shared_components(folder, kwargs)
             pipe = super().from_pretrained(str(folder), **{**placing(), **kwargs})
         if examples is not None and pipe.transformer is not None:
             network: Any = pipe
-            check_examples(examples, network.vocab, network.tokens)
+            check_example_tokens(examples, network.vocab, network.tokens)
         pipe.examples = examples
         return pipe
 
@@ -131,7 +142,9 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
     def load_config(cls, *args: Any, **kwargs: Any) -> Any:
         """As in diffusers, with former module paths of components replaced by the current ones."""
         loaded: Any = super().load_config(*args, **kwargs)
-        return (current_modules(loaded[0]), *loaded[1:]) if isinstance(loaded, tuple) else current_modules(loaded)
+        config, *others = loaded if isinstance(loaded, tuple) else (loaded,)
+        config = current_modules(config, cls.family)
+        return (config, *others) if isinstance(loaded, tuple) else config
 
     @classmethod
     def from_pipe(cls, pipeline: DiffusionPipeline, **kwargs: Any) -> Self:
@@ -159,10 +172,10 @@ class StoredPipeline(Conditioning, DiffusionPipeline):
             if self.prompt_names is not None:
                 self.prompt_names.write(staged)
             if self.examples is not None:
-                write_examples(self.examples, staged)
+                save_example_tokens(self.examples, staged)
         if self.examples is None:
             (folder / EXAMPLES_FILE).unlink(missing_ok=True)  # left by a model saved here earlier
-        (folder / BORROWED_FILE).unlink(missing_ok=True)  # likewise
+        (folder / SHARED_FILE).unlink(missing_ok=True)  # likewise
         if self.prompt_names is None:
             (folder / NAMES_FILE).unlink(missing_ok=True)
 

@@ -11,14 +11,16 @@ import torch
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.convert.var import DEFAULTS
+from vargen.convert.var import DEFAULTS, convert_var
 from vargen.decoding import DecodeOutput, DecodeStats, Progress, ScaleSchedule, decode_scales
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_vq import MultiScaleVQModel
 from vargen.models.var import VARTransformer
 from vargen.pipelines import validation as checks
+from vargen.pipelines import var_network
 from vargen.pipelines.adapters.var import VARScaleModel
 from vargen.pipelines.base import VisualPipeline
+from vargen.pipelines.components import TEXT_COMPONENTS, Component, ModelFamily, register_family
 from vargen.pipelines.decoders import ScaleDecoder
 from vargen.pipelines.generation import CandidateSelection, PromptInputs, check_call, drawn, requested, resolve_sampling
 from vargen.pipelines.images import check_source
@@ -103,8 +105,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Any) -> None:
-        method.check_scales(described.steps)
-        if method.drafts and not described.has_draft:
+        method.assign_stages(described.steps)
+        if method.needs_draft_model and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
@@ -221,8 +223,8 @@ class VARPipeline(ScalePictures, VisualPipeline):
                 request.seeds.noise[chosen],
                 schedule,
                 sampling,
-                given=[tokens[chosen] for tokens in kept],
-                keep=keep and keep.rows(chosen),
+                fixed_scales=[tokens[chosen] for tokens in kept],
+                fixed_tokens=keep and keep.rows(chosen),
                 callback=callback,
             )
 
@@ -237,3 +239,26 @@ class VARPipeline(ScalePictures, VisualPipeline):
         small = None if draft is None else VARScaleModel(draft, quantiser, scale, negative, device=device)
         step = self._step() if compile else None
         return VARScaleModel(self.transformer, quantiser, scale, negative, step, small, device)
+
+
+VAR = register_family(
+    ModelFamily(
+        name="var",
+        pipeline=VARPipeline,
+        components={
+            "transformer": Component((VARTransformer,), required=True, follows_dtype=True),
+            "vqvae": Component(
+                (MultiScaleVQModel,),
+                required=True,
+                matches={"codebook_size": "vocab_size", "codebook_embed_dim": "code_dim", "scales": "scales"},
+            ),
+            "draft_transformer": Component(
+                (VARTransformer,), follows_dtype=True, matches=("condition", "vocab_size", "code_dim", "scales")
+            ),
+            **TEXT_COMPONENTS,
+        },
+        condition_settings={"class": ("num_classes",), "text": ("caption_rows", "caption_dim")},
+        convert=convert_var,
+        benchmark=var_network,
+    )
+)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 from vargen.compat import tokenized
 from vargen.decoding import VideoMethod
 from vargen.decoding.video.denoising import shifted_levels
-from vargen.models.causal_video import CausalVideoTransformer
+from vargen.decoding.video.policies import validate_threshold
+from vargen.models.causal_video import CausalVideoTransformer, geometry_from_config
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.video_vae import StreamingDecoder
 from vargen.pipelines import validation as checks
@@ -21,10 +24,76 @@ from vargen.pipelines.adapters.causal_video import CausalVideoBlockModel
 from vargen.pipelines.images import preprocess_images
 from vargen.pipelines.model_info import ModelInfo
 from vargen.pipelines.stored import StoredPipeline
-from vargen.pipelines.video_parts import USUAL
 from vargen.scoring.frames import FrameScorer
-from vargen.scoring.registry import PACKAGED
-from vargen.specs import read_spec
+from vargen.scoring.registry import DEFAULT_SCORER
+from vargen.specs import parse_spec
+from vargen.values import parse_float, parse_int, short_repr
+
+# Settings that `defaults` may contain, with the values used otherwise.
+DEFAULT_SETTINGS: dict[str, Any] = {
+    "levels": None,  # noise levels of the steps; None: those of the distilled models
+    "euler": False,  # integrate the velocity instead of adding fresh noise to each estimate
+    "guidance": 1.0,
+    "num_blocks": 8,
+    "tau": None,  # None: the method's
+    "window": None,
+    "sinks": 0,
+    "caption_rows": 64,
+    "scored_frames": None,  # frames of a drafted block to score; None: all
+}
+_LIMITS = {  # minimum and maximum
+    "num_blocks": (1, 100_000),
+    "window": (1, 1_000_000),
+    "sinks": (0, 1_000_000),
+    "caption_rows": (1, 65_536),
+    "scored_frames": (1, 1024),
+}
+
+
+def check_settings(defaults: Any, transformer: Any = None) -> None:
+    """Raise ValueError unless it is None or a dict of valid settings in `DEFAULT_SETTINGS`."""
+    if defaults is None:
+        return
+    if not isinstance(defaults, dict) or any(name not in DEFAULT_SETTINGS for name in defaults):
+        raise ValueError(f"defaults must be a dict of {', '.join(DEFAULT_SETTINGS)}, or None, got {short_repr(defaults)}")
+    given = {name: value for name, value in defaults.items() if value is not None}
+    levels = given.get("levels", [1.0])
+    numbers = [parse_float(level) for level in levels] if isinstance(levels, list | tuple) and levels else [None]
+    falling = None not in numbers and all(a > b for a, b in pairwise(numbers))  # type: ignore[operator]
+    if not falling or not 0 < numbers[-1] <= numbers[0] <= 1:  # type: ignore[operator]
+        raise ValueError(f"defaults: levels must fall from at most 1 to above 0, got {short_repr(levels)}")
+    if not isinstance(given.get("euler", False), bool):
+        raise ValueError(f"defaults: euler must be true or false, got {short_repr(given['euler'])}")
+    guidance = parse_float(given.get("guidance", 1.0))
+    if guidance is None or guidance < 0:
+        raise ValueError(f"defaults: guidance must be a number of at least 0, got {short_repr(given['guidance'])}")
+    for name, (minimum, maximum) in _LIMITS.items():
+        if name in given and parse_int(given[name], minimum, maximum) is None:
+            allowed = f"a whole number from {minimum} to {maximum}"
+            raise ValueError(f"defaults: {name} must be {allowed}, got {short_repr(given[name])}")
+    try:
+        validate_threshold(given.get("tau", 0.0))
+    except TypeError as error:
+        raise ValueError(f"defaults: {error}") from error
+
+
+def check_geometry(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the draft transformer and the VAE have the latents of the transformer.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    geometry = geometry_from_config(SimpleNamespace(**configs["transformer"]))
+    if draft := configs.get("draft_transformer"):
+        other = geometry_from_config(SimpleNamespace(**draft))
+        if not geometry.same_latents(other):
+            raise ValueError(f"draft_transformer and transformer do not belong together: {other} and {geometry}")
+    size = (configs.get("vae") or {}).get("size")
+    if size is not None and (size, size) != geometry.pixel_size:
+        raise ValueError(
+            f"vae and transformer do not belong together: frames of the vae are {size} pixels square, those of the "
+            f"transformer's latents {list(geometry.pixel_size)}"
+        )
 
 
 class VideoModel(StoredPipeline):
@@ -42,7 +111,7 @@ class VideoModel(StoredPipeline):
     def described(cls, folder: Path, index: Mapping[str, Any]) -> ModelInfo:
         with torch.device("meta"):
             transformer = CausalVideoTransformer.from_config(CausalVideoTransformer.load_config(folder / "transformer"))
-        geometry, given = transformer.geometry, {**USUAL, **(index.get("defaults") or {})}
+        geometry, given = transformer.geometry, {**DEFAULT_SETTINGS, **(index.get("defaults") or {})}
         blocks = given["num_blocks"]
         passes = blocks * (len(given["levels"] or shifted_levels()) + 1) - 1
         has_draft = bool((index.get("draft_transformer") or [None])[0])
@@ -54,11 +123,11 @@ class VideoModel(StoredPipeline):
 
     @classmethod
     def check_method(cls, described: ModelInfo, method: Any) -> None:
-        if method.drafts and not described.has_draft:
+        if method.needs_draft_model and not described.has_draft:
             raise ValueError(f"{method.name} needs a draft_transformer, a smaller model, and this model has none")
 
     def check_runs(self, method: Any) -> None:
-        method.check(self.block_model(), scored=True)
+        method.validate_models(self.block_model(), has_scorer=True)
 
     @property
     def by_class(self) -> bool:
@@ -70,9 +139,9 @@ class VideoModel(StoredPipeline):
         return int(longest or self.default("caption_rows"))
 
     def default(self, name: str) -> Any:
-        """Return the checkpoint's value of a setting, else the one in `vargen.pipelines.video_parts.USUAL`."""
+        """Return the checkpoint's value of a setting, else the one in `DEFAULT_SETTINGS`."""
         value = (self.config.defaults or {}).get(name)
-        return USUAL[name] if value is None else value
+        return DEFAULT_SETTINGS[name] if value is None else value
 
     @property
     def fps(self) -> int:
@@ -145,12 +214,12 @@ class VideoModel(StoredPipeline):
 
         Args:
             scorer: a name that `vargen score` accepts, a `Scorer`, a function of images and prompts, or an object whose
-                `bind(prompt)` returns a function of a `View`, such as a `FrameScorer`. None: the packaged scorer. Image scorers
-                get the checkpoint's `scored_frames` of each block.
+                `bind(prompt)` returns a function of a `BlockView`, such as a `FrameScorer`. None: the packaged scorer. Image
+                scorers get the checkpoint's `scored_frames` of each block.
         """
         frames = self.default("scored_frames")
         if scorer is None or isinstance(scorer, str):
-            return FrameScorer(self.named_scorer(scorer or PACKAGED), frames=frames)
+            return FrameScorer(self.named_scorer(scorer or DEFAULT_SCORER), frames=frames)
         bound = hasattr(scorer, "bind") and not isinstance(scorer, type)
         return scorer if bound else FrameScorer(scorer, frames=frames)
 
@@ -183,5 +252,5 @@ class VideoModel(StoredPipeline):
         if tau is not None:
             return method.with_tau(tau)
         own = self.default("tau")
-        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in read_spec(accelerator)[1])
+        unset = accelerator is None or (isinstance(accelerator, str) and "tau" not in parse_spec(accelerator)[1])
         return method.with_tau(own) if own is not None and unset and method.threshold is not None else method

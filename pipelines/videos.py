@@ -15,7 +15,7 @@ from PIL import Image
 from torch import Tensor
 
 from vargen.compat import without_autocast
-from vargen.decoding import Block, BlockStream, VideoStats
+from vargen.decoding import BlockStream, VideoBlock, VideoStats
 from vargen.files import atomic_file, expand_user
 from vargen.values import parse_float, short_repr
 
@@ -138,7 +138,7 @@ class CausalVideoPipelineOutput(BaseOutput):
     fps: int
 
 
-class VideoStream(Iterator[Block]):
+class VideoStream(Iterator[VideoBlock]):
     """Iterator over the blocks of a video as they are generated; see `CausalVideoPipeline.stream`.
 
     Attributes:
@@ -153,7 +153,7 @@ class VideoStream(Iterator[Block]):
 
     @torch.no_grad()
     @without_autocast
-    def __next__(self) -> Block:
+    def __next__(self) -> VideoBlock:
         if (prompt := self._prompts.pop(self._next, None)) is not None:
             self.switch(prompt)
         block = next(self._blocks)
@@ -180,7 +180,7 @@ class VideoStream(Iterator[Block]):
         """Use another prompt from the next block on, also to score drafts."""
         condition = self._pipe.video_condition(prompt, None, self._clean)
         score = None if self._scorer is None else self._scorer.bind(self._pipe.scored_prompt(prompt))
-        self._blocks.switch(condition, score)
+        self._blocks.change_prompt(condition, score)
 
     def cancel(self) -> None:
         """End the video within one pass. Can be called from any thread."""

@@ -41,7 +41,7 @@ def stale_weight_files(written: Path, folder: Path) -> list[Path]:
     return stale
 
 
-def model_files(folder: Path, new: Path) -> list[str]:
+def list_model_files(folder: Path, new: Path) -> list[str]:
     """Return the names of the files in `folder` that make up its model, as this library writes models.
 
     These are `model_index.json` and, in the folders of the components that it names, configurations, weights of any variant
@@ -71,7 +71,7 @@ def _is_model_file(file: Path) -> bool:
 
 
 def write_model_index(folder: Path, pipeline: str, parts: Mapping[str, Any], **values: Any) -> None:
-    """Write `model_index.json` as the pipeline's `save_pretrained` does; that class must not be imported here."""
+    """Write `model_index.json` as the pipeline's `save_pretrained` does, without the components that are missing."""
     index: dict[str, Any] = {"_class_name": pipeline, "_diffusers_version": installed_version("diffusers"), **values}
     for name, part in parts.items():
         kind = type(part)

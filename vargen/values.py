@@ -6,6 +6,7 @@ import difflib
 import math
 import numbers
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 _LONGEST = 100  # maximum length of a quoted value, in characters
@@ -59,3 +60,63 @@ def resolve_name(argument: str, value: Any, named: Mapping[str, Any]) -> Any:
     if value not in named:
         raise ValueError(f"unknown {argument} {short_repr(value)}; {suggest_names(value, named)}")
     return named[value]
+
+
+@dataclass(frozen=True)
+class _Range:
+    """Allowed values of a numeric field; see `number_field`."""
+
+    least: float
+    most: float
+    open_below: bool
+    is_integer: bool
+    optional: bool
+    meaning: str
+
+    def check(self, name: str, value: Any) -> int | float | None:
+        if value is None and self.optional:
+            return None
+        number = parse_int(value, math.ceil(self.least)) if self.is_integer else parse_float(value)
+        if number is None or not self.least <= number <= self.most or (self.open_below and number == self.least):
+            raise ValueError(f"{name}{self.meaning and f', {self.meaning},'} must be {self.allowed}, got {short_repr(value)}")
+        return number
+
+    @property
+    def allowed(self) -> str:
+        kind = "a whole number" if self.is_integer else "a number"
+        bounds = f"{'above' if self.open_below else 'of at least'} {self.least:g}"
+        if self.most < math.inf:
+            bounds += f" and at most {self.most:g}"
+        return f"{kind} {bounds}{', or None' if self.optional else ''}"
+
+
+def number_field(
+    default: Any,
+    least: float,
+    most: float = math.inf,
+    *,
+    open_below: bool = False,
+    is_integer: bool = False,
+    optional: bool = False,
+    meaning: str = "",
+) -> Any:
+    """Return a dataclass field for a number, which `validate_fields` checks.
+
+    Args:
+        least, most: bounds. open_below: whether `least` itself is excluded.
+        is_integer: whether only whole numbers are allowed. optional: whether None is allowed.
+        meaning: short description of the field for error messages.
+    """
+    return field(default=default, metadata={"range": _Range(least, most, open_below, is_integer, optional, meaning)})
+
+
+def validate_fields(instance: Any) -> None:
+    """Check the fields of a dataclass that `number_field` made, and convert NumPy numbers to plain ones.
+
+    Raises:
+        ValueError: if a value is not allowed; the message names the field, the value and what is allowed.
+    """
+    for each in fields(instance):
+        if "range" in each.metadata:
+            value = each.metadata["range"].check(each.name, getattr(instance, each.name))
+            object.__setattr__(instance, each.name, value)

@@ -22,21 +22,21 @@ from vargen.values import short_repr
 
 Shapes = dict[str, tuple[int, ...]]
 MAX_LAYERS = 1000  # networks with more are rejected early: even constructing them without memory takes minutes
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes that a network can compute in, by their safetensors names
+FLOAT_DTYPES = ("F64", "F32", "F16", "BF16")  # dtypes that a network can compute in, by their safetensors names
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorInfo:
     """The header entry of a tensor: its shape, and its dtype by safetensors' name."""
 
     shape: tuple[int, ...]
     dtype: str
 
 
-Header = dict[str, Stored]
+WeightHeader = dict[str, TensorInfo]
 
 
-def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> Header:
+def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> WeightHeader:
     """Return the tensors of `folder/stem.safetensors`, or of its shards, by name.
 
     Args:
@@ -55,30 +55,30 @@ def read_weight_header(folder: Path, stem: str, variant: str | None = None) -> H
         others = sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth", ".ckpt"))
         reason = f"; {', '.join(others)} may run code when opened and is not read, convert it first" if others else ""
         raise ValueError(f"{single} is missing{reason}")
-    return {name: stored for file in files for name, stored in read_header(file).items()}
+    return {name: info for file in files for name, info in read_header(file).items()}
 
 
-def check_weights(found: Header, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+def check_weights(found: WeightHeader, expected: Shapes, where: str, dtypes: Mapping[str, str] | None = None) -> None:
     """Raise ValueError unless the tensors are exactly the `expected` ones, in usable dtypes; see `check_dtypes`."""
-    check_shapes({name: stored.shape for name, stored in found.items()}, expected, where)
+    check_shapes({name: info.shape for name, info in found.items()}, expected, where)
     check_dtypes(found, where, dtypes)
 
 
-def check_dtypes(found: Header, where: str, dtypes: Mapping[str, str] | None = None) -> None:
+def check_dtypes(found: WeightHeader, where: str, dtypes: Mapping[str, str] | None = None) -> None:
     """Raise ValueError naming the first tensor of a wrong dtype.
 
     Args:
-        dtypes: the required dtype of each tensor; by default any of `FLOATS` is accepted.
+        dtypes: the required dtype of each tensor; by default any of `FLOAT_DTYPES` is accepted.
     """
-    for name, stored in found.items():
-        allowed = FLOATS if dtypes is None else (dtypes[name],)
-        if stored.dtype not in allowed:
+    for name, info in found.items():
+        allowed = FLOAT_DTYPES if dtypes is None else (dtypes[name],)
+        if info.dtype not in allowed:
             expected = " or ".join(allowed)
-            raise ValueError(f"the weights in {where} cannot be used: {name} is {stored.dtype}, expected {expected}")
+            raise ValueError(f"the weights in {where} cannot be used: {name} is {info.dtype}, expected {expected}")
 
 
 def check_layer_counts(
-    found: Header, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
+    found: WeightHeader, config: Mapping[str, Any], counted: Mapping[str, Sequence[str]], config_file: Path
 ) -> None:
     """Raise ValueError unless the file has the number of layers in its config; checked before a network of that size is built.
 
@@ -90,13 +90,13 @@ def check_layer_counts(
         if key not in config:
             continue
         value = config[key]
-        said = len(value) if isinstance(value, list | tuple) else value
+        layers = len(value) if isinstance(value, list | tuple) else value
         prefix = next((each for each in prefixes if any(name.startswith(each) for name in found)), prefixes[0])
         held = len({name[len(prefix) :].partition(".")[0] for name in found if name.startswith(prefix)})
-        absurd = isinstance(said, int) and said > MAX_LAYERS
-        if said != held and (held or absurd):  # without any such layers it is another network: see its shapes
+        absurd = isinstance(layers, int) and layers > MAX_LAYERS
+        if layers != held and (held or absurd):  # without any such layers it is another network: see its shapes
             what = f"{len(value)} numbers in {key}" if isinstance(value, list | tuple) else f"{key}: {short_repr(value)}"
-            raise ValueError(f"{config_file} has {what}, but the weights beside it hold {held} ({prefix}0 and on)")
+            raise ValueError(f"{config_file} has {what}, but the weights in its folder hold {held} ({prefix}0 and on)")
 
 
 def _shards(index: Path) -> list[Path]:
@@ -111,7 +111,7 @@ def _shards(index: Path) -> list[Path]:
     return [index.parent / name for name in names]
 
 
-def read_header(file: Path) -> Header:
+def read_header(file: Path) -> WeightHeader:
     """Return the tensors of a safetensors file by name, from its header.
 
     Raises:
@@ -120,7 +120,7 @@ def read_header(file: Path) -> Header:
     try:
         with safe_open(str(file), "pt") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            return {name: Stored(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
+            return {name: TensorInfo(tuple(part.get_shape()), part.get_dtype()) for name, part in slices.items()}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is missing, damaged or not a safetensors file ({error}); fetch it again") from error
 
@@ -178,9 +178,9 @@ def load_pickle_safely(
         raise ValueError(
             f"{file} holds more than tensors: {what}. Opening it in full could run code, so it was not opened; {if_foreign}"
         )
-    told = [line.split("WeightsUnpickler error:")[-1].strip() for line in text.splitlines()]
-    told = [line for line in told if line and "torch.load" not in line and "weights_only" not in line]
-    reason = told[-1] if told else "no data"
+    lines = [line.split("WeightsUnpickler error:")[-1].strip() for line in text.splitlines()]
+    lines = [line for line in lines if line and "torch.load" not in line and "weights_only" not in line]
+    reason = lines[-1] if lines else "no data"
     raise ValueError(f"{file} is damaged, incomplete or not a torch checkpoint ({reason}); {if_damaged}")
 
 
@@ -191,14 +191,14 @@ def load_npz(file: Path, *names: str) -> dict[str, np.ndarray]:
         ValueError: the file is damaged, lacks one of the arrays, or holds pickled objects, which are not loaded.
     """
     try:
-        with np.load(file, allow_pickle=False) as held:
-            return {name: held[name] for name in names}
+        with np.load(file, allow_pickle=False) as arrays:
+            return {name: arrays[name] for name in names}
     except MemoryError:
         raise
     except Exception as error:  # numpy, zipfile and zlib each raise their own types
         # numpy's message also recommends unpickling
         reason = "pickled data, which is not opened" if "pickle" in str(error) else f"{type(error).__name__}: {error}"
-    raise ValueError(f"{file} is damaged or not of vargen's ({reason}); remove it, and it is made anew")
+    raise ValueError(f"{file} is damaged or was not written by vargen ({reason}); remove it, and it is written again")
 
 
 def weights_digest(*networks: torch.nn.Module | None) -> str:

@@ -73,7 +73,7 @@ def describe_operation(case: KernelCase) -> dict[str, Any]:
     """What can be said of a case without a compiler."""
     return {
         "operation": case.operation, "shape": case.shape, "bytes": case.bytes, "flops": case.flops,
-        "launches": len(case.launches), "programs": [launch.programs for launch in case.launches],
+        "launches": len(case.launches), "programs": [launch.num_programs for launch in case.launches],
         "roofline_microseconds": {
             name: round(1e6 * max(case.bytes / gpu.bandwidth, case.flops / gpu.rate), 3) for name, gpu in GPUS.items()
         },
@@ -85,9 +85,9 @@ def _describe_launch(case: KernelCase, launch: Launch, found: Resources, capabil
     return {
         "operation": case.operation, "shape": case.shape, "kernel": launch.name, "capability": capability,
         "registers": found.registers, "spills": found.stack, "shared": found.shared, "shared_limit": SHARED_LIMIT[capability],
-        "warps": found.warps, "programs": launch.programs, "resident": resident,
+        "warps": found.warps, "programs": launch.num_programs, "resident": resident,
         "waves": {
-            name: round(launch.programs / (resident * gpu.multiprocessors), 3)
+            name: round(launch.num_programs / (resident * gpu.multiprocessors), 3)
             for name, gpu in GPUS.items() if gpu.capability == capability
         },
         "tensor_cores": any(name in found.ptx for name in _CORES),

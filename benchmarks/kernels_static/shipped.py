@@ -22,14 +22,14 @@ from vargen.evaluation.kernel_speed import (
     commit_bytes,
     sampler_bytes,
 )
-from vargen.kernels.accept_chain import verify_chain
-from vargen.kernels.accept_traversal import verify_traversal
-from vargen.kernels.accept_tree import verify_recursive_rejection, verify_shared_noise
-from vargen.kernels.accept_wanted import grouped_accept_prob, neighborhood_accept_prob
-from vargen.kernels.commit import keep
-from vargen.kernels.launch import Launch, recording
-from vargen.kernels.sampler import Coins, race, sample
+from vargen.kernels.kv_compaction import compact_kv
+from vargen.kernels.launch import Launch, record_launches
+from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
+from vargen.kernels.sampler import NoiseStream, sample_from_logits, sample_gumbel_max
 from vargen.kernels.tree_attention import tree_attention
+from vargen.kernels.verify_chain import verify_chain
+from vargen.kernels.verify_traversal import verify_traversal
+from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
 
 
 class KernelCase(NamedTuple):
@@ -51,7 +51,7 @@ def _meta_int(*shape: int) -> Tensor:
 
 
 def _record(run: Callable[[], Any]) -> list[Launch]:
-    with recording() as launches:
+    with record_launches() as launches:
         run()
     return launches
 
@@ -75,53 +75,53 @@ def attention(
     return KernelCase("attention, a layer", name, launches, moved, attention_flops(shape, R, T, slots))
 
 
-def sampling(V: int, T: int, B: int = 1, filters: bool = True, draw: bool = False) -> KernelCase:
-    """Probabilities of T rows of guided logits, with or without filters and a draw."""
+def sampling(V: int, T: int, B: int = 1, filters: bool = True, token: bool = False) -> KernelCase:
+    """Probabilities of T rows of guided logits, with or without filters and a sampled token."""
     logits = _meta(B, T, V, dtype=torch.bfloat16)
-    coins = Coins(_meta_int(B), _meta_int(B, T), 0) if draw else None
+    noise = NoiseStream(_meta_int(B), _meta_int(B, T), 0) if token else None
     options: dict[str, Any] = {"top_k": 100, "top_p": 0.9} if filters else {}
-    launches = _record(lambda: sample(logits, coins=coins, **options))
-    name = f"V {V}, {T} rows{', top-k and top-p' if filters else ''}{', a draw' if draw else ''}"
+    launches = _record(lambda: sample_from_logits(logits, noise=noise, **options))
+    name = f"V {V}, {T} rows{', top-k and top-p' if filters else ''}{', a draw' if token else ''}"
     return KernelCase("sampler", name, launches, sampler_bytes(B * T, V, 2))
 
 
-def draws(V: int, T: int, B: int = 1) -> KernelCase:
-    """The race of T rows of probabilities."""
+def sampling_from_probs(V: int, T: int, B: int = 1) -> KernelCase:
+    """Gumbel-max sampling from T rows of probabilities."""
     return KernelCase(
         "race",
         f"V {V}, {T} rows",
-        _record(lambda: race(_meta(B, T, V), Coins(_meta_int(B), _meta_int(B, T), 0))),
+        _record(lambda: sample_gumbel_max(_meta(B, T, V), NoiseStream(_meta_int(B), _meta_int(B, T), 0))),
         4 * B * T * V,
     )
 
 
-def acceptance(V: int, T: int, B: int = 1, counted: bool = False, drawn: bool = True) -> Iterator[KernelCase]:
+def acceptance(V: int, T: int, B: int = 1, counted: bool = False, sampled: bool = True) -> Iterator[KernelCase]:
     """Every rule, at T fed tokens of each image; a tree's path is taken to be 5 slots long, with 2 siblings tried at each.
 
     Args:
-        counted: whether the device counts the passes, as captured ones; only rules with coins differ.
-        drawn: whether drafts were drawn, from probabilities q, and some may be void; else they were looked up, and all count.
+        counted: whether the device counts the passes, as captured ones; only rules with uniforms differ.
+        sampled: whether drafts were sampled, from probabilities q, and some may be invalid; otherwise they were looked up.
     """
     probs, q, tokens = _meta(B, T, V), _meta(B, T - 1, V), _meta_int(B, T - 1)
     valid = _meta(B, T - 1, dtype=torch.bool)
-    shape = f"V {V}, {T} fed{', counted on the device' if counted else ''}{'' if drawn else ', not drawn'}"
-    draft = probs, tokens, q if drawn else None, valid if drawn else None
+    shape = f"V {V}, {T} fed{', counted on the device' if counted else ''}{'' if sampled else ', not drawn'}"
+    draft = probs, tokens, q if sampled else None, valid if sampled else None
     noise = _meta_int(B), _meta_int(B, T), torch.empty((), dtype=torch.int64, device="meta") if counted else 1
-    rows = 8 if drawn else 4  # bytes of p and q, or of p
-    relaxed: dict[str, Any] = {"wanted": _meta(B, T - 1), "relaxation": _meta(B)}
+    rows = 8 if sampled else 4  # bytes of p and q, or of p
+    relaxed: dict[str, Any] = {"accept_prob": _meta(B, T - 1), "relaxation": _meta(B)}
     yield KernelCase("accept, chain", shape, _record(lambda: verify_chain(*draft, *noise)), rows * B * V)
     yield KernelCase("accept, relaxed chain", shape, _record(lambda: verify_chain(*draft, *noise, **relaxed)), rows * B * V)
     children = _meta_int(T, 4)
     walked = _record(lambda: verify_recursive_rejection(*draft, children, 6, *noise))
-    yield KernelCase("accept, tree", shape, walked, B * 4 * V * (6 + (6 if drawn else 0)))
+    yield KernelCase("accept, tree", shape, walked, B * 4 * V * (6 + (6 if sampled else 0)))
     tables = (children, _meta_int(T), _meta_int(T), _meta_int(T))
     traversed = _record(lambda: verify_traversal(*draft, *tables, 6, *noise))
-    yield KernelCase("accept, traversal", shape, traversed, B * 4 * V * (T // 3 + (T if drawn else 0)))
+    yield KernelCase("accept, traversal", shape, traversed, B * 4 * V * (T // 3 + (T if sampled else 0)))
     if counted:
         return
-    codes = _meta(8, V) if drawn else None
-    groups = _record(lambda: grouped_accept_prob(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if drawn else None, codes))
-    yield KernelCase("accept, groups", shape, groups, B * (T - 1) * rows * V + (4 * 8 * V if drawn else 0))
+    codes = _meta(8, V) if sampled else None
+    groups = _record(lambda: grouped_accept_prob(probs[:, :-1], draft[2], tokens, 14, 0.15, 1.0 if sampled else None, codes))
+    yield KernelCase("accept, groups", shape, groups, B * (T - 1) * rows * V + (4 * 8 * V if sampled else 0))
 
 
 def small_cases(T: int, B: int = 1) -> Iterator[KernelCase]:
@@ -141,7 +141,9 @@ def commit(model: str, path: int, R: int = 2) -> KernelCase:
     room = -(-shape.width // 16) * 16
     k = _meta(shape.layers, R, shape.key_heads, 1100, room, dtype=torch.bfloat16)[..., : shape.width]
     done = _meta(R, dtype=torch.int32)
-    launches = _record(lambda: keep(k, k, _meta_int(R), _meta_int(R, path), _meta_int(R), done, first=1, tokens=1024))
+    launches = _record(
+        lambda: compact_kv(k, k, _meta_int(R), _meta_int(R, path), _meta_int(R), done, image_start=1, grid_tokens=1024)
+    )
     return KernelCase("commit", f"{model}, path of {path}", launches, commit_bytes(shape, R, path, 2))
 
 
@@ -156,6 +158,12 @@ def list_cases() -> list[KernelCase]:
     found += [attention("LlamaGen-B", 32, 1024, torch.float16), attention("7B", 16, 1024, chain=True)]
     found += [attention("grouped", 16, 1024), *(attention("7B", T, 1024) for T in (16, 32, 64))]
     for V in VOCABULARIES:
-        found += [sampling(V, 32), sampling(V, 32, filters=False), sampling(V, 1, draw=True), draws(V, 32), *acceptance(V, 32)]
-    found += [*acceptance(VOCABULARIES[0], 32, counted=True), *acceptance(VOCABULARIES[0], 32, drawn=False)]
+        found += [
+            sampling(V, 32),
+            sampling(V, 32, filters=False),
+            sampling(V, 1, token=True),
+            sampling_from_probs(V, 32),
+            *acceptance(V, 32),
+        ]
+    found += [*acceptance(VOCABULARIES[0], 32, counted=True), *acceptance(VOCABULARIES[0], 32, sampled=False)]
     return [*found, *small_cases(32), commit("LlamaGen-B", 6), commit("LlamaGen-3B", 6), commit("LlamaGen-3B", 32)]

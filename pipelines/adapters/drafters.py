@@ -5,36 +5,32 @@ Shape suffixes: B images, R rows (B, or 2 B under guidance: conditional first), 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.decoding import Noise, Output, Sampling, Tree, decode
-from vargen.decoding.noise import Purpose, derived
+from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, Tree, decode
+from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.noise import Purpose, derive_seeds
 from vargen.decoding.sampling import to_probs
+from vargen.device import normal_tensors
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
 from vargen.models.heads.upsampler import TokenUpsampler
 from vargen.models.kv_cache import KVCache
-from vargen.models.llamagen import LlamaGenTransformer
 from vargen.models.tokenizers.vq import VQModel
-from vargen.modes import normal_tensors
-from vargen.pipelines.component_files import check_component, resolve_network_folder
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.parts import check_parts
-from vargen.pipelines.quiet import placing
+from vargen.pipelines.components import require_equal
 
 
 class Target(Protocol):
     """What drafters use of the target transformer, whose features they extend."""
 
-    halves: int
+    rows_per_image: int  # network rows: 2 under classifier-free guidance, otherwise 1
 
     @property
     def vocab(self) -> int: ...
@@ -52,66 +48,53 @@ class Target(Protocol):
         """Guided logits `[B, T, V]` for the tokens after positions `[B, T]`, from states `[R, T, D]` before the final norm."""
 
 
+@register_state
 @dataclass
-class _Held:
+class EagleCache:
     """The cache and, for drafters that use the row above, the target's features by slot `[R, N + scratch, D]`."""
 
     cache: KVCache
     seen: Tensor | None
 
 
-class _OfTarget:
-    """Base of drafters, which share the vocabulary and the grid of their target."""
-
-    target: Target
-
-    @property
-    def vocab(self) -> int:
-        return self.target.vocab
-
-    @property
-    def grid(self) -> tuple[int, int]:
-        return self.target.grid
-
-
-class EagleModel(_OfTarget):
+class EagleModel(AutoregressiveHead):
     """`AutoregressiveHead` of an `EagleDrafter` and its target."""
 
     def __init__(self, drafter: EagleDrafter, target: Target):
-        self.drafter, self.target = drafter, target
+        self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
 
-    def start(self, images: int, max_fed: int) -> _Held:
-        rows, device = images * self.target.halves, self.target.device
-        cache, seen = self.drafter.new_cache(rows, max_fed, device), None
+    def start(self, images: int, max_width: int) -> EagleCache:
+        rows, device = images * self.target.rows_per_image, self.target.device
+        cache, seen = self.drafter.new_cache(rows, max_width, device), None
         if self.drafter.config.above:
             with normal_tensors():
-                size = (rows, self.drafter.tokens + max_fed, self.drafter.config.dim)
+                size = (rows, self.drafter.tokens + max_width, self.drafter.config.dim)
                 seen = torch.zeros(size, dtype=self.drafter.dtype, device=device)
-        return _Held(cache, seen)
+        return EagleCache(cache, seen)
 
-    def forward(self, tokens: Tensor, features: Tensor, state: _Held, tree: Tree) -> Output:
+    def forward(self, tokens: Tensor, features: Tensor, state: EagleCache, tree: Tree) -> Output:
         B, T = tokens.shape
-        cache, halves = state.cache, self.target.halves
+        cache, rows_per_image = state.cache, self.target.rows_per_image
         earlier = tree.parents.shape[-1] - T
         depth = tree.depth[..., earlier:]
         position = cache.length[:B, None] + depth
         places = {}
-        if not tree.chain:
+        if not tree.is_chain:
             ancestors = tree.ancestors[..., earlier:, :]
-            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(halves, 1, 1)
-            places["positions"] = position.repeat(halves, 1)
+            places["ancestors"] = ancestors if ancestors.dim() == 2 else ancestors.repeat(rows_per_image, 1, 1)
+            places["positions"] = position.repeat(rows_per_image, 1)
         above = None if state.seen is None else self._above(features, state, position, earlier)
         hidden = self.drafter(features, self.target.embed(tokens), cache, earlier=earlier, above=above, **places)
         return Output(self.target.head(hidden, position), hidden)
 
-    def _above(self, features: Tensor, state: _Held, position: Tensor, earlier: int) -> Tensor:
+    def _above(self, features: Tensor, state: EagleCache, position: Tensor, earlier: int) -> Tensor:
         """Return the target's features after the tokens above those to predict, `[R, T, D]`; zero where there are none.
 
         Slot j has the feature that predicted token j. The feature after the token above token j + 1 is in slot j + 2 - columns.
         """
-        seen, halves, columns = state.seen, self.target.halves, self.target.grid[1]
+        seen, rows_per_image, columns = state.seen, self.target.rows_per_image, self.target.grid[1]
         assert seen is not None
-        position = position.repeat(halves, 1)
+        position = position.repeat(rows_per_image, 1)
         if earlier == 0:  # tokens that the target has processed; drafted ones follow
             at = position.clamp(max=seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
             seen.scatter_(1, at, features.to(seen.dtype))
@@ -121,23 +104,20 @@ class EagleModel(_OfTarget):
         index = source.clamp(0, seen.shape[1] - 1)[..., None].expand(-1, -1, seen.shape[2])
         return seen.gather(1, index) * known[..., None]
 
-    def commit(self, state: _Held, count: Tensor) -> None:
-        state.cache.advance(count.repeat(self.target.halves))
+    def commit(self, state: EagleCache, count: Tensor) -> None:
+        state.cache.advance(count.repeat(self.target.rows_per_image))
 
 
-class MedusaHeads(_OfTarget):
+class MedusaHeads(ParallelHeads):
     """`ParallelHeads` of a `MedusaDrafter` and its target."""
 
     def __init__(self, drafter: MedusaDrafter, target: Target):
-        self.drafter, self.target = drafter, target
-
-    @property
-    def heads(self) -> int:
-        return self.drafter.config.heads
+        self.drafter, self.target, self.vocab, self.grid = drafter, target, target.vocab, target.grid
+        self.num_heads = drafter.config.heads
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
         hidden = self.drafter(features, self.target.embed(tokens[:, None]))[:, 0]
-        ahead = torch.arange(self.heads, device=position.device)
+        ahead = torch.arange(self.num_heads, device=position.device)
         return self.target.head(hidden, position[:, None] + ahead)
 
 
@@ -149,14 +129,15 @@ _AHEAD = 2  # low-resolution rows to resample after the completed ones
 _PASSES = 2  # over these rows: the second pass conditions on the tokens sampled in the first
 
 
+@register_state
 @dataclass
-class _Small:
+class LowResState:
     """The low-resolution images, and the predictions from them.
 
     Attributes:
         seeds: `[B]`, for the noise of the low-resolution images.
         low: low-resolution tokens, int64 `[B, n]`.
-        larger: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
+        upsampled: features `[B, D, R, C]` of the up-sampler, or tokens `[B, N]` without one.
         shown: `[B]`, number of low-resolution tokens that are synchronized with the accepted tokens.
         cache: cache of the low-resolution model, which holds the `shown` tokens; None before the first refresh.
     """
@@ -165,7 +146,7 @@ class _Small:
     seeds: Tensor
     sampling: Sampling
     low: Tensor
-    larger: Tensor
+    upsampled: Tensor
     shown: Tensor
     cache: Any = None
 
@@ -191,19 +172,19 @@ class LowResolutionDrafter:
     def vocab(self) -> int:
         return self.model.vocab
 
-    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> _Small:
+    def start(self, condition: Condition, seeds: Tensor, sampling: Sampling) -> LowResState:
         rows, columns = self.model.grid
-        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derived(seeds, Purpose.LOW_RES)
+        method, own = "gumbel" if rows * columns >= _WINDOW else "ar", derive_seeds(seeds, Purpose.LOW_RES)
         low = decode(self.model, condition, own, method, sampling).tokens
-        return _Small(condition, own, sampling, low, self._larger(low), torch.zeros_like(seeds))
+        return LowResState(condition, own, sampling, low, self._upsample(low), torch.zeros_like(seeds))
 
-    def _larger(self, low: Tensor) -> Tensor:
+    def _upsample(self, low: Tensor) -> Tensor:
         low = low.unflatten(1, self.model.grid)
         if self.upsampler is not None:
             return self.upsampler.features(low)
         return enlarged(low, self.grid, self.vqvae.decode, self.vqvae.encode).flatten(1)
 
-    def refresh(self, state: _Small, tokens: Tensor, committed: Tensor) -> _Small:
+    def refresh(self, state: LowResState, tokens: Tensor, committed: Tensor) -> LowResState:
         """Synchronize the low-resolution image with the tokens accepted so far (MuLo-SD).
 
         Runs once per completed low-resolution row. Each low-resolution token in the completed area is replaced by the codebook
@@ -220,37 +201,53 @@ class LowResolutionDrafter:
         seen = pooled(tokens[:, : self.grid[0] * self.grid[1]], self.grid, self.model.grid, self.codes)
         low = torch.where(torch.arange(rows * columns, device=whole.device) < whole[:, None], seen, state.low)
         cache = self.model.prefill(state.condition, rows * columns)[0] if state.cache is None else state.cache
-        low = self._redrawn(replace(state, low=low, cache=cache), whole, images)
-        larger = state.larger.index_copy(0, images, self._larger(low[images]))
-        return replace(state, low=low, larger=larger, shown=whole, cache=cache)
+        low = self._resample_rows(replace(state, low=low, cache=cache), whole, images)
+        upsampled = state.upsampled.index_copy(0, images, self._upsample(low[images]))
+        return replace(state, low=low, upsampled=upsampled, shown=whole, cache=cache)
 
-    def _redrawn(self, state: _Small, whole: Tensor, images: Tensor) -> Tensor:
+    def _resample_rows(self, state: LowResState, whole: Tensor, images: Tensor) -> Tensor:
         """Return the tokens `[B, n]` with the rows after the first `whole` `[B]` tokens resampled for the given images.
 
         Afterwards the cache holds the first `whole` tokens."""
         (rows, columns), device = self.model.grid, whole.device
         n, news = rows * columns, whole - state.shown
         T = min(int(news.max()) + _AHEAD * columns - 1, n)
-        tree, slots = Tree.of_chain(T - 1, device), torch.arange(T, device=device)
+        tree, slots = Tree.make_chain(T - 1, device), torch.arange(T, device=device)
         fed = state.shown[:, None] + slots
         first = int(news[images].min()) - 1  # earlier slots predict tokens that are known
-        behind, start = fed[images, first:] + 1, whole[images, None]
-        anew = (behind >= start) & (behind < start + _AHEAD * columns)
-        noise, low = Noise(state.seeds[images], behind), F.pad(state.low, (0, T + 1))
+        position, start = fed[images, first:] + 1, whole[images, None]
+        resampled = (position >= start) & (position < start + _AHEAD * columns)
+        noise, low = Noise(state.seeds[images], position), F.pad(state.low, (0, T + 1))
         for _ in range(_PASSES):
             out = self.model.forward(low.gather(1, fed), state.cache, tree)
-            drawn = noise.draw(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
+            sampled = noise.sample(to_probs(out.logits[images, first:], state.sampling), Purpose.TOKEN)
             row = low[images]
-            low = low.index_copy(0, images, row.scatter(1, behind, torch.where(anew, drawn, row.gather(1, behind))))
+            low = low.index_copy(0, images, row.scatter(1, position, torch.where(resampled, sampled, row.gather(1, position))))
         self.model.commit(state.cache, slots.expand(len(low), T), news, tree)
         return low[:, :n]
 
-    def probs(self, state: _Small, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
+    def probs(self, state: LowResState, tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
         if self.upsampler is None:
-            return F.one_hot(state.larger.gather(1, position), self.vocab).float()
+            return F.one_hot(state.upsampled.gather(1, position), self.vocab).float()
         N = self.grid[0] * self.grid[1]
         known = torch.arange(N, device=tokens.device) < length[:, None]
-        return to_probs(self.upsampler(state.larger, tokens[:, :N], known, position), state.sampling)
+        return to_probs(self.upsampler(state.upsampled, tokens[:, :N], known, position), state.sampling)
+
+
+def check_low_res(configs: Mapping[str, Any]) -> None:
+    """Raise ValueError unless the grid of the low-resolution transformer divides the transformer's, and its up-sampler fits.
+
+    Args:
+        configs: configuration by component, None for a missing one.
+    """
+    low, large = configs.get("low_res"), configs["transformer"]["grid_size"]
+    if low is None and configs.get("upsampler") is not None:
+        raise ValueError("upsampler needs the low_res transformer whose images it enlarges")
+    if low is not None and (low["grid_size"] >= large or large % low["grid_size"]):
+        raise ValueError(
+            f"low_res and transformer do not belong together: grid_size {low['grid_size']} must divide {large} and be smaller"
+        )
+    require_equal(configs, "upsampler", "low_grid", "low_res", "grid_size")
 
 
 def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: Tensor) -> Tensor:
@@ -258,29 +255,6 @@ def pooled(tokens: Tensor, grid: tuple[int, int], low: tuple[int, int], codes: T
     (R, C), (r, c) = grid, low
     means = codes[tokens].unflatten(1, (r, R // r, c, C // c)).mean((2, 4)).flatten(1, 2)
     return (means @ codes.T).argmax(-1)
-
-
-def opened(low_res: Any, upsampler: Any, transformer: LlamaGenTransformer, vqvae: VQModel | None) -> dict[str, Any]:
-    """Load the networks `low_res` and `upsampler` (None without one) from folders, and check that they match a transformer; see
-    `LlamaGenPipeline.load_low_res`."""
-    found: dict[str, Path] = {"low_res": resolve_network_folder(low_res, "transformer", "low_res")}
-    if upsampler is not None:
-        found["upsampler"] = resolve_network_folder(upsampler, "upsampler", "upsampler")
-    family = FAMILIES["LlamaGenPipeline"]
-    configs = {name: check_component(folder, family.networks[name]) for name, folder in found.items()}
-    check_parts(family, {"transformer": transformer.config, **configs})
-    of, codes = configs.get("upsampler", {}).get("codes"), vqvae and vqvae.quantize.digest()
-    if of and codes and of != codes:
-        raise ValueError(
-            f"upsampler {str(upsampler)!r} belongs to another codebook (digest {of}) than this model's ({codes}), as does the "
-            "low-resolution model that it was trained with: give those of this model"
-        )
-    dtypes = {"low_res": transformer.dtype, "upsampler": torch.float32}
-    networks: dict[str, Any] = {"upsampler": None}
-    for name, folder in found.items():
-        kind: Any = family.networks[name]
-        networks[name] = kind.from_pretrained(folder, torch_dtype=dtypes[name], use_safetensors=True, **placing()).eval()
-    return networks
 
 
 def enlarged(

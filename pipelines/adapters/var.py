@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.sampling import apply_guidance
+from vargen.device import inference_mode_for
 from vargen.models.condition import Condition
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.var import VAROutput, VARTransformer
 from vargen.models.var_blocks import ScaleCache
-from vargen.modes import inference_mode_for
 
 
 class ScaleState:
@@ -114,10 +114,9 @@ class VARScaleModel:
         side = self.quantiser.scales[-1]
         return torch.zeros(batch, self.transformer.config.code_dim, side, side, device=self.device)
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
-        if tokens is not None:
-            side = self.quantiser.scales[scale]
-            canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
+        side = self.quantiser.scales[scale]
+        canvas = canvas + self.quantiser.lookup(tokens.unflatten(1, (side, side)), scale)
         return canvas, self.quantiser.input_of(canvas, scale + 1)
 
     # -- passes -------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def document(page: Path) -> dict[str, Any]:
 def test_the_sheet_lists_what_is_shipped(document: dict[str, Any]) -> None:
     """Every launch for every generation of GPUs, in order, with its grid and its warps."""
     expected = [
-        (case.operation, case.shape, launch.name, launch.programs, launch.options["num_warps"], capability)
+        (case.operation, case.shape, launch.name, launch.num_programs, launch.options["num_warps"], capability)
         for case, launch in costs.list_launches(list_cases())
         for capability in SHARED_LIMIT
     ]

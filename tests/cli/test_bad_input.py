@@ -47,7 +47,7 @@ TEXT = [
     (["a", "--top-p", "nan"], ["top_p", "(0, 1]"]),
     (["a", "--accelerator", "arr"], ["unknown accelerator 'arr'", "'ar'"]),
     (["a", "--accelerator", "gumbel:windw=8"], ["no setting 'windw'", "window"]),
-    (["a", "--accelerator", "gumbel:window=x"], ["unknown window", "adaptive"]),
+    (["a", "--accelerator", "gumbel:window=x"], ["unknown window", "auto"]),
     (["a", "--accelerator", "gumbel:window"], ["key=value"]),
     (["a", "--seed", "-1"], ["seed must be", "0 to 9223372036854775807"]),
     (["a", "--seed", str(2**63)], ["seed must be", "0 to 9223372036854775807"]),

@@ -1,28 +1,39 @@
 """`vargen convert`: options reach the converter; what is wrong with a file is said in a line."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from vargen.pipelines.registry import FAMILIES, LLAMAGEN
+
 
 def test_options_reach_the_converter(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.convert import llamagen
-
     seen: dict[str, Any] = {}
 
-    def convert(transformer: Path, vq: Path, output: Path, **options: Any) -> Path:
-        seen.update(transformer=transformer, vq=vq, **options)
+    def convert(
+        files: Sequence[Path], output: Path, *, id2label: Path | None = None, dtype: torch.dtype | None = None, n_head: int = 2
+    ) -> Path:
+        """Convert files.
+
+        Args:
+            files: parts of
+                a model.
+            output: folder.
+        """
+        seen.update(files=files, id2label=id2label, dtype=dtype, n_head=n_head)
         return output
 
-    monkeypatch.setattr(llamagen, "convert_llamagen", convert)
-    words = ("--transformer", "c2i_B_256.pt", "--vq", "vq.pt", "--output", "out/b")
-    result = run("convert", "llamagen", *words, "--dtype", "bfloat16", "--overwrite", "--grid-size", 16)
+    monkeypatch.setitem(FAMILIES, "Tiny", replace(LLAMAGEN, name="tiny", convert=convert))
+    result = run("convert", "tiny", "--files", "a.pt", "--files", "b.pt", "-o", "out/b", "--dtype", "bfloat16")
     assert result.exit_code == 0, result.output
     assert result.stdout == "out/b\n"
-    assert seen["transformer"] == Path("c2i_B_256.pt") and seen["vq"] == Path("vq.pt")
-    assert seen["dtype"] is torch.bfloat16 and seen["overwrite"] and seen["grid_size"] == 16 and seen["n_head"] is None
+    assert seen == {"files": [Path("a.pt"), Path("b.pt")], "id2label": None, "dtype": torch.bfloat16, "n_head": 2}
+    assert "tiny" in run("convert", "--help").stdout and "parts of a model" in run("convert", "tiny", "--help").stdout
+    assert run("convert", "tiny", "-o", "out").exit_code == run("convert", "nothing").exit_code == 2
 
 
 def test_missing_and_foreign_files(run: Any) -> None:

@@ -61,7 +61,7 @@ def test_a_packaged_model_shows_its_size_and_card(
     (model,) = json.loads(run("info", "--json").stdout)["models"]
     assert model["name"] == "tiny" and model["megabytes"] > 1 and model["summary"] == "Draws noise, and little else"
     assert "Draws noise, and little else" in run("info").stdout
-    assert info.card_summary(tmp_path) == ""
+    assert info.read_card_summary(tmp_path) == ""
 
 
 def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,16 +73,16 @@ def test_info_says_how_many_threads_were_chosen_and_why(tmp_path: Path, monkeypa
 
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: None)
-    assert "none is measured yet" in info.thread_choice()
-    here, now = cost.machine(torch.device("cpu")), time.time()
+    assert "measured with the first image" in info.describe_threads()
+    here, now = cost.describe_machine(torch.device("cpu")), time.time()
     measured = {1: {"1": 0.010, "16": 0.040}, 2: {"1": 0.009, "16": 0.020}}
     entries = {f"net, batch 1, {n} threads, {here}": {"measured": now, "seconds": each} for n, each in measured.items()}
     entries |= {"net, batch 1, 2 threads, another machine": {"measured": now, "seconds": {"1": 0.001}}}
     (tmp_path / "pass-costs.json").write_text(json.dumps(entries))
-    told = info.thread_choice().splitlines()
+    told = info.describe_threads().splitlines()
     assert told[1:] == [
         "1 for net, batch 1, 1 tokens a pass: 10.0 ms with 1, 9.0 ms with 2",
         "2 for net, batch 1, 16 tokens a pass: 40.0 ms with 1, 20.0 ms with 2",
     ]
     monkeypatch.setattr("vargen.device.user_thread_count", lambda: (3, "OMP_NUM_THREADS"))
-    assert info.thread_choice() == "3 CPU threads, set by OMP_NUM_THREADS"
+    assert info.describe_threads() == "3 CPU threads, set by OMP_NUM_THREADS"

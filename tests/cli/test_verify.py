@@ -10,12 +10,12 @@ import pytest
 
 MINE = """
 from vargen import Accelerator
-from vargen.decoding import Jacobi, Speculative, exact
+from vargen.decoding import Jacobi, Speculative, speculative_sampling
 from vargen.evaluation.exactness import refusal_from_p
 
-good = Accelerator("good", Jacobi(3, "maximal"), exact)
+good = Accelerator("good", Jacobi(3, "maximal"), speculative_sampling)
 wrong = Accelerator("wrong", Jacobi(4), refusal_from_p)
-long = Accelerator("long", Speculative(30), exact)
+long = Accelerator("long", Speculative(30), speculative_sampling)
 other = 5
 """
 
@@ -45,7 +45,7 @@ def test_a_wrong_method_of_ones_own_ends_with_1(run: Any, mine: str) -> None:
     assert result.exit_code == 1
     assert "wrong claims to be exact and is not exact" in result.stdout
     assert "good claims to be exact and is exact" in result.stdout
-    assert "all detected: refusal drawn from p" in result.stdout
+    assert "all detected: rejected token resampled from p" in result.stdout
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_files_of_all_kinds_give_the_same_network(theirs, tmp_path, kind):
         torch.save({"generator": {name: value + 1 for name, value in averaged.items()}, "generator_ema": averaged}, files[0])
     else:
         save_file(original if kind == "original" else state, files[0])
-    folder = convert_causal_video(files, tmp_path / "out", heads=2, size=(32, 48))
+    folder = convert_causal_video(files, tmp_path / "out", n_head=2, size=(32, 48))
     model = CausalVideoTransformer.from_pretrained(folder / "transformer")
     assert all(torch.equal(value, original[name]) for name, value in model.state_dict().items())
     assert (model.geometry.height, model.geometry.width, model.config.text_len) == (4, 6, 512)
@@ -99,10 +99,10 @@ def test_what_is_wrong_is_named_and_nothing_is_written(theirs, tmp_path):
     def refused(message: str, state: dict[str, torch.Tensor], **more) -> None:
         save_file(state, file)
         with pytest.raises(ValueError, match=message):
-            convert_causal_video([file], out, **{"heads": 2, **more})
+            convert_causal_video([file], out, **{"n_head": 2, **more})
         assert not out.exists()
 
-    refused("n_head must be given: a width of 24", original, heads=None)
+    refused("n_head must be given: a width of 24", original, n_head=None)
     refused("missing: 1 .*norm_k", {n: v for n, v in original.items() if n != "blocks.1.self_attn.norm_k.weight"})
     refused("takes an image beside its latents", {**original, "img_emb.proj.0.weight": torch.zeros(2)})
     refused("it has no patch_embedding.weight", {"a": torch.zeros(2)})
@@ -110,7 +110,7 @@ def test_what_is_wrong_is_named_and_nothing_is_written(theirs, tmp_path):
     refused("NaN", {**original, "head.modulation": original["head.modulation"] * float("nan")})
     refused("size must be multiples of 16 pixels, got 480x830", original, size=(480, 830))
     refused("dtype must be", original, dtype=torch.int8)
-    refused("num_heads must divide", original, heads=5)
+    refused("num_heads must divide", original, n_head=5)
     with pytest.raises(ValueError, match="which an earlier file holds, too"):
         convert_causal_video([file, file], out)
     with pytest.raises(FileNotFoundError, match="does not exist"):

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from vargen import LlamaGenPipeline
 from vargen.convert import llamagen
-from vargen.convert.checkpoints import fitting_defaults, read_labels
 from vargen.convert.llamagen import convert_llamagen, detect_transformer, detect_vq
+from vargen.convert.state_dicts import clamp_top_k, read_labels
 from vargen.models.llamagen import SIZES, LlamaGenTransformer
 from vargen.models.llamagen_blocks import build_rotary_2d
 from vargen.models.tokenizers.vq import VQModel
+from vargen.pipelines.llamagen import LLAMAGEN
 from vargen.pipelines.loading import check_model_folder
 
 State = dict[str, Tensor]
@@ -113,7 +114,7 @@ def test_the_folder_is_the_one_that_the_pipeline_itself_saves(files: tuple[Path,
     pipe = _open(tmp_path / "out")
     pipe.save_pretrained(tmp_path / "again")
     ours, theirs = (json.loads((tmp_path / f / "model_index.json").read_text()) for f in ("out", "again"))
-    assert ours == {k: v for k, v in theirs.items() if k != "_name_or_path"}
+    assert ours == {k: v for k, v in theirs.items() if k != "_name_or_path" and v != [None, None]}
     for part, network in (("transformer", pipe.transformer), ("vqvae", pipe.vqvae)):
         kept = [json.loads((tmp_path / f / part / "config.json").read_text()) for f in ("out", "again")]
         kept[1].pop("_name_or_path", None)
@@ -151,7 +152,7 @@ def test_dtype_is_that_of_the_transformer(files: tuple[Path, Path], tmp_path: Pa
 def test_official_sampling_defaults_are_stored_where_they_fit() -> None:
     for condition, scale, top_k in (("class", 4.0, 2000), ("text", 7.5, 1000)):
         for vocab in (16384, top_k, top_k - 1):
-            stored = fitting_defaults(llamagen.DEFAULTS[condition], vocab)
+            stored = clamp_top_k(llamagen.DEFAULTS[condition], vocab)
             expected = {"guidance_scale": scale, "temperature": 1.0, "top_p": 1.0}
             assert stored == ({**expected, "top_k": top_k} if vocab >= top_k else expected)
 
@@ -161,7 +162,7 @@ def test_a_missing_usage_counter_is_no_fault(files: tuple[Path, Path], tmp_path:
     del state["quantize.codebook_used"]
     torch.save(state, files[1])
     convert_llamagen(*files, tmp_path / "out", grid_size=4)
-    check_model_folder(tmp_path / "out", "LlamaGenPipeline", {})
+    check_model_folder(tmp_path / "out", LLAMAGEN)
 
 
 # -- what the shapes tell ------------------------------------------------------------------------------------------

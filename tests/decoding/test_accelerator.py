@@ -11,7 +11,6 @@ import torch
 from vargen.decoding import (
     PRESETS,
     Accelerator,
-    Adaptive,
     Draft,
     GroupedRule,
     Jacobi,
@@ -19,8 +18,9 @@ from vargen.decoding import (
     Purpose,
     Speculative,
     Tree,
-    exact,
+    resolve_method,
     shared_noise,
+    speculative_sampling,
 )
 from vargen.decoding.method import same_spec
 from vargen.evaluation.table_models import TableModel
@@ -34,9 +34,9 @@ def test_presets_say_what_they_are_in_plain_values(name: str) -> None:
 def test_specs_differ_wherever_methods_do() -> None:
     methods = [
         *PRESETS.values(),
-        *(Accelerator(drafter=Jacobi(Adaptive(*sizes)), acceptance=exact) for sizes in ((4, 16), (8, 32))),
+        *(Accelerator(drafter=Jacobi(width), acceptance=speculative_sampling) for width in (8, 32)),
         Accelerator(drafter=Jacobi(16, "maximal"), acceptance=GroupedRule(size=15)),
-        Accelerator(drafter=Speculative(3), acceptance=exact),
+        Accelerator(drafter=Speculative(3), acceptance=speculative_sampling),
     ]
     specs = [json.dumps(method.spec()) for method in methods]
     assert len(set(specs)) == len(specs)
@@ -46,7 +46,7 @@ def test_specs_differ_wherever_methods_do() -> None:
 def test_what_cannot_be_named_is_an_error_rather_than_left_out(part: Any) -> None:
     drafter = Jacobi(4, part) if callable(part) else Speculative(model=part)
     with pytest.raises(ValueError, match="cannot say what"):
-        Accelerator(drafter=drafter, acceptance=exact).spec()
+        Accelerator(drafter=drafter, acceptance=speculative_sampling).spec()
 
 
 def test_a_rule_bound_to_a_model_is_still_equal_to_itself() -> None:
@@ -59,35 +59,35 @@ def test_a_rule_bound_to_a_model_is_still_equal_to_itself() -> None:
 def test_ancestors_are_packed_as_words() -> None:
     generator = torch.Generator().manual_seed(0)
     parents = [-1, *(int(torch.randint(slot, (), generator=generator)) for slot in range(1, 130))]
-    tree = Tree.of(tuple(parents))
-    assert tree.words.shape == (130, 3) and tree.words.dtype == torch.int64
-    bits = (tree.words[:, :, None] >> torch.arange(64)) & 1
+    tree = Tree.from_parents(tuple(parents))
+    assert tree.ancestor_bits.shape == (130, 3) and tree.ancestor_bits.dtype == torch.int64
+    bits = (tree.ancestor_bits[:, :, None] >> torch.arange(64)) & 1
     assert torch.equal(bits.flatten(1)[:, :130].bool(), tree.ancestors)
 
 
 def test_trees_per_image_are_those_of_each_image() -> None:
     rows = [(-1, 0, 0, 1, 1, 2), (-1, 0, 1, 2, 3, 4), (-1, 0, 0, 0, 0, 0)]
-    together = Tree.per_image(torch.tensor(rows), longest=6)
+    together = Tree.batched(torch.tensor(rows), max_path=6)
     for row, parents in enumerate(rows):
-        alone = Tree.of(parents)
+        alone = Tree.from_parents(parents)
         assert torch.equal(together.ancestors[row], alone.ancestors) and torch.equal(together.depth[row], alone.depth)
-        assert torch.equal(together.words[row], alone.words)
+        assert torch.equal(together.ancestor_bits[row], alone.ancestor_bits)
 
 
 def test_shared_noise_judges_a_tree_of_its_own_for_each_image() -> None:
     rows = [(-1, 0, 0, 1, 1), (-1, 0, 1, 2, 0)]
     probs = torch.rand(2, 5, 6, generator=torch.Generator().manual_seed(3))
     tokens = torch.randint(6, (2, 4), generator=torch.Generator().manual_seed(4))
-    tree = Tree.per_image(torch.tensor(rows), longest=4)
+    tree = Tree.batched(torch.tensor(rows), max_path=4)
     noise = Noise(torch.arange(2), tree.depth + 1, step=2)
-    agreeing = torch.stack([noise.draw(probs, Purpose.TOKEN)[row][list(rows[row][1:])] for row in range(2)])
+    agreeing = torch.stack([noise.sample(probs, Purpose.TOKEN)[row][list(rows[row][1:])] for row in range(2)])
     agreeing[[0, 0, 1], [1, 3, 3]] += 1  # siblings differ
     for drafted in (tokens, agreeing % 6):
         together = shared_noise(probs, Draft(drafted, tree), noise, torch.zeros(2))
         for row, parents in enumerate(rows):
             one = slice(row, row + 1)
             alone_noise = Noise(noise.seeds[one], noise.position[one], 2)
-            alone = shared_noise(probs[one], Draft(drafted[one], Tree.of(parents)), alone_noise, torch.zeros(1))
+            alone = shared_noise(probs[one], Draft(drafted[one], Tree.from_parents(parents)), alone_noise, torch.zeros(1))
             assert alone.count[0] == together.count[row] and alone.next_token[0] == together.next_token[row]
 
 
@@ -106,5 +106,14 @@ def test_a_spec_of_an_earlier_version_is_the_same_method() -> None:
     }
     new = PRESETS["gsd"].spec()
     assert same_spec(old, new)
-    assert not same_spec({**old, "topology": "tree"}, new)
     assert not same_spec(old, PRESETS["scd"].spec())
+    lookup = {"name": "vargen.decoding.drafters.lookup.Lookup", "drafts": 3, "counted": 64, "own": 8.0, "sharpness": 2.0}
+    rule = {"name": "vargen.decoding.acceptance.rule.FunctionRule", "exact": True, "needs": []}
+    exact = {**rule, "judge": "vargen.decoding.acceptance.exact.exact", "topologies": ["chain"]}
+    assert same_spec({"drafter": lookup, "acceptance": exact, "topology": "chain"}, PRESETS["lookup"].spec())
+    shared = {**rule, "judge": "vargen.decoding.acceptance.exact.shared_noise", "topologies": ["chain", "tree"]}
+    old = {"drafter": None, "acceptance": shared, "topology": None}
+    assert same_spec(old, PRESETS["ar"].spec())
+    with pytest.deprecated_call():
+        changed = resolve_method("eagle-same:drawing=best,acceptance=exact,shape=3")
+    assert changed.spec() == resolve_method("eagle-gumbel:child_sampling=top-k,acceptance=speculative-sampling,shape=3").spec()

@@ -16,7 +16,7 @@ from vargen.models.heads.medusa import MedusaDrafter
 @pytest.fixture(autouse=True)
 def kept_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_CACHE", str(tmp_path))
-    monkeypatch.setattr(cost, "_measured", {})
+    monkeypatch.setattr(cost, "_costs_by_key", {})
     monkeypatch.setattr(cost, "available_cores", lambda: 4)
 
 
@@ -28,7 +28,7 @@ def test_threads_have_to_pay(monkeypatch: pytest.MonkeyPatch, seconds: dict[int,
         timed.append(torch.get_num_threads())
         return seconds[torch.get_num_threads()], run()
 
-    monkeypatch.setattr(cost, "timed", slow)
+    monkeypatch.setattr(cost, "time_call", slow)
     monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     before, seen = torch.get_num_threads(), []
     made = stream("target", blocks=3, callback=lambda _: seen.append(torch.get_num_threads()))
@@ -42,7 +42,7 @@ def test_threads_have_to_pay(monkeypatch: pytest.MonkeyPatch, seconds: dict[int,
 
 def test_a_number_that_a_person_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "user_thread_count", lambda: (3, "--threads"))
-    monkeypatch.setattr(cost, "timed", None)  # nothing is measured
+    monkeypatch.setattr(cost, "time_call", None)  # nothing is measured
     made = stream("target", blocks=1)
     list(made)
     assert made.stats.threads == torch.get_num_threads()

@@ -1,4 +1,4 @@
-"""Measured costs: what they are kept for, when they are measured anew, and how many threads they choose."""
+"""Measured costs: what they are kept for, when they are measured force, and how many threads they choose."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ def drawing() -> tuple[Any, Any, Any]:
 def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Tokens fed by each pass that is timed from now on."""
     timed: list[int] = []
-    measure = cost._time
+    measure = cost._time_pass
 
     def count(model: Any, state: Any, images: int, width: int) -> float:
         timed.append(width)
         return measure(model, state, images, width)
 
-    monkeypatch.setattr(cost, "_time", count)
+    monkeypatch.setattr(cost, "_time_pass", count)
     return timed
 
 
 def forget() -> None:
     """As another process: what is remembered in this one goes."""
-    cost._measured.clear()
+    cost._costs_by_key.clear()
 
 
 def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_costs_are_measured_once_and_kept_for_other_processes(drawing: Any, monk
     cost.measure_pass_costs(model, condition, 1, (1, 2))
     assert set(timed) == {2}
     timed.clear()
-    cost.measure_pass_costs(model, condition, 1, (1, 2), anew=True)
+    cost.measure_pass_costs(model, condition, 1, (1, 2), force=True)
     assert set(timed) == {1, 2}
 
 
@@ -77,7 +77,7 @@ def test_slow_passes_are_measured_once_but_for_a_report(drawing: Any, monkeypatc
     monkeypatch.setattr(cost, "_ENOUGH", -1.0)  # every pass takes longer
     cost.measure_pass_costs(model, condition, 1, (1, 2))
     assert timed == [1, 2] == fed
-    cost.measure_pass_costs(model, condition, 1, (1, 2), anew=True)
+    cost.measure_pass_costs(model, condition, 1, (1, 2), force=True)
     assert len(timed) > 4 and len(fed) > len(timed)
 
 
@@ -138,7 +138,7 @@ def choice(drawing: Any, monkeypatch: pytest.MonkeyPatch, seconds: dict[int, flo
     """Threads chosen on four cores where a pass takes so long by threads."""
     _, model, condition = drawing
     monkeypatch.setattr(cost, "available_cores", lambda: 4)
-    monkeypatch.setattr(cost, "_time", lambda *_: seconds[torch.get_num_threads()])
+    monkeypatch.setattr(cost, "_time_pass", lambda *_: seconds[torch.get_num_threads()])
     monkeypatch.setattr(cost, "user_thread_count", lambda: None)
     with cost.use_best_threads(model, condition, 1, width) as count:
         assert torch.get_num_threads() == count
@@ -163,7 +163,7 @@ def test_threads_have_to_pay(drawing: Any, monkeypatch: pytest.MonkeyPatch, seco
 def test_a_number_that_a_person_chose_stays(drawing: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     _, model, condition = drawing
     timed = passes(monkeypatch)
-    with device.threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
+    with device.limit_threads(2), cost.use_best_threads(model, condition, 1, 1) as count:
         assert count == 2
     assert not timed
 
@@ -179,7 +179,7 @@ def test_one_thread_is_timed_by_its_processor_time(drawing: Any) -> None:
         return forward(*arguments)
 
     model.forward = slow
-    with device.threads(1):
-        assert cost._time(model, state, 1, 1) < 0.25
-    with device.threads(2):
-        assert cost._time(model, state, 1, 1) > 0.25
+    with device.limit_threads(1):
+        assert cost._time_pass(model, state, 1, 1) < 0.25
+    with device.limit_threads(2):
+        assert cost._time_pass(model, state, 1, 1) > 0.25

@@ -10,6 +10,7 @@ import itertools
 
 import pytest
 import torch
+from initial_drafts import mixture
 from one_step import Coins, one_step, random_probs
 
 from vargen.decoding import (
@@ -24,12 +25,11 @@ from vargen.decoding import (
     Tree,
     Verdict,
     decode,
-    exact,
     shared_noise,
+    speculative_sampling,
 )
-from vargen.decoding.next_token.acceptance import acceptance_rule, chances, judged, residual
-from vargen.decoding.next_token.draft_length import Adaptive
-from vargen.decoding.next_token.drafters.jacobi import maximal
+from vargen.decoding.next_token.acceptance import acceptance_rule, gather_p_and_q, residual_weights, verify_chain
+from vargen.decoding.next_token.drafters.jacobi import couple_maximally
 from vargen.decoding.noise import Purpose
 from vargen.evaluation.exactness import CHAINS, measure, refusal_from_p, uniform_bonus
 from vargen.evaluation.table_models import TableModel
@@ -48,17 +48,17 @@ MODEL = {"vocab": 3, "tokens": 5, "seed": 4}
 
 @pytest.mark.parametrize("width", [2, 3, 5])
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
-@pytest.mark.parametrize("rule", [exact, shared_noise])
+@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise])
 def test_every_rule_coupling_and_window_reaches_the_joint_distribution(rule, coupling, width):
     accelerator = Accelerator(drafter=Jacobi(width, coupling), acceptance=rule)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
 
 
-@pytest.mark.parametrize("initial", ["uniform", "left", "above", "previous", "mixture"])
+@pytest.mark.parametrize("initial", ["uniform", mixture])
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_every_initial_draft_reaches_the_joint_distribution(initial, coupling):
     model = TableModel(vocab=3, tokens=6, seed=4, rows=3)  # three rows of two: copies from above happen
-    accelerator = Accelerator(drafter=Jacobi(4, coupling, initial), acceptance=exact)
+    accelerator = Accelerator(drafter=Jacobi(4, coupling, initial), acceptance=speculative_sampling)
     assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
 
 
@@ -66,22 +66,22 @@ def test_every_initial_draft_reaches_the_joint_distribution(initial, coupling):
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_filters_and_forced_tokens_reach_the_joint_distribution(sampling, coupling):
     model = TableModel(vocab=4, tokens=5, seed=9, forced={2: 1, 4: 3})
-    for rule in (exact, shared_noise):
-        accelerator = Accelerator(drafter=Jacobi(4, coupling, "mixture"), acceptance=rule)
+    for rule in (speculative_sampling, shared_noise):
+        accelerator = Accelerator(drafter=Jacobi(4, coupling, mixture), acceptance=rule)
         assert joint_distance(accelerator, model, sampling, 60_000) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("vocab,tokens", [(5, 4), (4, 4), (3, 6)])
 def test_other_sizes_reach_the_joint_distribution(vocab, tokens):
     model = TableModel(vocab=vocab, tokens=tokens, seed=vocab)
-    for drafter in (Jacobi(4, "maximal"), Jacobi(Adaptive(2, 4, ahead=2.0), "maximal")):
-        assert joint_distance(Accelerator(drafter=drafter, acceptance=exact), model, Sampling()) < AT_THE_FLOOR
+    accelerator = Accelerator(drafter=Jacobi(4, "maximal"), acceptance=speculative_sampling)
+    assert joint_distance(accelerator, model, Sampling()) < AT_THE_FLOOR
 
 
 class Changing:
     """Windows that go up and down, through 1, where nothing is drafted."""
 
-    max_fed, shrinks = 4, False
+    max_width, fits_any_grid = 4, False
 
     def __init__(self):
         self.sizes = itertools.cycle([4, 2, 1, 3])
@@ -89,20 +89,20 @@ class Changing:
     def start(self, model, condition, images):
         return self
 
-    def widths(self, length):
-        return None, next(self.sizes)
+    def choose_width(self):
+        return next(self.sizes)
 
-    def observe(self, count, active): ...
+    def observe(self, num_committed, active): ...
 
 
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_changing_windows_reach_the_joint_distribution(coupling):
-    accelerator = Accelerator(drafter=Jacobi(Changing(), coupling, "mixture"), acceptance=exact)
+    accelerator = Accelerator(drafter=Jacobi(Changing(), coupling, mixture), acceptance=speculative_sampling)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("rule", [exact, shared_noise])
+@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise])
 @pytest.mark.parametrize("shared", [False, True])
 def test_speculative_drafts_reach_the_joint_distribution(length, rule, shared):
     small = TableModel(vocab=3, tokens=5, seed=77)
@@ -115,13 +115,13 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
     """Chains of two, one and one draft, then none any more."""
 
     def turns(choice):
-        choice.probes -= 1
-        choice.fed = {3: 3, 2: 2, 1: 2}.get(choice.probes, 1)
-        return choice.fed
+        choice.warmup_passes -= 1
+        choice.width = {3: 3, 2: 2, 1: 2}.get(choice.warmup_passes, 1)
+        return choice.width
 
-    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.WidthController.next", turns)
+    monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.WidthController.choose", turns)
     small = TableModel(vocab=3, tokens=5, seed=77)
-    accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=exact)
+    accelerator = Accelerator(drafter=Speculative("auto", small, shared), acceptance=speculative_sampling)
     assert joint_distance(accelerator, TableModel(**MODEL), Sampling(top_p=0.9)) < AT_THE_FLOOR
 
 
@@ -131,7 +131,7 @@ def test_changing_chains_reach_the_joint_distribution(shared, monkeypatch):
 @acceptance_rule(exact=True)
 def least_of_two(p, draft, noise, relaxation):
     """SJD at batch 2: every row commits as much as the row that accepted least; the surplus stays a draft (`surplus_tail`)."""
-    verdict = exact(p, draft, noise, relaxation)
+    verdict = speculative_sampling(p, draft, noise, relaxation)
     pairs = verdict.count.view(-1, 2)
     least = pairs.amin(1, keepdim=True).expand(-1, 2).reshape(-1)
     cut = draft.tokens.gather(1, (least - 1).clamp(max=draft.tokens.shape[1] - 1)[:, None])[:, 0]
@@ -141,8 +141,10 @@ def least_of_two(p, draft, noise, relaxation):
 def surplus(step):
     """Accepted drafts stay, the others are redrawn, and all are recorded as drawn from p."""
     p, draft, noise = step.probs, step.draft, step.noise
-    accepted = (noise.uniform(Purpose.ACCEPT)[:, :-1] * chances(p, draft)[1] < chances(p, draft)[0]).cumprod(1).bool()
-    resample_rejected = noise.draw(p, Purpose.REDRAW)
+    accepted = (
+        (noise.uniform(Purpose.ACCEPT)[:, :-1] * gather_p_and_q(p, draft)[1] < gather_p_and_q(p, draft)[0]).cumprod(1).bool()
+    )
+    resample_rejected = noise.sample(p, Purpose.RESAMPLE)
     return torch.cat([torch.where(accepted, draft.tokens, resample_rejected[:, :-1]), resample_rejected[:, -1:]], dim=1)
 
 
@@ -150,10 +152,11 @@ class StaleProbs(Jacobi):
     """SCD as released for Lumina and Janus: drafts that the coupling kept are recorded with their old probabilities."""
 
     def observe(self, state, step):
-        super().observe(state, step)
-        kept = state.last.resample_rejected[:, :-1] == step.draft.tokens
+        state = super().observe(state, step)
+        kept = state.last.resampled[:, :-1] == step.draft.tokens
         state.last.probs = state.last.probs.clone()
         state.last.probs[:, :-1] = torch.where(kept[..., None], step.draft.probs, state.last.probs[:, :-1])
+        return state
 
 
 class Spiky(Jacobi):
@@ -167,7 +170,7 @@ class Spiky(Jacobi):
 
 
 WRONG = {
-    "stale q of kept drafts": Accelerator(drafter=StaleProbs(4, "maximal"), acceptance=exact),
+    "stale q of kept drafts": Accelerator(drafter=StaleProbs(4, "maximal"), acceptance=speculative_sampling),
     "least commit of a batch": Accelerator(drafter=Jacobi(4, surplus), acceptance=least_of_two),
     "refusal drawn from p": Accelerator(drafter=Jacobi(4), acceptance=refusal_from_p),
     "uniform token behind a full draft": Accelerator(drafter=Jacobi(2), acceptance=uniform_bonus),
@@ -181,7 +184,10 @@ def test_the_check_fails_for_known_wrong_variants(variant):
 
 
 def test_the_check_passes_for_a_variant_that_only_looks_wrong():
-    assert joint_distance(Accelerator(drafter=Spiky(4), acceptance=exact), TableModel(**MODEL), Sampling()) < AT_THE_FLOOR
+    assert (
+        joint_distance(Accelerator(drafter=Spiky(4), acceptance=speculative_sampling), TableModel(**MODEL), Sampling())
+        < AT_THE_FLOOR
+    )
 
 
 # -- one step, summed exactly -------------------------------------------------------------------------------------------
@@ -191,7 +197,7 @@ def test_the_check_passes_for_a_variant_that_only_looks_wrong():
 @pytest.mark.parametrize("vocab", [2, 5, 9])
 def test_one_step_of_the_exact_rule_sums_to_the_target(vocab, zeros):
     p, q = random_probs(64, vocab, zeros).unbind(1)
-    total, granted = one_step(exact, p, q)
+    total, granted = one_step(speculative_sampling, p, q)
     assert (total - p).abs().max() < 1e-12
     assert torch.allclose((granted * q).sum(1), torch.minimum(p, q).sum(1), atol=1e-12)
 
@@ -213,13 +219,13 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
     one = torch.ones(B, dtype=torch.int64)
     verdict = Verdict(path=torch.arange(2).expand(B, 2), count=one, next_token=one)  # in which a coupling has no say
     for d in range(V):
-        draft = Draft(torch.full((B, 1), d), Tree.of_chain(1), None if deterministic else q[:, None])
+        draft = Draft(torch.full((B, 1), d), Tree.make_chain(1), None if deterministic else q[:, None])
         chance = torch.where(q[:, d] > 0, p[:, d] / q[:, d], 0.0).clamp(max=1)
         for coin, weight in ((chance * (1 - 1e-12), chance), (chance + 1e-12, 1 - chance)):
             coins = Coins(0.0, B, 2)
             coins.uniform = lambda purpose, coin=coin: coin[:, None].expand(B, 2)  # type: ignore[method-assign]
-            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, verdict.count)
-            token = maximal(step)[:, 0]
+            step = Step(draft, p[:, None].expand(B, 2, V), None, verdict, coins, one, one[:, None], one)
+            token = couple_maximally(step)[:, 0]
             left = coins.drawn_from[0][:, 0]
             resample_rejected = left / left.sum(-1, keepdim=True)
             kept = torch.nn.functional.one_hot(torch.full((B,), d), V).double()
@@ -233,10 +239,10 @@ def test_one_step_of_the_maximal_coupling_keeps_the_probs_and_couples_best(deter
 
 def test_an_empty_residual_falls_back_to_the_target():
     p = torch.tensor([[0.25, 0.75, 0.0]])
-    assert torch.equal(residual(p, p), p)
-    draft = Draft(torch.tensor([[1]]), Tree.of_chain(1), p[:, None])
+    assert torch.equal(residual_weights(p, p), p)
+    draft = Draft(torch.tensor([[1]]), Tree.make_chain(1), p[:, None])
     noise = Noise(torch.tensor([3]), torch.tensor([[0, 1]]))
-    verdict = judged(torch.tensor([[False]]), p[:, None].expand(1, 2, 3), draft, noise)
+    verdict = verify_chain(torch.tensor([[False]]), p[:, None].expand(1, 2, 3), draft, noise)
     assert verdict.next_token.item() in (0, 1)
 
 
@@ -244,7 +250,7 @@ def test_an_empty_residual_falls_back_to_the_target():
 def test_a_drafter_equal_to_the_target_is_always_accepted(length):
     model = TableModel(vocab=5, tokens=21, seed=2)
     twin = TableModel(vocab=5, tokens=21, seed=2)
-    accelerator = Accelerator(drafter=Speculative(length, twin), acceptance=exact)
+    accelerator = Accelerator(drafter=Speculative(length, twin), acceptance=speculative_sampling)
     result = decode(model, torch.zeros(400, dtype=torch.int64), torch.arange(400), accelerator, Sampling(0.9, 4, 0.95))
     full = 20 // (length + 1)
     assert result.stats.accepted_histogram[length + 1] == 400 * full

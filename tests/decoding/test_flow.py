@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from vargen.decoding.video.denoising import add_noise, predict_clean, shifted_levels, warp
+from vargen.decoding.video.denoising import add_noise, predict_clean, shift_level, shifted_levels
 
 
 def test_the_warped_table_is_that_of_the_distilled_models():
     assert [1000 * level for level in shifted_levels()] == pytest.approx([1000, 937.5, 833.3333, 625])
     assert shifted_levels((1000, 757, 522), shift=8) == pytest.approx((1, 6.056 / 6.299, 4.176 / 4.654))
-    assert warp(0) == 0 and warp(1) == 1 and warp(0.3, 1) == pytest.approx(0.3)
+    assert shift_level(0) == 0 and shift_level(1) == 1 and shift_level(0.3, 1) == pytest.approx(0.3)
 
 
 def test_the_velocity_leads_back_to_the_clean_latents_from_every_level():
@@ -30,4 +30,4 @@ def test_steps_that_do_not_fall_are_refused(steps):
 @pytest.mark.parametrize(("level", "shift"), [(1.1, 5), (-0.1, 5), (0.5, 0), (float("nan"), 5), (0.5, float("inf"))])
 def test_levels_that_cannot_be_are_refused(level, shift):
     with pytest.raises(ValueError, match="level must be from 0 to 1"):
-        warp(level, shift)
+        shift_level(level, shift)

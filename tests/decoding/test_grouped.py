@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, exact
-from vargen.decoding.noise import race
+from vargen.decoding import Accelerator, Draft, GroupedRule, Jacobi, Noise, Sampling, Tree, decode, speculative_sampling
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.evaluation.table_models import TableModel
 
 
@@ -16,8 +16,8 @@ def window_of_laws(images: int, vocab: int, drafts: int, seed: int = 0) -> tuple
     probs, drafted = weights / weights.sum(-1, keepdim=True)
     drafted = drafted[:, 1:]
     seeds, position = torch.arange(images), torch.arange(drafts + 1).expand(images, -1)
-    tokens = race(drafted, seeds + 999, position[:, 1:])
-    return probs, Draft(tokens, Tree.of_chain(drafts), drafted), Noise(seeds, position, 7)
+    tokens = sample_gumbel_max(drafted, seeds + 999, position[:, 1:])
+    return probs, Draft(tokens, Tree.make_chain(drafts), drafted), Noise(seeds, position, 7)
 
 
 def plain_group(p: list[float], token: int, size: int, delta: float) -> set[int]:
@@ -33,7 +33,7 @@ def plain_group(p: list[float], token: int, size: int, delta: float) -> set[int]
 def test_groups_equal_a_plain_walk_over_ranks(size, delta):
     probs, draft, _ = window_of_laws(20, 12, 4)
     rule = GroupedRule(size=size, delta=delta)
-    member = rule.members(probs[:, :-1], draft.tokens)
+    member = rule.group_members(probs[:, :-1], draft.tokens)
     for image in range(20):
         for slot in range(4):
             token = int(draft.tokens[image, slot])
@@ -48,17 +48,17 @@ def test_the_distance_filter_leaves_out_codes_that_look_different():
     model.codebook = codes
     rule = GroupedRule(size=12, delta=1.0, distance=0.8).bind(model)
     assert rule == GroupedRule(size=12, delta=1.0, distance=0.8)  # a bound rule is still the same method
-    member = rule.members(probs[:, :-1], draft.tokens)
+    member = rule.group_members(probs[:, :-1], draft.tokens)
     gap = (codes[member] - codes[draft.tokens][..., None, :]).square().sum(-1)
     assert (gap < 0.8).all()
-    loose = GroupedRule(size=12, delta=1.0).members(probs[:, :-1], draft.tokens)
+    loose = GroupedRule(size=12, delta=1.0).group_members(probs[:, :-1], draft.tokens)
     assert (member != draft.tokens[..., None]).sum() < (loose != draft.tokens[..., None]).sum()
 
 
 def test_relaxation_is_what_was_granted_up_to_the_first_refusal():
     probs, draft, noise = window_of_laws(3000, 8, 5)
     rule, nothing = GroupedRule(size=4, delta=0.5), torch.zeros(3000)
-    relaxed, strict = rule(probs, draft, noise, nothing), exact(probs, draft, noise, nothing)
+    relaxed, strict = rule(probs, draft, noise, nothing), speculative_sampling(probs, draft, noise, nothing)
     assert (relaxed.count >= strict.count).all() and (relaxed.count > strict.count).any()
     assert (relaxed.relaxation >= 0).all() and (relaxed.relaxation <= relaxed.count).all()
     # Whoever spent nothing was judged exactly.
@@ -75,8 +75,8 @@ def test_mean_relaxation_bounds_the_one_step_total_variation():
     rule = GroupedRule(size=3, delta=1.0)
     chance = torch.zeros(6, dtype=torch.float64)
     for d in range(6):
-        draft = Draft(torch.tensor([[d]]), Tree.of_chain(1), q[:, None])
-        member = rule.members(p[:, None], draft.tokens)[0, 0]
+        draft = Draft(torch.tensor([[d]]), Tree.make_chain(1), q[:, None])
+        member = rule.group_members(p[:, None], draft.tokens)[0, 0]
         group = [d, *{int(m) for m in member} - {d}]
         chance[d] = max(min(1.0, float(p[0, group].sum() / q[0, group].sum())), min(1.0, float(p[0, d] / q[0, d])))
     left = (p[0] - q[0]).clamp(min=0)
@@ -102,7 +102,7 @@ def test_a_budget_of_nothing_is_the_exact_rule():
     model = TableModel(vocab=6, tokens=30, seed=6)
     condition, seeds = torch.zeros(16, dtype=torch.int64), torch.arange(16)
     tight = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=GroupedRule(4, 1.0, budget=0)))
-    strict = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=exact))
+    strict = decode(model, condition, seeds, Accelerator(drafter=Jacobi(6), acceptance=speculative_sampling))
     assert torch.equal(tight.tokens, strict.tokens)
     assert tight.stats.passes == strict.stats.passes
 

@@ -5,9 +5,11 @@ import math
 
 import pytest
 import torch
+from initial_drafts import mixture
 
 from vargen.decoding import (
     Accelerator,
+    Drafter,
     GroupedRule,
     Jacobi,
     Noise,
@@ -15,22 +17,29 @@ from vargen.decoding import (
     Speculative,
     Tree,
     decode,
-    exact,
     list_methods,
     shared_noise,
+    speculative_sampling,
 )
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed, GeometricEstimate, Growth, WidthController
-from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context
+from vargen.decoding.next_token.draft_length import (
+    AutoWindow,
+    FixedWindow,
+    GeometricEstimate,
+    PowerLawEstimate,
+    WidthController,
+)
+from vargen.decoding.next_token.drafters.initial import INITIAL_DRAFTS, Context, draft_uniform
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.evaluation.table_models import TableLowRes, TableModel
 
 METHODS = {
-    "sjd": Accelerator(drafter=Jacobi(6), acceptance=exact),
-    "scd": Accelerator(drafter=Jacobi(6, "maximal", "mixture"), acceptance=exact),
-    "gumbel": Accelerator(drafter=Jacobi(6, "gumbel", "previous")),
-    "gsd": Accelerator(drafter=Jacobi(6, "maximal", "above"), acceptance=GroupedRule(3, 1.0, budget=2.0)),
-    "adaptive": Accelerator(drafter=Jacobi(Adaptive(2, 9, ahead=2.0), "maximal"), acceptance=exact),
-    "speculative": Accelerator(drafter=Speculative(3, TableModel(vocab=4, tokens=24, seed=1, rows=4)), acceptance=exact),
+    "sjd": Accelerator(drafter=Jacobi(6), acceptance=speculative_sampling),
+    "scd": Accelerator(drafter=Jacobi(6, "maximal", mixture), acceptance=speculative_sampling),
+    "gumbel": Accelerator(drafter=Jacobi(6, "gumbel", mixture)),
+    "gsd": Accelerator(drafter=Jacobi(6, "maximal", mixture), acceptance=GroupedRule(3, 1.0, budget=2.0)),
+    "speculative": Accelerator(
+        drafter=Speculative(3, TableModel(vocab=4, tokens=24, seed=1, rows=4)), acceptance=speculative_sampling
+    ),
 }
 
 
@@ -61,13 +70,13 @@ def test_same_noise_draws_the_sequential_picture_at_any_window(width, coupling):
     model.low_res = TableLowRes(TableModel(vocab=5, tokens=24, seed=8, rows=4))
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(model, condition, seeds, "ar")
-    for initial in INITIAL_DRAFTS:
+    for initial in (*INITIAL_DRAFTS, mixture):
         fast = decode(model, condition, seeds, Accelerator(drafter=Jacobi(width, coupling, initial), acceptance=shared_noise))
         assert torch.equal(plain.tokens, fast.tokens)
 
 
 @pytest.mark.parametrize("known_probs", [False, True])
-@pytest.mark.parametrize("initial", INITIAL_DRAFTS)
+@pytest.mark.parametrize("initial", [draft_uniform, mixture])
 def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, known_probs):
     """Per position, the share of each token over many images against what is recorded; images differ in seeds alone."""
     images, slots, vocab, columns = 20_000, 5, 6, 3
@@ -76,7 +85,7 @@ def test_initial_drafts_are_drawn_with_the_probabilities_they_record(initial, kn
     position = torch.arange(5, 10).expand(images, -1)  # 7 tokens are known: the first two slots are not fresh
     noise = Noise(torch.arange(images), position, 3)
     known = torch.full((images,), 7)
-    drawn, probs = INITIAL_DRAFTS[initial](Context(vocab, columns, tokens, known, last_probs, noise))
+    drawn, probs = initial(Context(vocab, columns, tokens, known, last_probs, noise))
     probs = probs.expand(images, slots, vocab)
     assert torch.allclose(probs.sum(-1), torch.ones(images, slots), atol=1e-6)
     assert (probs[:1] == probs).all()
@@ -98,62 +107,51 @@ def test_copies_come_from_the_left_and_from_above():
     assert torch.allclose(probs[0, 0], torch.full((10,), 0.1))
 
 
-def test_the_adaptive_window_follows_acceptance():
-    even = TableModel(vocab=4, tokens=60, seed=1, spread=0.2)  # what came before hardly matters: most drafts stand
-    strict = TableModel(vocab=4, tokens=60, seed=1, spread=30.0)  # one follows from another: most fall
-    accelerator = Accelerator(drafter=Jacobi(Adaptive(2, 16, ahead=2.0, memory=0.5), "maximal"), acceptance=exact)
-    widths = []
-    for model in (even, strict):
-        decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), accelerator)
-        assert max(model.passes) <= 16 and min(model.passes) >= 2
-        widths.append(sum(model.passes[5:]) / len(model.passes[5:]))
-    assert widths[0] > widths[1] + 2
-
-
 def test_the_controller_takes_the_cheapest_token():
     length, active = torch.zeros(2, dtype=torch.int64), torch.tensor([True, False])
 
     def choice(seconds, **options):
-        return WidthController(seconds, Growth(0.4, 0.9), **{"probes": 0, "least": 4, "margin": 1.1, **options})
+        options = {"warmup_passes": 0, "min_warmup_width": 4, "switch_margin": 1.1, **options}
+        return WidthController(seconds, PowerLawEstimate(0.4), **options)
 
-    assert choice({1: 1.0, 4: 1.0, 16: 1.0}).next() == 16  # steps cost the same: the widest
+    assert choice({1: 1.0, 4: 1.0, 16: 1.0}).choose() == 16  # steps cost the same: the widest
     dear = choice({1: 1.0, 4: 4.0, 16: 16.0})
-    assert dear.next() == 1  # as much for each token as one alone: no drafts
-    dear.seconds = {1: 1.0, 4: 1.0, 16: 1.0}
-    assert dear.next() == 1  # and none from then on
+    assert dear.choose() == 1  # as much for each token as one alone: no drafts
+    dear.seconds_by_width = {1: 1.0, 4: 1.0, 16: 1.0}
+    assert dear.choose() == 1  # and none from then on
     learning = choice({1: 1.0, 4: 1.1, 16: 8.0})
-    assert learning.next() == 4
+    assert learning.choose() == 4
     for _ in range(80):
         learning.observe(torch.tensor([1, 4]), active)  # the second image is finished and has no say
-    assert learning.expectation.mean < 0.01 and learning.next() == 1
-    probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, probes=2)  # worth a try, and not worth it as drafts are accepted
-    assert [probing.next() for _ in range(3)] == [4, 4, 1]
-    state = Auto(max_fed=16, probes=0).start(TableModel(vocab=4, tokens=60), length, 2)
-    assert set(state.choice.seconds) == {1, 2, 3, 4, 6, 8, 12, 16}
+    assert learning.estimate.mean < 0.01 and learning.choose() == 1
+    probing = choice({1: 1.0, 4: 1.5, 16: 16.0}, warmup_passes=2)  # worth a try, and not worth it as drafts are accepted
+    assert [probing.choose() for _ in range(3)] == [4, 4, 1]
+    state = AutoWindow(max_width=16, warmup_passes=0).start(TableModel(vocab=4, tokens=60), length, 2)
+    assert set(state.controller.seconds_by_width) == {1, 2, 3, 4, 6, 8, 12, 16}
 
 
 def test_the_controller_waits_for_the_slowest_picture():
     """A batch of which one picture never takes a draft lasts as long as without drafts, whatever the others take."""
     active = torch.ones(4, dtype=torch.bool)
     for counts, fed in (([5, 5, 5, 5], 8), ([1, 6, 6, 7], 1)):
-        choice = WidthController({1: 1.0, 8: 2.0}, Growth(0.4, 0.9), probes=0, least=4, margin=1.1, fed=8)
+        choice = WidthController({1: 1.0, 8: 2.0}, PowerLawEstimate(0.4), 0, 4, switch_margin=1.1, width=8)
         for _ in range(80):
             choice.observe(torch.tensor(counts), active)
-        assert choice.expectation.mean > 0.8 and choice.next() == fed
-    choice.fed = 8
+        assert choice.estimate.mean > 0.8 and choice.choose() == fed
+    choice.width = 8
     choice.observe(torch.tensor([1, 6, 6, 7]), torch.tensor([False, True, True, True]))  # and for none that is finished
-    assert choice.next() == 8
+    assert choice.choose() == 8
 
 
 def test_one_controller_serves_chains_too():
     """A chain whose drafts always stand is as long as pays; one whose drafts never stand ends."""
     active = torch.ones(1, dtype=torch.bool)
     for kept, fed in ((True, 5), (False, 1)):
-        choice = WidthController({1: 1.0, 3: 1.2, 5: 1.4}, GeometricEstimate(), probes=2)
+        choice = WidthController({1: 1.0, 3: 1.2, 5: 1.4}, GeometricEstimate(), warmup_passes=2)
         for _ in range(40):
-            drafted = choice.next()
+            drafted = choice.choose()
             choice.observe(torch.tensor([drafted if kept else 1]), active)
-        assert choice.next() == fed
+        assert choice.choose() == fed
 
 
 @pytest.mark.parametrize(("price", "fed"), [(1.0, {1}), (0.4, {1, 4})])
@@ -173,7 +171,7 @@ def chains(monkeypatch, target, small=0.05):
     monkeypatch.setattr("vargen.decoding.next_token.drafters.draft_model.measure_pass_costs", costs)
 
 
-def speculative(small, rule=exact, **options):
+def speculative(small, rule=speculative_sampling, **options):
     return Accelerator(drafter=Speculative("auto", small, **options), acceptance=rule)
 
 
@@ -222,11 +220,9 @@ def test_the_automatic_window_changes_no_picture_of_same_noise(costs, monkeypatc
 def test_windows_of_one_and_changing_windows_keep_the_exact_rule_running(coupling, monkeypatch):
     """Widths go up and down, through 1, where nothing is drafted."""
     widths = itertools.cycle([1, 5, 1, 1, 3, 2, 4])
-    monkeypatch.setattr(
-        "vargen.decoding.next_token.draft_length._ControlledWindow.widths", lambda self, length: (None, next(widths))
-    )
+    monkeypatch.setattr("vargen.decoding.next_token.draft_length._ControlledWindow.choose_width", lambda self: next(widths))
     model = TableModel(vocab=4, tokens=40)
-    accelerator = Accelerator(drafter=Jacobi("auto", coupling, "mixture"), acceptance=exact)
+    accelerator = Accelerator(drafter=Jacobi("auto", coupling, mixture), acceptance=speculative_sampling)
     result = decode(model, torch.zeros(3, dtype=torch.int64), torch.arange(3), accelerator)
     assert result.finished and result.stats.tokens == 120 and set(result.stats.fed) == {1, 2, 3, 4, 5}
 
@@ -253,14 +249,12 @@ def test_the_cost_curve_is_measured_once_per_network_and_batch():
         (lambda: Jacobi(coupling="maximum"), ValueError, "did you mean 'maximal'"),
         (lambda: Jacobi(initial="uniformly"), ValueError, "did you mean 'uniform'"),
         (lambda: Jacobi(initial=3), TypeError, "initial must be"),
-        (lambda: Adaptive(4, 3), ValueError, "min_fed"),
-        (lambda: Adaptive(ahead=0.0), ValueError, "ahead"),
+        (lambda: AutoWindow(1), ValueError, "max_width"),
+        (lambda: AutoWindow(ema_decay=1.0), ValueError, "ema_decay"),
         (lambda: Speculative(0), ValueError, "length"),
-        (lambda: Speculative("automatic"), ValueError, "whole number of at least 1, or 'auto', got 'automatic'"),
+        (lambda: Speculative("automatic"), ValueError, "length"),
         (lambda: Accelerator(drafter=Jacobi(4), acceptance=GroupedRule), TypeError, "acceptance"),
         (lambda: Accelerator(drafter="jacobi"), TypeError, "drafter"),
-        (lambda: Accelerator(drafter=Jacobi(4), topology="tree"), ValueError, "a chain"),
-        (lambda: Accelerator(topology="tree"), ValueError, "needs a drafter"),
     ],
 )
 def test_bad_parts_are_refused_with_a_reason(make, error, message):
@@ -269,32 +263,22 @@ def test_bad_parts_are_refused_with_a_reason(make, error, message):
 
 
 def test_a_rule_for_chains_refuses_trees():
-    class Trees:
-        max_fed, topology = 3, "tree"
+    class Trees(Drafter):
+        topology = "tree"
 
-        def bind(self, model): ...
-
-        def start(self, model, condition, seeds, sampling, first): ...
-
-        def propose(self, state, tokens, length, step): ...
-
-        def observe(self, state, step): ...
-
-    with pytest.raises(ValueError, match="cannot judge a tree"):
-        Accelerator(drafter=Trees(), acceptance=exact)
-    with pytest.raises(ValueError, match="siblings"):
-        Accelerator(drafter=Trees(), topology="chain")
+    with pytest.raises(ValueError, match="verifies a chain"):
+        Accelerator(drafter=Trees(), acceptance=speculative_sampling)
     assert Accelerator(drafter=Trees(), acceptance=shared_noise).topology == "tree"
 
 
 def test_a_window_above_the_grid_is_refused_before_the_model_runs():
     model = TableModel(vocab=4, tokens=9)
-    for bad in (Jacobi(10), Jacobi(Fixed(99))):
+    for bad in (Jacobi(10), Jacobi(FixedWindow(99))):
         with pytest.raises(ValueError, match="from 2 to the grid's 9 tokens"):
             decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=bad))
     assert model.passes == []
     assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi(9))).finished
-    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi("adaptive"))).finished
+    assert decode(model, torch.zeros(1, dtype=torch.int64), torch.arange(1), Accelerator(drafter=Jacobi("auto"))).finished
 
 
 def test_a_draft_model_must_exist_and_share_the_vocabulary():
@@ -304,7 +288,7 @@ def test_a_draft_model_must_exist_and_share_the_vocabulary():
         decode(*arguments, "speculative")
     for small in (TableModel(vocab=5, tokens=9), TableModel(vocab=4, tokens=10)):
         with pytest.raises(ValueError, match="share the target's vocabulary"):
-            decode(*arguments, Accelerator(drafter=Speculative(2, small), acceptance=exact))
+            decode(*arguments, Accelerator(drafter=Speculative(2, small), acceptance=speculative_sampling))
     model.draft_model = TableModel(vocab=4, tokens=9, seed=3)
     assert decode(*arguments, "speculative").finished
 
@@ -331,5 +315,5 @@ def test_presets_say_what_they_are():
     assert relaxed == ["gsd", "mulo", "lantern", "lantern-jacobi", "wavefront"]
     for preset in list_methods("next-token"):
         assert preset.summary and preset.source
-        assert preset.topology in (None, "chain", "tree")
-    assert Tree.of_chain(3).chain
+        assert preset.topology in ("chain", "tree")
+    assert Tree.make_chain(3).is_chain

@@ -17,7 +17,7 @@ from vargen.decoding import (
     resolve_method,
     shared_noise,
 )
-from vargen.decoding.noise import race
+from vargen.decoding.noise import sample_gumbel_max
 from vargen.decoding.sampling import to_probs
 from vargen.evaluation.table_models import TableModel
 
@@ -94,7 +94,7 @@ def test_callback_sees_every_pass_and_can_stop():
     model, seen = TableModel(vocab=4, tokens=12), []
 
     def callback(progress):
-        seen.append((progress.step, progress.length.tolist(), progress.accepted.tolist()))
+        seen.append((progress.step, progress.length.tolist(), progress.num_committed.tolist()))
         return progress.step < 5
 
     seeds = torch.arange(2)
@@ -152,13 +152,13 @@ def test_unknown_accelerators_name_the_nearest(name, message):
 
 
 def test_trees():
-    tree = Tree.of((-1, 0, 0, 1))
-    assert tree.depth.tolist() == [0, 1, 1, 2] and tree.longest == 3 and not tree.chain
+    tree = Tree.from_parents((-1, 0, 0, 1))
+    assert tree.depth.tolist() == [0, 1, 1, 2] and tree.max_path == 3 and not tree.is_chain
     assert tree.ancestors.tolist()[3] == [True, True, False, True]
-    assert Tree.of_chain(3).chain and Tree.of_chain(3).longest == 4
+    assert Tree.make_chain(3).is_chain and Tree.make_chain(3).max_path == 4
     for bad in [(), (0,), (-1, 1), (-1, 0, -1)]:
         with pytest.raises(ValueError, match="parents"):
-            Tree.of(bad)
+            Tree.from_parents(bad)
 
 
 def test_same_noise_verdict_against_a_plain_walk():
@@ -172,7 +172,7 @@ def test_same_noise_verdict_against_a_plain_walk():
             target = torch.rand(1, T, 4, generator=generator).softmax(-1)
             seeds, position = torch.tensor([trial]), drafter.tree.depth[None] + 1
             verdict = shared_noise(target, draft, Noise(seeds, position), torch.zeros(1))
-            drawn = race(target, seeds, position)[0].tolist()
+            drawn = sample_gumbel_max(target, seeds, position)[0].tolist()
             path = [0]
             while True:
                 follows = [s for s in range(1, T) if parents[s] == path[-1] and int(draft.tokens[0, s - 1]) == drawn[path[-1]]]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from vargen.decoding import PRESETS, Eager, last, resolve_method
+from vargen import decoding
+from vargen.decoding import PRESETS, Replay, VideoMethod, resolve_method
+from vargen.decoding.method import same_spec
 from vargen.decoding.presets import _parts, _settable
 
 
@@ -12,7 +14,7 @@ def test_a_wrong_value_of_any_setting_is_named(name: str, wrong: str) -> None:
     family = PRESETS[name].paradigm
     for part, value in _parts(PRESETS[name], {})[0].items():
         for field in _settable(value):
-            if wrong == "-7.5" and field in ("tau", "delta", "refine_margin", "low"):
+            if wrong == "-7.5" and field in ("tau", "delta", "low"):
                 continue  # a threshold of scores may be any number
             setting = f"{field}.{part}" if family == "next-scale" else field
             with pytest.raises(ValueError, match=f"{name}:{setting}") as caught:
@@ -30,9 +32,8 @@ def test_an_unknown_setting_names_the_known_ones(preset: str) -> None:
 def test_settings_of_every_family_reach_their_parts() -> None:
     assert resolve_method("gumbel:window=8").drafter.window == 8
     assert resolve_method("code:until.1=-3", "next-scale").stages[0].until == -3
-    made = resolve_method("sdvg:tau=2.5,longest_run=4,forced=0+3,fused=true,aggregate=last,commit=eager", "video")
-    assert (made.threshold, made.longest_run, made.forced, made.fused) == (2.5, 4, (0, 3), True)
-    assert made.aggregate is last and made.commit == Eager()
+    made = resolve_method("sdvg:tau=2.5,max_accepted_in_row=4,target_blocks=0+3,lazy=false", "video")
+    assert (made.threshold, made.max_accepted_in_row, made.target_blocks, made.lazy) == (2.5, 4, (0, 3), False)
     assert resolve_method("sdvg-quantile:reject=0.5", "video").policy.reject == 0.5
 
 
@@ -45,3 +46,44 @@ def test_a_method_is_called_as_it_was_written_and_a_bare_name_is_the_preset() ->
 def test_what_is_written_wrongly_is_refused(wrong: str) -> None:
     with pytest.raises(ValueError):
         resolve_method(wrong)
+
+
+@pytest.mark.parametrize(
+    ("text", "paradigm"),
+    [("sdvg:fused=true", "video"), ("sdvg:commit=eager", "video"), ("code:temperature.1=2", "next-scale")],
+)
+def test_a_removed_setting_is_an_error_that_names_it(text: str, paradigm: str) -> None:
+    with pytest.raises(ValueError, match=r"was removed") as caught:
+        resolve_method(text, paradigm)
+    assert text.partition(":")[2].partition("=")[0] in str(caught.value)
+
+
+def test_old_names_still_work_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match="longest_run"):
+        assert resolve_method("sdvg:longest_run=4", "video").max_accepted_in_row == 4
+    with pytest.warns(DeprecationWarning, match="forced"):
+        method = VideoMethod(forced=(0, 2))
+    with pytest.warns(DeprecationWarning, match="forced"):
+        assert method.forced == method.target_blocks == (0, 2)
+    with pytest.warns(DeprecationWarning, match="View"):
+        assert decoding.View is decoding.BlockView
+    with pytest.raises(AttributeError, match="Window"):
+        _ = decoding.Window
+
+
+def test_specs_of_version_0_1_are_recognized() -> None:
+    old = {
+        "policy": {"name": "vargen.decoding.placements.Replay", "makers": ["draft"]},
+        "aggregate": "vargen.decoding.aggregators.lowest",
+        "forced": [0], "longest_run": None, "off_after": None, "off_blocks": 8, "refine": 0, "refine_margin": None,
+        "commit": {"name": "vargen.decoding.commits.Lazy", "most": 16}, "fused": False,
+    }  # fmt: skip
+    assert same_spec(old, VideoMethod(policy=Replay(("draft",))).spec())
+    assert not same_spec({**old, "fused": True}, VideoMethod(policy=Replay(("draft",))).spec())
+    rule = {"name": "vargen.decoding.acceptance.scales.ScaleRule", "judge": "vargen.decoding.acceptance.scales.joint"}
+    stage = {"name": "vargen.decoding.schedule.Stage", "model": "target", "guidance": 1.0, "temperature": 1.0, "top_k": None}
+    stages = [
+        {**stage, "until": until, "drafted": drafted, "rule": {**rule, "exact": True, "drafts": 3}}
+        for until, drafted in ((4, 3), (None, 0))
+    ]
+    assert same_spec({"stages": stages}, PRESETS["scale-spec"].spec())

@@ -5,28 +5,36 @@ import math
 import pytest
 import torch
 
-from vargen.decoding.noise import Noise, Purpose, TokenNoise, coins, exponential, race, uniform
+from vargen.decoding.noise import (
+    Noise,
+    Purpose,
+    TokenNoise,
+    sample_exponential,
+    sample_gumbel_max,
+    sample_uniform,
+    sample_uniform64,
+)
 
 SEEDS = torch.tensor([0, 1, 7, 2**62, -5])
 
 
 def test_is_a_function_of_seed_position_and_purpose_alone():
     position = torch.arange(12).expand(len(SEEDS), -1)
-    together = exponential(SEEDS, position, 33)
+    together = sample_exponential(SEEDS, position, 33)
     for row, seed in enumerate(SEEDS):
         for start in (0, 5):
-            alone = exponential(seed[None], position[:1, start : start + 3], 33)
+            alone = sample_exponential(seed[None], position[:1, start : start + 3], 33)
             assert torch.equal(alone[0], together[row, start : start + 3])
 
 
 def test_a_longer_vocabulary_extends_the_noise():
     position = torch.tensor([[3]])
-    assert torch.equal(exponential(SEEDS[:1], position, 10), exponential(SEEDS[:1], position, 20)[..., :10])
+    assert torch.equal(sample_exponential(SEEDS[:1], position, 10), sample_exponential(SEEDS[:1], position, 20)[..., :10])
 
 
 def test_known_values_do_not_change():
     """Pictures are promised to stay the same for a seed: these numbers may only change with a major version."""
-    value = exponential(torch.tensor([42]), torch.tensor([[7]]), 4)[0, 0]
+    value = sample_exponential(torch.tensor([42]), torch.tensor([[7]]), 4)[0, 0]
     expected = torch.tensor([3.2858088, 3.2390995, 0.64287794, 0.22438715])
     assert torch.allclose(value, expected, rtol=1e-6)
 
@@ -35,40 +43,40 @@ def test_known_values_do_not_change():
 def test_neighbouring_keys_are_uncorrelated(axis):
     n = 200_000
     if axis == "token":
-        noise = exponential(torch.tensor([3]), torch.tensor([[0]]), n + 1)[0, 0]
+        noise = sample_exponential(torch.tensor([3]), torch.tensor([[0]]), n + 1)[0, 0]
         a, b = noise[:-1], noise[1:]
     elif axis == "position":
-        noise = uniform(torch.tensor([3]), torch.arange(n + 1)[None], Purpose.TOKEN)[0]
+        noise = sample_uniform(torch.tensor([3]), torch.arange(n + 1)[None], Purpose.TOKEN)[0]
         a, b = noise[:-1], noise[1:]
     elif axis == "seed":
-        noise = uniform(torch.arange(n + 1), torch.zeros(n + 1, 1, dtype=torch.int64), Purpose.TOKEN)[:, 0]
+        noise = sample_uniform(torch.arange(n + 1), torch.zeros(n + 1, 1, dtype=torch.int64), Purpose.TOKEN)[:, 0]
         a, b = noise[:-1], noise[1:]
     else:
         position = torch.arange(n)[None]
-        a, b = (uniform(torch.tensor([3]), position, p)[0] for p in (Purpose.TOKEN, Purpose.ACCEPT))
+        a, b = (sample_uniform(torch.tensor([3]), position, p)[0] for p in (Purpose.TOKEN, Purpose.ACCEPT))
     correlation = torch.corrcoef(torch.stack([a, b]))[0, 1].abs()
     assert correlation < 5 / math.sqrt(n)
 
 
 def test_uniform_fills_the_unit_interval_evenly():
     n, bins = 400_000, 64
-    noise = uniform(torch.tensor([11]), torch.arange(n)[None], Purpose.ACCEPT)[0]
+    noise = sample_uniform(torch.tensor([11]), torch.arange(n)[None], Purpose.ACCEPT)[0]
     assert noise.min() > 0 and noise.max() < 1
     counts = torch.histc(noise, bins, 0, 1)
     chi_square = ((counts - n / bins) ** 2 / (n / bins)).sum()
     assert abs(chi_square - (bins - 1)) < 6 * math.sqrt(2 * (bins - 1))
 
 
-@pytest.mark.parametrize("draw", [uniform, coins])
+@pytest.mark.parametrize("draw", [sample_uniform, sample_uniform64])
 def test_numpy_and_torch_make_the_same_coins(draw, monkeypatch):
     seeds, position = torch.arange(40) * 7919 - 3, torch.arange(500).expand(40, -1)
-    one = draw(seeds, position, Purpose.REDRAW, 9)
+    one = draw(seeds, position, Purpose.RESAMPLE, 9)
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    assert torch.equal(one, draw(seeds, position, Purpose.REDRAW, 9))
+    assert torch.equal(one, draw(seeds, position, Purpose.RESAMPLE, 9))
     assert one.min() > 0 and one.max() < 1 and one.unique().numel() > 19_900
 
 
-@pytest.mark.parametrize("draw", [uniform, coins, lambda *key: exponential(*key[:2], 33, *key[2:])])
+@pytest.mark.parametrize("draw", [sample_uniform, sample_uniform64, lambda *key: sample_exponential(*key[:2], 33, *key[2:])])
 @pytest.mark.parametrize("step", [0, 1, 9, 2**40])
 def test_a_pass_that_the_device_counts_has_the_same_coins(draw, step):
     position = torch.arange(50).expand(len(SEEDS), -1)
@@ -78,7 +86,7 @@ def test_a_pass_that_the_device_counts_has_the_same_coins(draw, step):
 def test_draws_of_one_coin_follow_their_law_pass_by_pass():
     probs, n = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 200_000
     position = torch.arange(n)[None]
-    one, two = (Noise(torch.tensor([9]), position, step).draw(probs.expand(1, n, 5), Purpose.REDRAW)[0] for step in (1, 2))
+    one, two = (Noise(torch.tensor([9]), position, step).sample(probs.expand(1, n, 5), Purpose.RESAMPLE)[0] for step in (1, 2))
     for drawn in (one, two):
         assert (torch.bincount(drawn, minlength=5) / n - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     together = torch.bincount(one * 5 + two, minlength=25).view(5, 5) / n
@@ -86,7 +94,7 @@ def test_draws_of_one_coin_follow_their_law_pass_by_pass():
 
 
 def test_exponential_has_its_mean_and_tail():
-    noise = exponential(torch.tensor([5]), torch.arange(50)[None], 8192).flatten()
+    noise = sample_exponential(torch.tensor([5]), torch.arange(50)[None], 8192).flatten()
     assert abs(noise.mean() - 1) < 5 / math.sqrt(len(noise))
     assert abs((noise > 3).double().mean() - math.exp(-3)) < 5 * math.sqrt(math.exp(-3) / len(noise))
     assert noise.min() > 0
@@ -95,17 +103,17 @@ def test_exponential_has_its_mean_and_tail():
 def test_race_draws_from_its_law_and_never_what_has_no_probability():
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05])
     n = 200_000
-    drawn = race(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
+    drawn = sample_gumbel_max(probs.expand(1, n, 5), torch.tensor([9]), torch.arange(n)[None])[0]
     share = torch.bincount(drawn, minlength=5) / n
     assert share[1] == 0
     assert (share - probs).abs().max() < 5 * math.sqrt(0.25 / n)
     certain = torch.tensor([0.0, 1.0, 0.0])
-    assert (race(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()
+    assert (sample_gumbel_max(certain.expand(1, 1000, 3), torch.tensor([9]), torch.arange(1000)[None]) == 1).all()
 
 
 def test_the_bits_of_many_draws_are_balanced_across_positions_and_tokens():
     """Each bit behind a draw is set half the time, along tokens and along positions, and positions do not go together."""
-    noise = exponential(torch.tensor([5]), torch.arange(64)[None], 4096)[0].double()
+    noise = sample_exponential(torch.tensor([5]), torch.arange(64)[None], 4096)[0].double()
     bits = ((1 - (-noise).exp()) * 2**31).long()
     for axis in (0, 1):
         for bit in range(8, 31):  # float32 does not hold the lowest bits of large draws
@@ -120,8 +128,8 @@ def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_ima
     seeds, position = torch.arange(3), torch.arange(5).expand(3, -1)
     probs = torch.full((3, 5, 64), 1 / 64)
     one, two = Noise(seeds, position, 1), Noise(seeds, position, 2)
-    assert torch.equal(one.draw(probs, Purpose.TOKEN), two.draw(probs, Purpose.TOKEN))
-    assert torch.equal(one.draw(probs, Purpose.TOKEN), race(probs, seeds, position))
+    assert torch.equal(one.sample(probs, Purpose.TOKEN), two.sample(probs, Purpose.TOKEN))
+    assert torch.equal(one.sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, seeds, position))
     for purpose in Purpose:
         same = torch.equal(one.uniform(purpose), two.uniform(purpose))
         assert same == (purpose == Purpose.TOKEN)
@@ -130,11 +138,11 @@ def test_coins_of_passes_and_purposes_are_independent_but_token_noise_is_the_ima
 
 def test_numpy_and_torch_mix_the_same_bits(monkeypatch):
     position = torch.tensor([[0, 5, 10**12, -3]]).expand(len(SEEDS), -1)
-    for purpose in (Purpose.TOKEN, Purpose.REDRAW):
-        numpy = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
+    for purpose in (Purpose.TOKEN, Purpose.RESAMPLE):
+        numpy = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
         with monkeypatch.context() as patch:
             patch.setattr("vargen.decoding.noise._use_numpy", lambda keys: False)
-            plain = exponential(SEEDS, position, 77, purpose, 9), uniform(SEEDS, position, purpose, 9)
+            plain = sample_exponential(SEEDS, position, 77, purpose, 9), sample_uniform(SEEDS, position, purpose, 9)
         assert all(torch.equal(a, b) for a, b in zip(numpy, plain, strict=True))
 
 
@@ -145,12 +153,12 @@ def test_noise_that_is_kept_is_the_same_noise(monkeypatch):
     start = torch.zeros(len(SEEDS), 1, dtype=torch.int64)
     for T in (4, 4, 1, 4, 16, 16, 3, 16, 16, 16):
         position = start + torch.arange(T)
-        assert torch.equal(own.exponential(position, 33), exponential(SEEDS, position, 33))
+        assert torch.equal(own.exponential(position, 33), sample_exponential(SEEDS, position, 33))
         start = start + torch.randint(0, 7, start.shape, generator=generator)
     tree = start - 20 + torch.tensor([0, 1, 1, 2, 2, 9])
-    assert torch.equal(own.exponential(tree, 33), exponential(SEEDS, tree, 33))
+    assert torch.equal(own.exponential(tree, 33), sample_exponential(SEEDS, tree, 33))
     probs = torch.rand(len(SEEDS), 6, 33, generator=generator)
-    assert torch.equal(Noise(SEEDS, tree, own=own).draw(probs, Purpose.TOKEN), race(probs, SEEDS, tree))
+    assert torch.equal(Noise(SEEDS, tree, own=own).sample(probs, Purpose.TOKEN), sample_gumbel_max(probs, SEEDS, tree))
     made = []
     monkeypatch.setattr("vargen.decoding.noise._lane_bits_numpy", lambda keys, lanes: made.append(keys.size) or torch.zeros(1))
     own.exponential(tree, 33)

@@ -32,7 +32,7 @@ def test_tokens_and_lengths_may_be_trained_on(pipe: LlamaGenPipeline, accelerato
 
     def callback(progress: Any) -> None:
         assert not torch.is_inference_mode_enabled() and not torch.is_grad_enabled()
-        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.accepted))
+        seen.extend((progress.tokens, progress.tokens.clone(), progress.length, progress.num_committed))
 
     drawn = decode(pipe.token_model(2.0), CONDITION, SEEDS, accelerator, callback=callback)
     for tensor in (drawn.tokens, drawn.length, *seen):
@@ -73,8 +73,8 @@ def test_a_model_that_drew_can_be_trained(pipe: LlamaGenPipeline) -> None:
 
 def test_trees_that_are_remembered_are_ordinary() -> None:
     with torch.inference_mode():
-        tree = Tree.of((-1, 0, 0, 1, 1, 1, 2))  # by no other test
-        kept = (tree.parents, tree.depth, tree.ancestors, tree.words)
+        tree = Tree.from_parents((-1, 0, 0, 1, 1, 1, 2))  # by no other test
+        kept = (tree.parents, tree.depth, tree.ancestors, tree.ancestor_bits)
     assert not any(part.is_inference() for part in kept)
 
 

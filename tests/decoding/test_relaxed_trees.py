@@ -22,7 +22,7 @@ SHAPES = [(-1, 0, 0, 1, 1, 2), DynamicTree(nodes=5, depth=3, children=2)]
 
 def table() -> TableModel:
     model = TableModel(vocab=3, tokens=5, seed=4)
-    model.eagle = TableEagle(TableModel(vocab=3, tokens=5, seed=77))
+    model.draft_heads = {"eagle": TableEagle(TableModel(vocab=3, tokens=5, seed=77))}
     model.codebook = torch.tensor([[0.0, 1.0], [0.1, 1.0], [1.0, 0.0]])
     return model
 
@@ -49,7 +49,7 @@ def test_a_budget_bounds_what_a_tree_is_granted(make, shape) -> None:
 def test_what_is_granted_is_how_far_one_step_is_from_the_target() -> None:
     """With one position left to draft, the total variation is the mean relaxation."""
     model = TableModel(vocab=4, tokens=2, seed=1)
-    model.eagle = TableEagle(TableModel(vocab=4, tokens=2, seed=9))
+    model.draft_heads = {"eagle": TableEagle(TableModel(vocab=4, tokens=2, seed=9))}
     method = Accelerator("x", Eagle(DynamicTree(nodes=1, depth=1, children=1)), RatioRule(2.0))
     chains = 40_000
     stats = decode(model, torch.zeros(chains, dtype=torch.int64), torch.arange(chains), method).stats

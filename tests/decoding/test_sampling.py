@@ -82,5 +82,5 @@ def test_bad_sampling_names_argument_value_and_range(argument, value, allowed):
 
 def test_top_k_over_the_vocabulary_is_refused():
     with pytest.raises(ValueError, match="top_k must be at most the vocabulary of 100"):
-        Sampling(top_k=101).check_vocabulary(100)
-    Sampling(top_k=100).check_vocabulary(100)
+        Sampling(top_k=101).validate_top_k(100)
+    Sampling(top_k=100).validate_top_k(100)

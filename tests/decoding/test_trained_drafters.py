@@ -5,6 +5,7 @@ only if, each token it is fed comes with the feature that the token was drawn by
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -18,36 +19,43 @@ from vargen.decoding import (
     Medusa,
     Sampling,
     decode,
-    exact,
     resolve_method,
     shared_noise,
+    speculative_sampling,
 )
 from vargen.decoding.next_token.acceptance import k_seq, recursive_rejection, traversal
 from vargen.decoding.next_token.drafters import heads as features
+from vargen.decoding.next_token.trees.shapes import make_k_ary
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DYNAMIC = DynamicTree(nodes=5, depth=3, children=2)
 TREE = (-1, 0, 0, 1, 1, 2)
 METHODS = [
-    (2, "sampled", exact), (4, "sampled", exact), (4, "coupled", shared_noise),
-    (TREE, "sampled", traversal), (TREE, "sampled", recursive_rejection), (TREE, "independent", k_seq),
-    (TREE, "best", traversal), (TREE, "coupled", shared_noise),
-    (DYNAMIC, "sampled", traversal), (DYNAMIC, "sampled", recursive_rejection), (DYNAMIC, "best", recursive_rejection),
-    (DYNAMIC, "coupled", shared_noise),
+    (2, "without-replacement", speculative_sampling),
+    (4, "without-replacement", speculative_sampling), (4, "shared-noise", shared_noise),
+    (TREE, "without-replacement", traversal), (TREE, "without-replacement", recursive_rejection),
+    (TREE, "with-replacement", k_seq),
+    (TREE, "top-k", traversal), (TREE, "shared-noise", shared_noise),
+    (DYNAMIC, "without-replacement", traversal), (DYNAMIC, "without-replacement", recursive_rejection),
+    (DYNAMIC, "top-k", recursive_rejection),
+    (DYNAMIC, "shared-noise", shared_noise),
 ]  # fmt: skip
-NAMES = [f"{shape if isinstance(shape, int) else type(shape).__name__}-{drawing}" for shape, drawing, _ in METHODS]
+NAMES = [
+    f"{shape if isinstance(shape, int) else type(shape).__name__}-{child_sampling}" for shape, child_sampling, _ in METHODS
+]
 
 
 def table(own: bool = False) -> TableModel:
     """With drafters that know another table, or its own."""
     model = TableModel(vocab=3, tokens=5, seed=4)
     known = model if own else TableModel(vocab=3, tokens=5, seed=77)
-    model.eagle, model.medusa = TableEagle(known), TableMedusa(known)
+    model.draft_heads = {"eagle": TableEagle(known), "medusa": TableMedusa(known)}
     return model
 
 
@@ -59,17 +67,17 @@ def away(method: Accelerator, model: TableModel, sampling: Sampling, chains: int
 
 
 @pytest.mark.parametrize("kind", [Eagle, Medusa])
-@pytest.mark.parametrize(("shape", "drawing", "rule"), METHODS, ids=NAMES)
-def test_a_drafter_that_knows_another_model_is_exact(kind, shape, drawing, rule) -> None:
+@pytest.mark.parametrize(("shape", "child_sampling", "rule"), METHODS, ids=NAMES)
+def test_a_drafter_that_knows_another_model_is_exact(kind, shape, child_sampling, rule) -> None:
     shape = 3 if shape == 4 and kind is Medusa else shape  # as many as there are heads
-    method = Accelerator("mine", kind(shape, drawing), rule)
+    method = Accelerator("mine", kind(shape, child_sampling), rule)
     assert away(method, table(), Sampling(0.9, top_p=0.9)) < MOST_SPREADS
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_case_of_verify_has_drafters(case) -> None:
     for kind in (Eagle, Medusa):
-        assert away(Accelerator("mine", kind(2), exact), case.model(), case.sampling) < MOST_SPREADS
+        assert away(Accelerator("mine", kind(2), speculative_sampling), case.model(), case.sampling) < MOST_SPREADS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +89,26 @@ class Misreporting(Eagle):
         return dataclasses.replace(draft, probs=torch.full_like(draft.probs, 1 / 3))
 
 
-@pytest.mark.parametrize(("shape", "rule"), [(3, exact), (TREE, traversal)])
+@pytest.mark.parametrize(("shape", "rule"), [(3, speculative_sampling), (TREE, traversal)])
 def test_a_wrong_q_is_found(shape, rule) -> None:
     assert away(Accelerator("wrong", Misreporting(shape), rule), table(), Sampling()) > MOST_SPREADS
 
 
 @pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize(("drawing", "rule"), [("sampled", exact), ("sampled", traversal), ("coupled", shared_noise)])
-def test_a_chain_of_a_perfect_drafter_is_accepted_whole(length: int, drawing, rule) -> None:
-    assert passes(Eagle(length, drawing), rule) == 1 + -(-4 // (length + 1))
+@pytest.mark.parametrize(
+    ("child_sampling", "rule"),
+    [("without-replacement", speculative_sampling), ("without-replacement", traversal), ("shared-noise", shared_noise)],
+)
+def test_a_chain_of_a_perfect_drafter_is_accepted_whole(length: int, child_sampling, rule) -> None:
+    assert passes(Eagle(length, child_sampling), rule) == 1 + -(-4 // (length + 1))
 
 
 @pytest.mark.parametrize(
-    ("drawing", "rule"), [("sampled", recursive_rejection), ("independent", recursive_rejection), ("coupled", shared_noise)]
+    ("child_sampling", "rule"),
+    [("without-replacement", recursive_rejection), ("with-replacement", recursive_rejection), ("shared-noise", shared_noise)],
 )
-def test_first_children_of_a_perfect_drafter_are_accepted(drawing, rule) -> None:
-    assert passes(Eagle(TREE, drawing), rule) == 1 + -(-4 // 3)
+def test_first_children_of_a_perfect_drafter_are_accepted(child_sampling, rule) -> None:
+    assert passes(Eagle(TREE, child_sampling), rule) == 1 + -(-4 // 3)
 
 
 def passes(drafter: Eagle, rule) -> int:
@@ -107,9 +119,9 @@ def passes(drafter: Eagle, rule) -> int:
 
 def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
     """The control of the tests above: with the feature of the slot before, a perfect drafter is one no more."""
-    gathered = features.at_slots
-    monkeypatch.setattr(features, "at_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
-    assert passes(Eagle(1), exact) > 3
+    gathered = features.gather_slots
+    monkeypatch.setattr(features, "gather_slots", lambda rows, slots: gathered(rows, (slots - 1).clamp(min=0)))
+    assert passes(Eagle(1), speculative_sampling) > 3
 
 
 # -- LlamaGen -----------------------------------------------------------------------------------------------------------
@@ -118,7 +130,8 @@ def test_features_of_other_slots_are_noticed(monkeypatch) -> None:
 def tiny(guidance: float = 3.0, above: bool = False, **options) -> LlamaGenTokenModel:
     torch.manual_seed(2)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32, above=above).eval()
-    return LlamaGenTokenModel(tiny_transformer("class"), guidance, eagle=eagle, medusa=MedusaDrafter(32, 64, 4), **options)
+    heads = {"eagle": partial(EagleModel, eagle), "medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    return LlamaGenTokenModel(tiny_transformer("class"), guidance, draft_heads=heads, **options)
 
 
 CONDITION = Condition(class_labels=torch.tensor([1, 2, 7]))
@@ -130,7 +143,7 @@ SEEDS = torch.tensor([3, 4, 5])
 @pytest.mark.parametrize("shape", [3, "wide-15", DynamicTree(9, 3, 3)])
 @pytest.mark.parametrize("kind", [Eagle, Medusa])
 def test_coupled_drafts_draw_the_picture_of_ar(kind, shape, guidance: float, interval: int | None) -> None:
-    drafter = kind("binary-3" if kind is Medusa and shape == "wide-15" else shape, "coupled")
+    drafter = kind(make_k_ary(2, 3) if kind is Medusa and shape == "wide-15" else shape, "shared-noise")
     model = tiny(guidance, above=True, guidance_interval=interval)
     expected = decode(model, CONDITION, SEEDS, "ar", Sampling(top_k=20))
     found = decode(model, CONDITION, SEEDS, Accelerator("same", drafter, shared_noise), Sampling(top_k=20))
@@ -149,14 +162,14 @@ def test_a_row_of_a_batch_is_the_picture_alone(kind) -> None:
 def test_drafting_has_a_cost_that_passes_and_nothing_else_make() -> None:
     model = tiny()
     for shape in (4, "wide-15", DynamicTree(9, 3, 3)):
-        assert Accelerator("mine", Eagle(shape), traversal).drafting_cost(model, CONDITION, 3, 9) > 0
-    assert Accelerator("mine", Medusa(3), exact).drafting_cost(model, CONDITION, 3, 9) > 0
+        assert Accelerator("mine", Eagle(shape), traversal).drafter.measure_cost(model, CONDITION, 3, 9) > 0
+    assert Accelerator("mine", Medusa(3), speculative_sampling).drafter.measure_cost(model, CONDITION, 3, 9) > 0
     for drafter in (Eagle(AutoTree(9, 3, 3)), Medusa(AutoTree(9, 3, 3))):
-        assert drafter.cost(model, CONDITION, 3, 0) == 0.0 < drafter.cost(model, CONDITION, 3, 9)
+        assert drafter.measure_cost(model, CONDITION, 3, 0) == 0.0 < drafter.measure_cost(model, CONDITION, 3, 9)
 
 
 def test_an_automatic_tree_is_no_deeper_than_there_are_heads() -> None:
-    assert Medusa("auto").bind(tiny()).tree.depth == 3 and Eagle("auto").bind(tiny()).tree.depth == 15
+    assert Medusa("auto").bind(tiny()).tree_shape.depth == 3 and Eagle("auto").bind(tiny()).tree_shape.depth == 15
 
 
 # -- bad input ----------------------------------------------------------------------------------------------------------
@@ -170,14 +183,18 @@ def test_an_automatic_tree_is_no_deeper_than_there_are_heads() -> None:
         (lambda: Eagle(None), TypeError, "got None"),
         (lambda: Eagle("wide-16"), ValueError, "unknown tree 'wide-16'; did you mean"),
         (lambda: Eagle((-1, 1)), ValueError, "name earlier slots"),
-        (lambda: Eagle(4, "drawn"), ValueError, "drawing must be one of"),
+        (lambda: Eagle(4, "drawn"), ValueError, "child_sampling must be one of"),
         (lambda: Eagle(model=TableModel(3, 5)), TypeError, "model must be a AutoregressiveHead, .*, or None, got"),
         (lambda: Medusa(model=EagleDrafter), TypeError, "model must be a ParallelHeads"),
-        (lambda: Accelerator("x", Eagle(), exact), ValueError, "cannot judge a tree"),
-        (lambda: Accelerator("x", Eagle(drawing="coupled"), traversal), ValueError, "cannot go with this Eagle"),
+        (lambda: Accelerator("x", Eagle(), speculative_sampling), ValueError, "verifies a chain"),
+        (
+            lambda: Accelerator("x", Eagle(child_sampling="shared-noise"), traversal),
+            ValueError,
+            "traversal cannot be combined with Eagle",
+        ),
         (lambda: Eagle((-1, 0, 0, 0, 0)).bind(table()), ValueError, "children of a tree must be at most the vocabulary of 3"),
         (lambda: Eagle(16).bind(tiny()), ValueError, "depth of a tree must be from 1 to 15, .*, got 16"),
-        (lambda: Medusa(4).bind(tiny()), ValueError, "from 1 to the drafter's 3 heads, got 4"),
+        (lambda: Medusa(4).bind(tiny()), ValueError, "depth of a tree"),
         (lambda: Eagle().bind(TableModel(3, 5)), ValueError, r"drafter trained for the model \(eagle\).*load_drafter"),
         (lambda: Medusa().bind(TableModel(3, 5)), ValueError, r"\(medusa\).*train drafter medusa"),
         (lambda: Eagle(4, model=TableEagle(TableModel(4, 5))).bind(TableModel(3, 5)), ValueError, r"4 on \(1, 5\)"),
@@ -189,11 +206,12 @@ def test_parts_that_do_not_fit_are_refused(make, error, match: str) -> None:
 
 
 def test_trees_are_narrowed_to_the_vocabulary() -> None:
-    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).narrowed(3)
-    assert narrow.tree.children == 3 and narrow.bind(table()) == narrow and Eagle(4).narrowed(3) == Eagle(4)
+    narrow = Eagle(DynamicTree(nodes=20, depth=2, children=8)).fit_to_vocab(3)
+    assert narrow.tree_shape.children == 3 and narrow.bind(table()).shape == narrow.shape
+    assert Eagle(4).fit_to_vocab(3) == Eagle(4)
 
 
 def test_drafters_are_cut_to_the_grid() -> None:
-    assert Eagle(9).fitted(5) == Eagle(4) and Eagle(4).fitted(5) == Eagle(4)
-    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fitted(4).tree.depth == 3
-    assert resolve_method(Accelerator("x", Eagle(4), exact)).resized("auto").drafter == Eagle(4)
+    assert Eagle(9).fit_to_grid(5) == Eagle(4) and Eagle(4).fit_to_grid(5) == Eagle(4)
+    assert Eagle(DynamicTree(nodes=9, depth=6, children=2)).fit_to_grid(4).tree_shape.depth == 3
+    assert resolve_method(Accelerator("x", Eagle(4), speculative_sampling)).with_window("auto").drafter == Eagle(4)

@@ -8,6 +8,7 @@ import itertools
 
 import pytest
 import torch
+from initial_drafts import mixture
 from torch import Tensor
 
 from vargen.decoding import (
@@ -23,15 +24,15 @@ from vargen.decoding import (
     StaticTree,
     Tree,
     decode,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token import acceptance
 from vargen.decoding.next_token.acceptance import acceptance_rule, verify_siblings
-from vargen.decoding.next_token.trees.shapes import fan, make_k_ary
+from vargen.decoding.next_token.trees.shapes import make_fan, make_k_ary
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.known_wrong import WRONG_TREES
 from vargen.evaluation.table_models import TableModel
@@ -46,38 +47,39 @@ SHAPES = {
 }
 
 
-def method(shape, drawing, rule) -> Accelerator:
-    return Accelerator(drafter=SpeculativeTree(SHAPES[shape], drawing), acceptance=rule)
+def method(shape, child_sampling, rule) -> Accelerator:
+    return Accelerator(drafter=SpeculativeTree(SHAPES[shape], child_sampling), acceptance=rule)
 
 
 RULES = [
-    *itertools.product(SHAPES, ["sampled", "best"], [recursive_rejection, traversal]),
-    *itertools.product(["chain", "binary", "uneven"], ["independent"], [recursive_rejection, traversal, k_seq]),
+    *itertools.product(SHAPES, ["without-replacement", "top-k"], [recursive_rejection, traversal]),
+    *itertools.product(["chain", "binary", "uneven"], ["with-replacement"], [recursive_rejection, traversal, k_seq]),
 ]
-NAMES = [f"{shape}, {drawing}, {rule.__name__}" for shape, drawing, rule in RULES]
+NAMES = [f"{shape}, {child_sampling}, {rule.__name__}" for shape, child_sampling, rule in RULES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shape,drawing,rule", RULES, ids=NAMES)
-def test_every_rule_reaches_the_joint_distribution_on_every_tree(shape, drawing, rule):
-    finding = measure(method(shape, drawing, rule), CASES[0].model(), Sampling(), CHAINS)
+@pytest.mark.parametrize("shape,child_sampling,rule", RULES, ids=NAMES)
+def test_every_rule_reaches_the_joint_distribution_on_every_tree(shape, child_sampling, rule):
+    finding = measure(method(shape, child_sampling, rule), CASES[0].model(), Sampling(), CHAINS)
     assert finding.exact, finding
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-@pytest.mark.parametrize("shape,drawing,rule", [
-    ("dynamic", "sampled", recursive_rejection), ("dynamic", "sampled", traversal), ("binary", "independent", k_seq),
+@pytest.mark.parametrize("shape,child_sampling,rule", [
+    ("dynamic", "without-replacement", recursive_rejection), ("dynamic", "without-replacement", traversal),
+    ("binary", "with-replacement", k_seq),
 ], ids=lambda part: getattr(part, "__name__", str(part)))  # fmt: skip
-def test_filters_rows_and_certain_tokens_reach_the_joint_distribution(shape, drawing, rule, case):
-    finding = measure(method(shape, drawing, rule), case.model(), case.sampling, 20_000)
+def test_filters_rows_and_certain_tokens_reach_the_joint_distribution(shape, child_sampling, rule, case):
+    finding = measure(method(shape, child_sampling, rule), case.model(), case.sampling, 20_000)
     assert finding.exact, finding
 
 
-@pytest.mark.parametrize("initial", ["uniform", "mixture"])
+@pytest.mark.parametrize("initial", ["uniform", mixture])
 @pytest.mark.parametrize("coupling", ["independent", "maximal", "gumbel"])
 def test_trees_of_a_jacobi_window_reach_the_joint_distribution(coupling, initial):
     model = TableModel(vocab=3, tokens=6, seed=4, rows=3)
-    for shape in (fan(8, 2, 2), (-1, 0, 0, 1, 2, 3)):
+    for shape in (make_fan(8, 2, 2), (-1, 0, 0, 1, 2, 3)):
         accelerator = Accelerator(drafter=JacobiTree(shape, coupling, initial), acceptance=recursive_rejection)
         finding = measure(accelerator, model, Sampling(), CHAINS)
         assert finding.exact, finding
@@ -93,7 +95,7 @@ def test_the_check_finds_known_mistakes_on_trees(variant):
 
 
 class Coins(Noise):
-    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be drawn from is kept instead of drawn."""
+    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be sampled from is kept instead of sampled."""
 
     def __init__(self, coins: Tensor):
         B, S = coins.shape
@@ -111,7 +113,7 @@ class Coins(Noise):
             return self.given[:, self.number, None].expand(-1, self.given.shape[1] + 1)
         return torch.cat([self.given[:, :1], self.given], 1)  # of each slot; the root's does not matter
 
-    def draw(self, probs, purpose):
+    def sample(self, probs, purpose):
         self.drawn_from.append(probs)
         return probs.argmax(-1)
 
@@ -119,12 +121,16 @@ class Coins(Noise):
         return self
 
 
-def drafts(q: Tensor, count: int, drawing: str) -> tuple[Tensor, Tensor, Tensor | None]:
+def drafts(q: Tensor, count: int, child_sampling: str) -> tuple[Tensor, Tensor, Tensor | None]:
     """All tuples of `count` siblings `[M, count]`, how likely each is `[M]`, and q of each sibling `[M, count, V]`."""
     V = len(q)
-    if drawing == "best":
+    if child_sampling == "top-k":
         return q.topk(count).indices[None], torch.ones(1, dtype=q.dtype), None
-    drawn = itertools.product(range(V), repeat=count) if drawing == "independent" else itertools.permutations(range(V), count)
+    drawn = (
+        itertools.product(range(V), repeat=count)
+        if child_sampling == "with-replacement"
+        else itertools.permutations(range(V), count)
+    )
     tuples = list(drawn)
     tokens, rows, weights = torch.tensor(tuples), [], torch.ones(len(tuples), dtype=q.dtype)
     left = q.expand(len(tuples), V).clone()
@@ -132,16 +138,16 @@ def drafts(q: Tensor, count: int, drawing: str) -> tuple[Tensor, Tensor, Tensor 
         normed = left / left.sum(-1, keepdim=True)
         rows.append(normed.nan_to_num(0.0))
         weights = weights * rows[-1].gather(1, tokens[:, rank, None])[:, 0]
-        if drawing == "sampled":
+        if child_sampling == "without-replacement":
             left = left.scatter(1, tokens[:, rank, None], 0.0)
     return tokens, weights, torch.stack(rows, 1)
 
 
-def one_node(rule, p: Tensor, q: Tensor, count: int, drawing: str) -> Tensor:
+def one_node(rule, p: Tensor, q: Tensor, count: int, child_sampling: str) -> Tensor:
     """The probabilities of the token behind a root with `count` children, summed over all drafts and coins, float64 `[V]`."""
-    tokens, weights, probs = drafts(q, count, drawing)
+    tokens, weights, probs = drafts(q, count, child_sampling)
     B, V = len(tokens), len(p)
-    tree = Tree.of((-1,) + (0,) * count)
+    tree = Tree.from_parents((-1,) + (0,) * count)
     draft = Draft(tokens, tree, probs)
     rows = p.expand(B, count + 1, V)
 
@@ -165,20 +171,20 @@ def one_node(rule, p: Tensor, q: Tensor, count: int, drawing: str) -> Tensor:
     return total + ((weights * remains)[:, None] * left / left.sum(-1, keepdim=True)).sum(0)
 
 
-@pytest.mark.parametrize("drawing", ["sampled", "independent", "best"])
+@pytest.mark.parametrize("child_sampling", ["without-replacement", "with-replacement", "top-k"])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_one_node_sums_to_the_target(drawing, count):
+def test_one_node_sums_to_the_target(child_sampling, count):
     generator = torch.Generator().manual_seed(count)
-    rules = {recursive_rejection, traversal} | ({k_seq} if drawing == "independent" else set())
+    rules = {recursive_rejection, traversal} | ({k_seq} if child_sampling == "with-replacement" else set())
     for trial in range(3):
         p, q = (torch.rand(2, 4, generator=generator, dtype=torch.float64) ** 3).unbind()
         if trial % 2:  # tokens that only one of them knows
             p[1], q[2] = 0, 0
         p, q = p / p.sum(), q / q.sum()
         for rule in rules:
-            if rule is not k_seq and drawing != "best" and trial % 2 and count == 3:
+            if rule is not k_seq and child_sampling != "top-k" and trial % 2 and count == 3:
                 continue  # q has three tokens: a third sibling may have no probability left
-            error = (one_node(rule, p, q, count, drawing) - p).abs().max()
+            error = (one_node(rule, p, q, count, child_sampling) - p).abs().max()
             assert error < (1e-7 if rule is k_seq else 1e-12), rule.__name__  # rho ends 2^-30 above its root
 
 
@@ -187,7 +193,7 @@ def inverted(probs, draft, noise, relaxation):
     """LANTERN's static trees as released: what is left at a refusal has the wrong sign."""
 
     def test(siblings):
-        p, q = siblings.own
+        p, q = siblings.p_and_q
         return acceptance.SiblingDecision(p / q, (siblings.q - siblings.p).clamp(min=0))
 
     return verify_siblings(test, probs, draft, noise)
@@ -195,7 +201,7 @@ def inverted(probs, draft, noise, relaxation):
 
 def test_the_sum_over_one_node_finds_an_inverted_residual():
     p, q = torch.tensor([0.6, 0.3, 0.1]).double(), torch.tensor([0.2, 0.3, 0.5]).double()
-    assert (one_node(inverted, p, q, 2, "sampled") - p).abs().max() > 0.05
+    assert (one_node(inverted, p, q, 2, "without-replacement") - p).abs().max() > 0.05
 
 
 # -- laws beyond exactness ----------------------------------------------------------------------------------------------
@@ -208,12 +214,12 @@ def random_chain(B: int, drafts: int, V: int) -> tuple[Tensor, Draft, Noise]:
     valid = torch.rand(B, drafts, generator=generator) > 0.1
     tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, drafts)
     noise = Noise(torch.arange(B), torch.arange(drafts + 1).expand(B, -1) + 3, step=2)
-    return probs, Draft(tokens, Tree.of_chain(drafts), q, valid), noise
+    return probs, Draft(tokens, Tree.make_chain(drafts), q, valid), noise
 
 
 def test_on_a_chain_recursive_rejection_is_the_exact_rule():
     probs, draft, noise = random_chain(400, 5, 6)
-    one, other = (rule(probs, draft, noise, torch.zeros(400)) for rule in (exact, recursive_rejection))
+    one, other = (rule(probs, draft, noise, torch.zeros(400)) for rule in (speculative_sampling, recursive_rejection))
     assert torch.equal(one.count, other.count) and torch.equal(one.next_token, other.next_token)
     assert other.count.float().mean() > 1.5
 
@@ -227,11 +233,11 @@ def test_a_tree_of_each_image_is_judged_as_that_tree_alone():
         q = torch.rand(B, T - 1, V, generator=generator).softmax(-1)
         tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, T - 1)
         noise = Noise(torch.arange(B) + 10 * trial, torch.zeros(B, T, dtype=torch.int64), 1)
-        together = Draft(tokens, Tree.per_image(torch.tensor(shapes), longest=6, widest=3), q)
+        together = Draft(tokens, Tree.batched(torch.tensor(shapes), max_path=6, max_children=3), q)
         for rule in (recursive_rejection, traversal, shared_noise, k_seq):
             verdict = rule(probs, together, noise, torch.zeros(B))
             for row, parents in enumerate(shapes):
-                alone = Draft(tokens[row : row + 1], Tree.of(parents), q[row : row + 1])
+                alone = Draft(tokens[row : row + 1], Tree.from_parents(parents), q[row : row + 1])
                 own = Noise(noise.seeds[row : row + 1], noise.position[row : row + 1], 1)
                 single = rule(probs[row : row + 1], alone, own, torch.zeros(1))
                 count = int(single.count)
@@ -250,9 +256,9 @@ def test_what_is_not_valid_is_refused_and_changes_nothing(rule):
     tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(200, 5)
     valid = torch.tensor([True, False, True, True, False]).expand(200, -1)
     noise = Noise(torch.arange(200), torch.zeros(200, 6, dtype=torch.int64))
-    masked = rule(probs, Draft(tokens, Tree.of(parents), q, valid), noise, torch.zeros(200))
+    masked = rule(probs, Draft(tokens, Tree.from_parents(parents), q, valid), noise, torch.zeros(200))
     slots = [1, 3, 4]
-    less = Draft(tokens[:, [s - 1 for s in slots]], Tree.of(kept), q[:, :3])
+    less = Draft(tokens[:, [s - 1 for s in slots]], Tree.from_parents(kept), q[:, :3])
     small = Noise(noise.seeds, noise.position[:, :4])
     if rule is traversal:  # coins are of slots: let both agree on which
         reached = masked.count > 1
@@ -267,11 +273,11 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
 
     def generous(budget):
         def test(siblings):
-            chance = siblings.exact_chance
+            chance = siblings.exact_accept_prob
             granted = 1 - chance
-            if siblings.room is not None:
-                granted = torch.minimum(granted, siblings.room)
-            return acceptance.SiblingDecision(chance + granted, siblings.left, granted)
+            if siblings.max_relaxation is not None:
+                granted = torch.minimum(granted, siblings.max_relaxation)
+            return acceptance.SiblingDecision(chance + granted, siblings.residual, granted)
 
         @acceptance_rule(exact=False, topologies=("tree",))
         def rule(probs, draft, noise, relaxation):
@@ -284,7 +290,7 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
     probs = (3 * torch.rand(B, 6, 8, generator=generator)).softmax(-1)
     q = (3 * torch.rand(B, 5, 8, generator=generator)).softmax(-1)
     tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, 5)
-    draft = Draft(tokens, Tree.per_image(parents, 6, 3), q)
+    draft = Draft(tokens, Tree.batched(parents, 6, 3), q)
     noise, none = Noise(torch.arange(B), torch.zeros(B, 6, dtype=torch.int64)), torch.zeros(B)
     free = generous(None)(probs, draft, noise, none)
     assert free.relaxation.max() > 1 and (free.count == free.count.max()).float().mean() > 0.4
@@ -300,7 +306,7 @@ def test_a_budget_caps_what_a_path_is_granted_and_zero_is_exact():
 def test_traversal_accepts_more_than_recursive_rejection():
     found = {}
     for rule in (recursive_rejection, traversal):
-        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(make_k_ary(2, 3)), "sampled"), acceptance=rule)
+        accelerator = Accelerator(drafter=SpeculativeTree(StaticTree(make_k_ary(2, 3)), "without-replacement"), acceptance=rule)
         model = TableModel(vocab=6, tokens=40, seed=2)
         model.draft_model = TableModel(vocab=6, tokens=40, seed=2, spread=0.9)
         stats = decode(model, torch.zeros(600, dtype=torch.int64), torch.arange(600), accelerator).stats
@@ -309,13 +315,13 @@ def test_traversal_accepts_more_than_recursive_rejection():
 
 
 @pytest.mark.parametrize("drafter,rule,message", [
-    (Jacobi(4), traversal, "drawn anew in every pass"),
-    (JacobiTree(fan(8, 2, 2)), traversal, "drawn anew in every pass"),
-    (Speculative(3, shared_noise=True), traversal, "drawn anew in every pass"),
-    (SpeculativeTree(StaticTree("binary-3"), "coupled"), traversal, "drawn anew in every pass"),
+    (Jacobi(4), traversal, "every pass"),
+    (JacobiTree(make_fan(8, 2, 2)), traversal, "every pass"),
+    (Speculative(3, shared_noise=True), traversal, "every pass"),
+    (SpeculativeTree(StaticTree("wide-15"), "shared-noise"), traversal, "every pass"),
     (SpeculativeTree(), k_seq, "with replacement"),
-    (JacobiTree(fan(8, 2, 2)), k_seq, "with replacement"),
-    (SpeculativeTree(), exact, "cannot judge a tree"),
+    (JacobiTree(make_fan(8, 2, 2)), k_seq, "with replacement"),
+    (SpeculativeTree(), speculative_sampling, "verifies a chain"),
 ], ids=lambda part: type(part).__name__)  # fmt: skip
 def test_parts_that_would_not_be_exact_together_are_refused(drafter, rule, message):
     with pytest.raises(ValueError, match=message):

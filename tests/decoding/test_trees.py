@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from initial_drafts import mixture
 
 from vargen.decoding import (
     Accelerator,
@@ -27,10 +28,17 @@ from vargen.decoding import (
 )
 from vargen.decoding import pass_costs as cost
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
-from vargen.decoding.next_token.trees.expand import Frontier, grow
-from vargen.decoding.next_token.trees.search import Ranks, compute_expected_tokens, search_best_tree, tree_by_cost
-from vargen.decoding.next_token.trees.shapes import STATIC, branching, fan, make_by_level_sizes, make_k_ary, parse_parents
-from vargen.decoding.noise import exponential
+from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
+from vargen.decoding.next_token.trees.search import SiblingRateEstimate, compute_expected_tokens, search_best_tree
+from vargen.decoding.next_token.trees.shapes import (
+    NAMED_SHAPES,
+    make_branching,
+    make_by_level_sizes,
+    make_fan,
+    make_k_ary,
+    parse_parents,
+)
+from vargen.decoding.noise import sample_exponential
 from vargen.evaluation.exactness import CASES, measure
 from vargen.evaluation.table_models import TableEagle, TableMedusa, TableModel
 
@@ -44,26 +52,26 @@ def depths(parents):
 
 def test_static_trees_have_the_shape_that_they_are_named_for():
     assert make_k_ary(2, 2) == (-1, 0, 0, 1, 1, 2, 2)
-    assert branching([3, 1]) == (-1, 0, 0, 0, 1, 2, 3)
-    assert fan(8, 2, 1) == (-1, 0, 0, 1, 3, 4, 5, 6)
+    assert make_branching([3, 1]) == (-1, 0, 0, 0, 1, 2, 3)
+    assert make_fan(8, 2, 1) == (-1, 0, 0, 1, 3, 4, 5, 6)
     for widths in [(4, 5, 4, 2), (1, 1, 1), (3, 9)]:
         found = depths(make_by_level_sizes(widths))
         assert [found.count(step) for step in range(1, len(widths) + 1)] == list(widths)
-    for name, parents in STATIC.items():
+    for name, parents in NAMED_SHAPES.items():
         assert parse_parents(name) == parents == parse_parents(list(parents))
-    assert StaticTree(make_k_ary(2, 3)).cut(2).slots == make_k_ary(2, 2)
-    assert StaticTree(make_k_ary(3, 2)).narrowed(2).slots == make_k_ary(2, 2)
+    assert StaticTree(make_k_ary(2, 3)).limit_depth(2).parents_tuple == make_k_ary(2, 2)
+    assert StaticTree(make_k_ary(3, 2)).limit_children(2).parents_tuple == make_k_ary(2, 2)
 
 
 def test_children_ranks_and_postorder_follow_the_parents():
-    tree = Tree.of((-1, 0, 0, 1, 1, 2, 4))
-    assert tree.rank.tolist() == [0, 0, 1, 0, 1, 0, 0] and tree.widest == 2
+    tree = Tree.from_parents((-1, 0, 0, 1, 1, 2, 4))
+    assert tree.sibling_rank.tolist() == [0, 0, 1, 0, 1, 0, 0] and tree.max_children == 2
     assert tree.children.tolist() == [[1, 2], [3, 4], [5, 0], [0, 0], [6, 0], [0, 0], [0, 0]]
     assert tree.postorder.argsort().tolist() == [3, 6, 4, 1, 5, 2, 0]
-    together = Tree.per_image(tree.parents.expand(2, -1), 4, 2)
-    for part in ("rank", "children", "postorder", "elders"):
+    together = Tree.batched(tree.parents.expand(2, -1), 4, 2)
+    for part in ("sibling_rank", "children", "postorder", "earlier_siblings"):
         assert torch.equal(getattr(together, part)[1], getattr(tree, part))
-    assert Tree.of_chain(0).children.shape == (1, 0)
+    assert Tree.make_chain(0).children.shape == (1, 0)
 
 
 # -- growth ---------------------------------------------------------------------------------------------------------------
@@ -75,7 +83,7 @@ def table(B: int, V: int, seed: int = 0, peaky: float = 2.0):
     return logits.softmax(-1)
 
 
-def grown(shape, drawing, q, step=1, total=1000):
+def grown(shape, child_sampling, q, step=1, total=1000):
     B, V = len(q), q.shape[-1]
     image = torch.arange(B)[:, None]
     root = torch.full((B,), V)
@@ -83,11 +91,11 @@ def grown(shape, drawing, q, step=1, total=1000):
 
     def expand(frontier: Frontier):
         frontiers.append(frontier)
-        assert torch.equal(frontier.fed[:, -frontier.tokens.shape[1] :], frontier.tokens)
+        assert torch.equal(frontier.expanded_tokens[:, -frontier.tokens.shape[1] :], frontier.tokens)
         return q[image, frontier.tokens]
 
     noise = Noise(torch.arange(B), torch.full((B, 1), 5), step)
-    return grow(expand, shape, drawing, root, noise, total), frontiers
+    return grow_tree(expand, shape, child_sampling, root, noise, total), frontiers
 
 
 def paths(draft: Draft, row: int, root: int) -> dict[tuple[int, ...], int]:
@@ -105,7 +113,7 @@ def test_a_dynamic_tree_of_the_best_is_that_of_eagle():
     """Level by level the likeliest K of the last level's candidates are expanded, and the likeliest N of all stay."""
     B, V, K, N, D = 20, 12, 3, 9, 4
     q = table(B, V)
-    draft, frontiers = grown(DynamicTree(N, D, K), "best", q)
+    draft, frontiers = grown(DynamicTree(N, D, K), "top-k", q)
     assert draft.probs is None and [f.tokens.shape[1] for f in frontiers] == [1, 3, 3, 3]
     for row in range(B):
         level, pool = [((), 0.0)], []
@@ -120,21 +128,21 @@ def test_a_dynamic_tree_of_the_best_is_that_of_eagle():
         assert set(paths(draft, row, V)) == kept | {()}
 
 
-@pytest.mark.parametrize("drawing", ["best", "sampled", "coupled"])
-def test_ties_never_part_a_child_from_its_parent(drawing):
+@pytest.mark.parametrize("child_sampling", ["top-k", "without-replacement", "shared-noise"])
+def test_ties_never_part_a_child_from_its_parent(child_sampling):
     """Certain tokens, and tokens that are all alike: children are worth as much as their parents."""
     V = 6
     certain = torch.nn.functional.one_hot((torch.arange(V + 1) + 1) % V, V).float().expand(3, -1, -1)
     even = torch.full((3, V + 1, V), 1 / V)
     for q in (certain, even, torch.cat([certain[:1], even[:2]])):
         for nodes in (3, 7, 12):
-            draft, _ = grown(DynamicTree(nodes, 4, 3), drawing, q)
+            draft, _ = grown(DynamicTree(nodes, 4, 3), child_sampling, q)
             assert draft.valid is not None
             parents = draft.tree.parents
             assert (parents[:, 1:] < torch.arange(1, nodes + 1)).all() and (parents[:, 1:] >= 0).all()
             above = torch.nn.functional.pad(draft.valid, (1, 0), value=True).gather(1, parents[:, 1:])
             assert (above | ~draft.valid).all(), "what follows an invalid slot is invalid"
-    draft, _ = grown(DynamicTree(4, 4, 3), "best", certain)
+    draft, _ = grown(DynamicTree(4, 4, 3), "top-k", certain)
     assert draft.valid is not None and draft.valid.all(), "the certain chain, and none of what has no probability"
     assert draft.tree.parents[0].tolist() == [-1, 0, 1, 2, 3]
 
@@ -143,8 +151,8 @@ def test_children_are_drawn_without_replacement_in_the_order_of_their_keys():
     """Kool et al. 2019: the largest of log q + G, which are a sequential draw; q of each is what its elders left."""
     B, V = 4000, 5
     q = torch.tensor([0.5, 0.2, 0.15, 0.1, 0.05]).expand(B, V + 1, V)
-    draft, _ = grown(StaticTree((-1, 0, 0, 0)), "sampled", q)
-    keys = q[:, 0].log() - exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
+    draft, _ = grown(StaticTree((-1, 0, 0, 0)), "without-replacement", q)
+    keys = q[:, 0].log() - sample_exponential(torch.arange(B), torch.full((B, 1), 5), V, purpose=3, step=1)[:, 0].log()
     assert torch.equal(draft.tokens, keys.topk(3).indices)
     p = q[0, 0]
     for first, second in itertools.permutations(range(V), 2):
@@ -161,31 +169,31 @@ def test_branches_draw_with_coins_of_their_own():
     V = 400
     q = torch.full((50, V + 1, V), 1 / V)
     for shape in (StaticTree(make_k_ary(2, 2)), DynamicTree(6, 2, 2)):
-        draft, _ = grown(shape, "sampled", q)
+        draft, _ = grown(shape, "without-replacement", q)
         parents = draft.tree.parents.expand(50, -1)
         one = draft.tokens[parents[:, 1:] == 1].view(50, 2)
         other = draft.tokens[parents[:, 1:] == 2].view(50, 2)
         assert (one == other).float().mean() < 0.05
-    again, _ = grown(StaticTree(make_k_ary(2, 2)), "sampled", q, step=2)
-    assert (again.tokens == grown(StaticTree(make_k_ary(2, 2)), "sampled", q)[0].tokens).float().mean() < 0.05
+    again, _ = grown(StaticTree(make_k_ary(2, 2)), "without-replacement", q, step=2)
+    assert (again.tokens == grown(StaticTree(make_k_ary(2, 2)), "without-replacement", q)[0].tokens).float().mean() < 0.05
 
 
 def test_coupled_children_hold_what_the_noise_of_the_image_draws():
     """Where the drafter is the target, the first child is always the token; the second of log p + G is the next."""
     q = table(30, 9, seed=2)
-    draft, _ = grown(StaticTree(make_k_ary(2, 2)), "coupled", q)
-    ratio = q[:, 9] / exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
+    draft, _ = grown(StaticTree(make_k_ary(2, 2)), "shared-noise", q)
+    ratio = q[:, 9] / sample_exponential(torch.arange(30), torch.full((30, 1), 5), 9)[:, 0]
     assert torch.equal(draft.tokens[:, :2], ratio.topk(2).indices)
 
 
-@pytest.mark.parametrize("drawing", ["best", "sampled", "coupled"])
+@pytest.mark.parametrize("child_sampling", ["top-k", "without-replacement", "shared-noise"])
 @pytest.mark.parametrize("shape", [DynamicTree(7, 3, 3), DynamicTree(5, 3, 2, frontier=4), StaticTree("wide-15")], ids=str)
-def test_rows_equal_their_solo_runs(shape, drawing):
-    rule = shared_noise if drawing == "coupled" else recursive_rejection
+def test_rows_equal_their_solo_runs(shape, child_sampling):
+    rule = shared_noise if child_sampling == "shared-noise" else recursive_rejection
     model = TableModel(vocab=6, tokens=24, seed=5, rows=4)
     model.draft_model = TableModel(vocab=6, tokens=24, seed=5, rows=4, spread=1.0)
     condition, seeds = torch.arange(5) % 2, torch.arange(50, 55)
-    accelerator = Accelerator(drafter=SpeculativeTree(shape, drawing), acceptance=rule)
+    accelerator = Accelerator(drafter=SpeculativeTree(shape, child_sampling), acceptance=rule)
     together = decode(model, condition, seeds, accelerator)
     assert together.length.tolist() == [24] * 5 and together.stats.passes < 24
     for row in range(5):
@@ -194,14 +202,15 @@ def test_rows_equal_their_solo_runs(shape, drawing):
 
 
 def test_what_lies_past_the_grid_is_not_valid():
-    draft, _ = grown(DynamicTree(7, 3, 3), "sampled", table(4, 6), total=7)
+    draft, _ = grown(DynamicTree(7, 3, 3), "without-replacement", table(4, 6), total=7)
     assert draft.valid is not None
     assert torch.equal(draft.valid, draft.tree.depth[:, 1:] <= 2)
 
 
 @pytest.mark.parametrize("drafter", [
-    JacobiTree(fan(12, 2, 2), "gumbel"), JacobiTree((-1, 0, 0, 0, 1, 2, 3, 4, 5, 7), "gumbel", "previous"),
-    SpeculativeTree(DynamicTree(9, 4, 3), "coupled"), SpeculativeTree("wide-15", "coupled"), SpeculativeTree(drawing="sampled"),
+    JacobiTree(make_fan(12, 2, 2), "gumbel"), JacobiTree((-1, 0, 0, 0, 1, 2, 3, 4, 5, 7), "gumbel", mixture),
+    SpeculativeTree(DynamicTree(9, 4, 3), "shared-noise"), SpeculativeTree("wide-15", "shared-noise"),
+    SpeculativeTree(child_sampling="without-replacement"),
 ], ids=lambda drafter: type(drafter).__name__)  # fmt: skip
 def test_the_picture_of_ar_whatever_the_tree(drafter):
     model = TableModel(vocab=8, tokens=40, seed=5, rows=5)
@@ -267,17 +276,6 @@ def test_expected_tokens_are_what_a_run_commits():
     assert math.isclose(total / runs, compute_expected_tokens(parents, rates), rel_tol=0.02)
 
 
-def test_a_tree_shrinks_to_a_chain_and_to_nothing_as_passes_get_dearer():
-    rates = [(0.6, 0.15, 0.05)]
-    free = tree_by_cost(rates, {fed: 1.0 for fed in (1, 2, 4, 8, 16)})
-    assert len(free) == 16 and StaticTree(free).children == 3
-    chain = tree_by_cost(rates, {1: 1.0, 2: 1.1, 3: 1.25, 4: 1.4, 8: 3.0, 16: 6.0})
-    assert len(chain) > 2 and StaticTree(chain).children == 1
-    assert tree_by_cost(rates, {fed: float(fed) for fed in (1, 2, 4, 8)}) == (-1,)
-    dear = tree_by_cost(rates, {fed: 1.0 for fed in (1, 2, 4, 8, 16)}, lambda parents: 0.6 * max(depths(parents)))
-    assert max(depths(dear)) < max(depths(free)), "each level of drafting costs"
-
-
 def test_statistics_count_siblings_by_rank():
     model = TableModel(vocab=6, tokens=30, seed=2)
     model.draft_model = TableModel(vocab=6, tokens=30, seed=2, spread=1.0)
@@ -286,6 +284,7 @@ def test_statistics_count_siblings_by_rank():
     class Seen(SpeculativeTree):
         def observe(self, state, step):
             seen.append(step)
+            return state
 
     method = Accelerator(drafter=Seen(StaticTree((-1, 0, 0, 0, 1, 1, 2))), acceptance=traversal)
     stats = decode(model, torch.zeros(40, dtype=torch.int64), torch.arange(40), method).stats
@@ -301,25 +300,27 @@ def test_statistics_count_siblings_by_rank():
     assert stats.siblings == table and stats.sibling_rates[0] > stats.sibling_rates[2] > 0
     extra = sum(hits for _, hits in table) - (40 * 30 - sum(stats.accepted_histogram))
     assert 0 <= extra <= 40, "the token behind the last of a picture is past the grid"
-    joined = type(stats).joined([stats, stats])
+    joined = type(stats).merge([stats, stats])
     assert joined.siblings == [[2 * part for part in row] for row in table]
     assert stats.to_dict()["siblings"] == table
 
 
 @pytest.mark.parametrize("make", [
-    lambda shape: Accelerator(drafter=SpeculativeTree(shape, "coupled")),
+    lambda shape: Accelerator(drafter=SpeculativeTree(shape, "shared-noise")),
     lambda shape: Accelerator(drafter=JacobiTree(shape, "gumbel")),
-    lambda shape: Accelerator(drafter=Eagle(shape, "coupled")),
-    lambda shape: Accelerator(drafter=Medusa(shape, "coupled")),
+    lambda shape: Accelerator(drafter=Eagle(shape, "shared-noise")),
+    lambda shape: Accelerator(drafter=Medusa(shape, "shared-noise")),
 ], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
 @pytest.mark.parametrize("dear", [0.0, 0.05, 10.0])
 def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, monkeypatch):
     """From passes whose drafts are free, over such as pay for a few drafts, to ones that never pay."""
-    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01)
-    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    monkeypatch.setattr(
+        cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1) if model is target else 0.01
+    )
+    monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
     target = TableModel(vocab=8, tokens=60, seed=5, rows=6)
     target.draft_model = TableModel(vocab=8, tokens=60, seed=5, rows=6, spread=1.3)
-    target.eagle, target.medusa = TableEagle(target.draft_model), TableMedusa(target.draft_model, heads=8)
+    target.draft_heads = {"eagle": TableEagle(target.draft_model), "medusa": TableMedusa(target.draft_model, heads=8)}
     condition, seeds = torch.zeros(6, dtype=torch.int64), torch.arange(6)
     plain = decode(target, condition, seeds, "ar")
     result = decode(target, condition, seeds, make(AutoTree(nodes=15, depth=8)))
@@ -334,13 +335,12 @@ def test_an_automatic_tree_follows_the_costs_and_keeps_the_picture(make, dear, m
 
 
 @pytest.mark.parametrize("make", [
-    lambda: SpeculativeTree(AutoTree(6, 3, 2), "sampled"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
+    lambda: SpeculativeTree(AutoTree(6, 3, 2), "without-replacement"), lambda: JacobiTree(AutoTree(6, 3, 2), "maximal"),
     lambda: Eagle(AutoTree(6, 3, 2)), lambda: Medusa(AutoTree(6, 3, 2)),
 ], ids=["small model", "jacobi", "eagle", "medusa"])  # fmt: skip
 def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, monkeypatch):
     """A tree, a chain, nothing, another tree."""
     shapes = itertools.cycle([(-1, 0, 0, 1, 2), (-1, 0, 1, 2), (-1,), (-1, 0, 1, 1), (-1, 0, 0)])
-    monkeypatch.setattr("vargen.decoding.next_token.trees.search.TreeController.next", lambda choice: choice.parents)
     monkeypatch.setattr(
         "vargen.decoding.next_token.trees.search.TreeController.observe",
         lambda choice, step, total: setattr(choice, "parents", next(shapes)),
@@ -351,15 +351,15 @@ def test_trees_that_change_from_pass_to_pass_reach_the_joint_distribution(make, 
 
 
 def test_an_automatic_tree_learns_which_siblings_are_accepted():
-    ranks = Ranks(AutoTree(nodes=15, depth=8, children=3))
+    ranks = SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3))
     before = ranks.tree(8)
     for _ in range(60):  # at the first position only second and third siblings are accepted, at the others the first
         table = torch.zeros(3, 3, 2)
         table[0] = torch.tensor([[10, 0], [10, 5], [10, 5]])
         table[1:, 0] = torch.tensor([10, 9])
-        ranks.see(table, 1)
+        ranks.record(table, 1)
     assert ranks.rates[1][0] > 0.85 and ranks.rates[0][0] < 0.05
-    assert ranks.tokens(8) < Ranks(AutoTree(nodes=15, depth=8, children=3)).tokens(8)
+    assert ranks.expected_tokens(8) < SiblingRateEstimate(AutoTree(nodes=15, depth=8, children=3)).expected_tokens(8)
     assert ranks.tree(8) != before
 
 
@@ -374,19 +374,19 @@ def test_an_automatic_tree_learns_which_siblings_are_accepted():
     (lambda: StaticTree(tuple(range(-1, 300))), ValueError, "from 2 to 256 slots"),
     (lambda: StaticTree("wide-16"), ValueError, "did you mean .*'wide-15'"),
     (lambda: StaticTree(7), TypeError, "a name or a sequence of parents"),
-    (lambda: DynamicTree(nodes=0), ValueError, "nodes of a tree must be a whole number from 1"),
-    (lambda: DynamicTree(depth=2.5), ValueError, "depth of a tree"),
-    (lambda: DynamicTree(nodes=50, depth=2, children=3), ValueError, "at most the 12 candidates"),
-    (lambda: DynamicTree(frontier=0), ValueError, "frontier must be"),
-    (lambda: DynamicTree(acceptance=(0.5, 0.6)), ValueError, "less than 1 in sum"),
-    (lambda: DynamicTree(acceptance=()), ValueError, "a rate in"),
-    (lambda: SpeculativeTree(drawing="warm"), ValueError, "drawing must be one of best, sampled"),
-    (lambda: SpeculativeTree(DynamicTree(), "independent"), ValueError, "needs a StaticTree"),
+    (lambda: DynamicTree(nodes=0), ValueError, "nodes"),
+    (lambda: DynamicTree(depth=2.5), ValueError, "depth"),
+    (lambda: DynamicTree(nodes=50, depth=2, children=3), ValueError, "nodes"),
+    (lambda: DynamicTree(frontier=0), ValueError, "frontier"),
+    (lambda: DynamicTree(acceptance=(0.5, 0.6)), ValueError, "acceptance"),
+    (lambda: DynamicTree(acceptance=()), ValueError, "acceptance"),
+    (lambda: SpeculativeTree(child_sampling="warm"), ValueError, "child_sampling"),
+    (lambda: SpeculativeTree(DynamicTree(), "with-replacement"), ValueError, "needs a StaticTree"),
     (lambda: JacobiTree((-1, 0, 0, 2, 3)), ValueError, "first children of a JacobiTree must reach its depth of 3"),
     (lambda: JacobiTree(DynamicTree()), TypeError, "must be a StaticTree or an AutoTree"),
-    (lambda: AutoTree(nodes=0), ValueError, "nodes of a tree"),
-    (lambda: JacobiTree("binary-3", "warm"), ValueError, "unknown coupling"),
-    (lambda: fan(6, 3, 2), ValueError, "are 13 slots"),
+    (lambda: AutoTree(nodes=0), ValueError, "nodes"),
+    (lambda: JacobiTree("fan-24", "warm"), ValueError, "unknown coupling"),
+    (lambda: make_fan(6, 3, 2), ValueError, "width"),
 ])  # fmt: skip
 def test_bad_trees_are_refused(make, error, message):
     with pytest.raises(error, match=message):
@@ -400,7 +400,7 @@ def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
         (SpeculativeTree(DynamicTree(4, 4, 2)), "depth of a tree must be from 1 to 3"),
         (SpeculativeTree(DynamicTree(4, 2, 4)), "at most the vocabulary of 3 tokens, got 4"),
         (JacobiTree((-1, 0, 0, 0, 0)), "at most the vocabulary of 3 tokens, got 4"),
-        (JacobiTree("chain-4"), "depth of a tree must be from 1 to 3"),
+        (JacobiTree((-1, 0, 1, 2, 3)), "depth of a tree must be from 1 to 3"),
         (SpeculativeTree(DynamicTree(4, 2, 2), model=TableModel(vocab=4, tokens=4)), "share the target's vocabulary"),
     ]:
         rule = recursive_rejection
@@ -412,25 +412,30 @@ def test_trees_that_a_model_cannot_take_are_refused_before_a_pass():
 # -- on a device ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("drawing,rules", [
-    ("sampled", [recursive_rejection, traversal, shared_noise]), ("independent", [k_seq]), ("best", [recursive_rejection]),
-    ("coupled", [shared_noise]),
+@pytest.mark.parametrize("child_sampling,rules", [
+    ("without-replacement", [recursive_rejection, traversal, shared_noise]), ("with-replacement", [k_seq]),
+    ("top-k", [recursive_rejection]),
+    ("shared-noise", [shared_noise]),
 ])  # fmt: skip
-def test_nothing_is_read_from_the_device(drawing, rules):
+def test_nothing_is_read_from_the_device(child_sampling, rules):
     """Tensors of the meta device hold no values: whatever read one would raise."""
     B, V, place = 3, 9, torch.device("meta")
     seeds, length = torch.zeros(B, dtype=torch.int64, device=place), torch.ones(B, 1, dtype=torch.int64, device=place)
     q, image = torch.empty(B, V + 1, V, device=place), torch.arange(B, device=place)[:, None]
     noise = Noise(seeds, length, 1)
-    if drawing == "independent":
-        tree = Tree.per_image(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
+    if child_sampling == "with-replacement":
+        tree = Tree.batched(torch.zeros(B, 6, dtype=torch.int64, device=place), 3, 2)
         draft = Draft(torch.zeros(B, 5, dtype=torch.int64, device=place), tree, torch.empty(B, 5, V, device=place))
     else:
-        draft = grow(lambda frontier: q[image, frontier.tokens], DynamicTree(6, 3, 3), drawing, seeds, noise, 100)
+        draft = grow_tree(lambda frontier: q[image, frontier.tokens], DynamicTree(6, 3, 3), child_sampling, seeds, noise, 100)
     probs = torch.empty(B, draft.tokens.shape[1] + 1, V, device=place)
     for rule in rules:
         verdict = rule(probs, draft, Noise(seeds, length + draft.tree.depth, 1), torch.zeros(B, device=place))
         assert verdict.next_token.shape == (B,)
-        assert count_sibling_acceptance(draft, verdict, verdict.count > 0).shape == (draft.tree.longest, draft.tree.widest, 2)
+        assert count_sibling_acceptance(draft, verdict, verdict.count > 0).shape == (
+            draft.tree.max_path,
+            draft.tree.max_children,
+            2,
+        )
     with pytest.raises(RuntimeError, match="meta"):
         int(verdict.count[0])

@@ -3,23 +3,22 @@
 import pytest
 import torch
 
-from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, exact, shared_noise
-from vargen.decoding.next_token.drafters import best_layers
-from vargen.decoding.next_token.drafters.lookup import Index, surroundings
+from vargen.decoding import Accelerator, LayerSkip, Lookup, Noise, Recycle, Sampling, decode, shared_noise, speculative_sampling
+from vargen.decoding.next_token.drafters.lookup import NGramIndex, make_context_keys
 from vargen.evaluation.exactness import CASES, MOST_SPREADS, measure
 from vargen.evaluation.table_models import TableModel
 
 DRAFTERS = {
     "layer-skip": LayerSkip(3),
-    "lookup": Lookup(3, counted=7),
-    "lookup, in the picture alone": Lookup(3, counted=0),
-    "recycle": Recycle(3, kept=2),
-    "recycle, all kept": Recycle(4, kept=9),
+    "lookup": Lookup(3, max_matches=7),
+    "lookup, in the picture alone": Lookup(3, max_matches=0),
+    "recycle": Recycle(3, top_k=2),
+    "recycle, all kept": Recycle(4, top_k=9),
 }
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
-@pytest.mark.parametrize("rule", [exact, shared_noise], ids=["exact", "shared noise"])
+@pytest.mark.parametrize("rule", [speculative_sampling, shared_noise], ids=["exact", "shared noise"])
 @pytest.mark.parametrize("case", (CASES[1], CASES[3], CASES[4]), ids=lambda case: case.name)
 def test_every_drafter_reaches_the_joint_distribution(drafter, rule, case):
     finding = measure(Accelerator(drafter=drafter, acceptance=rule), case.model(), case.sampling, 30_000)
@@ -37,15 +36,15 @@ class Overstated(Recycle):
 
 def test_the_check_tells_a_drafter_that_records_other_probabilities():
     case = CASES[0]
-    finding = measure(Accelerator(drafter=Overstated(4), acceptance=exact), case.model(), case.sampling, 40_000)
+    finding = measure(Accelerator(drafter=Overstated(4), acceptance=speculative_sampling), case.model(), case.sampling, 40_000)
     assert not finding.exact
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_a_row_of_a_batch_is_the_picture_alone(drafter):
     model = TableModel(vocab=6, tokens=24, seed=2, rows=4)
-    model.examples = torch.randint(6, (30, 24), generator=torch.Generator().manual_seed(1))
-    method = Accelerator(drafter=drafter, acceptance=exact)
+    model.example_tokens = torch.randint(6, (30, 24), generator=torch.Generator().manual_seed(1))
+    method = Accelerator(drafter=drafter, acceptance=speculative_sampling)
     conditions = torch.tensor([0, 1, 0, 1])
     together = decode(model, conditions, torch.arange(4), method)
     for row in range(4):
@@ -56,8 +55,8 @@ def test_a_row_of_a_batch_is_the_picture_alone(drafter):
 @pytest.mark.parametrize("drafter", DRAFTERS.values(), ids=DRAFTERS)
 def test_drafting_saves_passes(drafter):
     model = TableModel(vocab=5, tokens=60, seed=2, rows=6, spread=3.0)
-    model.examples = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200) + 999).tokens
-    method = Accelerator(drafter=drafter, acceptance=exact)
+    model.example_tokens = decode(model, torch.zeros(200, dtype=torch.int64), torch.arange(200) + 999).tokens
+    method = Accelerator(drafter=drafter, acceptance=speculative_sampling)
     assert decode(model, torch.zeros(16, dtype=torch.int64), torch.arange(16), method).stats.tokens_per_pass > 1.2
 
 
@@ -67,31 +66,13 @@ def test_drafting_saves_passes(drafter):
 def test_a_share_of_the_layers_leaves_out_inner_ones():
     for count in range(3, 40):
         for share in (0.1, 0.4, 0.5, 0.9):
-            skipped = LayerSkip(skip=share).layers(count)
+            skipped = LayerSkip(skip=share).select_layers(count)
             assert 0 not in skipped and count - 1 not in skipped and len(set(skipped)) == len(skipped) >= 1
             assert len(skipped) <= max(1, round(share * count))
 
 
 def test_layers_are_given_by_number():
-    assert LayerSkip(skip="3+5+6") == LayerSkip(skip=(3, 5, 6)) and LayerSkip(skip="3+5+6").layers(9) == (3, 5, 6)
-
-
-def test_the_layers_that_matter_least_are_found():
-    class Costly(TableModel):
-        """A network whose layer 2 does nothing, and whose layer 1 does least among the others."""
-
-        def skipping(self, layers):
-            view = super().skipping(())
-            weights = {0: 3.0, 1: 0.5, 2: 0.0, 3: 2.0}
-            noise = torch.randn(self.table.shape, generator=torch.Generator().manual_seed(1))
-            view.table = self.table + noise * sum(weights[layer] for layer in layers)
-            return view
-
-    model, condition = Costly(vocab=5, tokens=30, seed=3), torch.zeros(8, dtype=torch.int64)
-    tokens = decode(model, condition, torch.arange(8)).tokens
-    found = best_layers(model, condition, tokens, Sampling(), 3)
-    assert [layers for layers, _ in found] == [(2,), (1, 2), (1, 2, 3)]
-    assert found[0][1] == pytest.approx(1.0) and found[0][1] > found[1][1] > found[2][1]
+    assert LayerSkip(skip="3+5+6") == LayerSkip(skip=(3, 5, 6)) and LayerSkip(skip="3+5+6").select_layers(9) == (3, 5, 6)
 
 
 # -- lookup -----------------------------------------------------------------------------------------------------------
@@ -100,7 +81,7 @@ def test_the_layers_that_matter_least_are_found():
 @pytest.mark.parametrize(("vocab", "parts"), [(12, 4), (16_384, 4), (65_536, 3)])
 def test_surroundings_are_the_left_the_upper_the_upper_right_and_the_second_left_token(vocab, parts):
     tokens = torch.arange(12)[None]
-    found = surroundings(tokens, tokens, vocab, 4)[0].tolist()
+    found = make_context_keys(tokens, tokens, vocab, 4)[0].tolist()
     for place in range(12):
         row, column = divmod(place, 4)
         around = [place - 1 if column else vocab, place - 4 if row else vocab]
@@ -114,12 +95,12 @@ def test_surroundings_are_the_left_the_upper_the_upper_right_and_the_second_left
 def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
     generator = torch.Generator().manual_seed(0)
     examples = torch.randint(4, (50, 12), generator=generator)
-    index = Index(examples, 4, 4)
+    index = NGramIndex(examples, 4, 4)
     picture = torch.randint(4, (30, 12), generator=generator)
     place = torch.full((30, 1), 6)
-    key = surroundings(picture, place, 4, 4)
-    found = index.counted(key[:, 0], 600)
-    there = surroundings(examples, torch.arange(12).expand(50, 12), 4, 4)
+    key = make_context_keys(picture, place, 4, 4)
+    found = index.find(key[:, 0], 600)
+    there = make_context_keys(examples, torch.arange(12).expand(50, 12), 4, 4)
     for image in range(30):
         for width in (1, 5, 25, 125):
             alike = there // width == key[image] // width
@@ -130,11 +111,11 @@ def test_an_index_counts_the_tokens_of_the_longest_known_surroundings():
 
 
 def test_a_token_that_no_example_has_is_not_drafted_behind():
-    index = Index(torch.zeros(3, 8, dtype=torch.int16), 5, 4)
-    assert (index.counted(torch.tensor([3 * 6**3]), 4) == -1).all()
+    index = NGramIndex(torch.zeros(3, 8, dtype=torch.int16), 5, 4)
+    assert (index.find(torch.tensor([3 * 6**3]), 4) == -1).all()
     model = TableModel(vocab=5, tokens=8, rows=2)
-    model.examples = torch.zeros(3, 8, dtype=torch.int16)
-    drafter = Lookup(2, own=0).bind(model)
+    model.example_tokens = torch.zeros(3, 8, dtype=torch.int16)
+    drafter = Lookup(2, image_weight=0).bind(model)
     state = drafter.start(model, None, torch.tensor([1]), Sampling(), None)
     tokens = torch.tensor([[3, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]])
     assert not drafter.propose(state, tokens, torch.tensor([1]), 1).valid.any()
@@ -143,11 +124,11 @@ def test_a_token_that_no_example_has_is_not_drafted_behind():
     assert draft.valid.all() and (draft.tokens == 0).all() and torch.equal(draft.probs[0, :, 0], torch.ones(2))
 
 
-@pytest.mark.parametrize("drafter", [Lookup(3, counted=7), Recycle(3, kept=4)], ids=["lookup", "recycle"])
+@pytest.mark.parametrize("drafter", [Lookup(3, max_matches=7), Recycle(3, top_k=4)], ids=["lookup", "recycle"])
 def test_drafts_are_drawn_with_the_probabilities_on_record(drafter):
     """Many images in one state: the share of each first draft is its probability, and drafts stay within their support."""
     model = TableModel(vocab=5, tokens=20, seed=2, rows=4)
-    model.examples = torch.randint(5, (40, 20), generator=torch.Generator().manual_seed(1))
+    model.example_tokens = torch.randint(5, (40, 20), generator=torch.Generator().manual_seed(1))
     count = 20_000
     seeds = torch.arange(count)
     state = drafter.bind(model).start(model, None, seeds, Sampling(), None)
@@ -167,15 +148,18 @@ def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():
     from vargen.decoding import Draft, Step, Tree, Verdict
 
     model = TableModel(vocab=6, tokens=20)
-    drafter = Recycle(2, kept=2).bind(model)
+    drafter = Recycle(2, top_k=2).bind(model)
     seeds = torch.tensor([5])
     state = drafter.start(model, None, seeds, Sampling(), None)
-    state.fed = torch.tensor([[3, 1, 3]])  # the root, and two drafts, the second one like the root
+    tokens = torch.tensor([[0, 0, 0, 3, 0]])
     probs = torch.tensor([[[0.5, 0.3, 0.2, 0, 0, 0], [0, 0, 0, 0.2, 0.7, 0.1], [0, 0, 0, 0, 0, 1.0]]])
-    draft = Draft(state.fed[:, 1:], Tree.of_chain(2), None, torch.tensor([[True, True]]))
+    draft = Draft(
+        torch.tensor([[1, 3]]), Tree.make_chain(2), None, torch.tensor([[True, True]])
+    )  # the second one like the root
     one = torch.ones(1, dtype=torch.int64)
     noise = Noise(seeds, torch.tensor([[4, 5, 6]]))
-    drafter.observe(state, Step(draft, probs, None, Verdict(torch.arange(3)[None], one, one), noise, one))
+    verdict = Verdict(torch.arange(3)[None], one, one)
+    drafter.observe(state, Step(draft, probs, None, verdict, noise, one, tokens, one + 4))
     assert state.candidates[0, 3].tolist() == [0, 1] and torch.allclose(state.weights[0, 3], torch.tensor([0.625, 0.375]))
     assert state.candidates[0, 1].tolist() == [4, 3] and state.weights[0, 2].sum() == 0
 
@@ -194,13 +178,13 @@ def test_recycled_candidates_are_the_targets_last_words_nearest_to_the_root():
         (LayerSkip, {"skip": (1, -1)}, "skip"),
         (LayerSkip, {"skip": None}, "skip"),
         (LayerSkip, {"length": 0}, "length"),
-        (Lookup, {"drafts": 0}, "drafts"),
-        (Lookup, {"counted": -1}, "counted"),
-        (Lookup, {"own": -1.0}, "own"),
-        (Lookup, {"own": 0, "counted": 0}, "own"),
+        (Lookup, {"length": 0}, "length"),
+        (Lookup, {"max_matches": -1}, "max_matches"),
+        (Lookup, {"image_weight": -1.0}, "image_weight"),
+        (Lookup, {"image_weight": 0, "max_matches": 0}, "image_weight"),
         (Lookup, {"sharpness": 0.0}, "sharpness"),
-        (Recycle, {"drafts": 1.5}, "drafts"),
-        (Recycle, {"kept": 0}, "kept"),
+        (Recycle, {"length": 1.5}, "length"),
+        (Recycle, {"top_k": 0}, "top_k"),
     ],
 )
 def test_bad_parameters_are_named(drafter, arguments, message):
@@ -212,15 +196,15 @@ def test_what_a_model_cannot_run_is_refused_before_it_runs():
     class Plain(TableModel):
         """No layers to skip."""
 
-        skipping = property()  # type: ignore[assignment]
+        num_layers = 0
 
     model = TableModel(vocab=4, tokens=9)
     for drafter in (Lookup(9), Recycle(9)):
-        with pytest.raises(ValueError, match="drafts must be from 1 to 8"):
+        with pytest.raises(ValueError, match="length"):
             drafter.bind(model)
-        assert drafter.fitted(5).drafts == 4
-    with pytest.raises(ValueError, match="needs a model that can"):
+        assert drafter.fit_to_grid(5).length == 4
+    with pytest.raises(ValueError, match="skip"):
         LayerSkip().bind(Plain(vocab=4, tokens=9))
-    model.examples = torch.zeros(3, 8)
-    with pytest.raises(ValueError, match=r"examples must be \[pictures, 9\], got \[3, 8\]"):
+    model.example_tokens = torch.zeros(3, 8)
+    with pytest.raises(ValueError, match="example_tokens"):
         Lookup(2).bind(model)

@@ -41,9 +41,9 @@ def test_frames_grow_block_by_block_and_play(service: VideoService) -> None:
 
 def test_the_threshold_moves_and_a_video_stops_while_it_is_made(service: VideoService) -> None:
     made = service.generate("a", "a cat", 3, 4, "sdvg", -math.inf)
-    verdicts = [next(made)[0].row.verdict, next(made)[0].row.verdict]
+    verdicts = [next(made)[0].record.outcome, next(made)[0].record.outcome]
     assert service.set_tau("a", 10.0) and not service.set_tau("b", 0.0)
-    verdicts.append(next(made)[0].row.verdict)
+    verdicts.append(next(made)[0].record.outcome)
     assert verdicts == ["forced", "accepted", "rejected"]
     service.stop("a")
     assert list(made) == [] and not service._streams
@@ -55,7 +55,7 @@ def test_the_threshold_moves_and_a_video_stops_while_it_is_made(service: VideoSe
 
 
 def test_a_badge_says_whose_a_block_is_in_words(service: VideoService) -> None:
-    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, note="<script>")]
+    rows = [BlockRecord(0, 0), BlockRecord(1, 0, "draft", "accepted", 0.25), BlockRecord(2, 0, failure="<script>")]
     shown = block_badges(rows)
     assert "0 target" in shown and "1 draft · 0.2" in shown and "<script>" not in shown and "&lt;script&gt;" in shown
 

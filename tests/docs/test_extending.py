@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from markdown import blocks, commands
-from tiny_models import text_pipeline
+from tiny_models import class_pipeline, text_pipeline, tiny_transformer
 from typer.testing import CliRunner
 
 from vargen.cli.main import app
 from vargen.decoding import Draft, GroupedRule, Noise, Tree
+from vargen.pipelines.components import register_family
+from vargen.pipelines.registry import FAMILIES, describe
 
 
 @pytest.fixture
@@ -31,14 +33,18 @@ def guide(repo_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
         (tmp_path / name).write_text(code, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
+    families = dict(FAMILIES)
     yield files
     for name in files:
         sys.modules.pop(name.removesuffix(".py"), None)
+    FAMILIES.clear()
+    for family in families.values():
+        register_family(family)
 
 
 def test_one_file_one_line_one_test(guide: dict[str, str]) -> None:
     tests = [name for name in guide if name.startswith("test_")]
-    assert tests == ["test_typical.py", "test_lookup.py", "test_colorfulness.py"]
+    assert tests == ["test_typical.py", "test_lookup.py", "test_colorfulness.py", "test_linear_heads.py", "test_palette.py"]
     for name in tests:
         module = importlib.import_module(name.removesuffix(".py"))
         (test,) = [value for key, value in vars(module).items() if key.startswith("test_")]
@@ -82,7 +88,37 @@ def test_relaxation_is_counted_alike_by_every_rule(guide: dict[str, str]) -> Non
     typical: Any = importlib.import_module("typical").typical
     probs = torch.full((1, 3, 4), 0.25)
     invalid = torch.zeros(1, 2, dtype=torch.bool)
-    draft = Draft(torch.tensor([[0, 1]]), Tree.of_chain(2), torch.full((1, 2, 4), 0.9), invalid)
+    draft = Draft(torch.tensor([[0, 1]]), Tree.make_chain(2), torch.full((1, 2, 4), 0.9), invalid)
     noise = Noise(torch.arange(1), torch.arange(3)[None], step=1)
     for rule in (typical, GroupedRule(size=2, delta=1.0)):
         assert rule(probs, draft, noise, torch.zeros(1)).relaxation.tolist() == [0.0]
+
+
+def test_a_registered_drafter_is_trained_by_its_name(guide: dict[str, str], tmp_path: Path) -> None:
+    importlib.import_module("linear_heads")
+    class_pipeline().save_pretrained(tmp_path / "model")
+    settings = "pictures = 8\nheld_out = 2\ndraw_batch = 4\nbatch_size = 2\n[schedule]\nsteps = 2\nwarmup_steps = 1\n"
+    (tmp_path / "tiny.toml").write_text(settings)
+    words = ["train", "drafter", "linear", "--model", str(tmp_path / "model"), "--recipe", "tiny.toml", "--output", "run"]
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    pipe = class_pipeline()
+    assert pipe.load_drafter("run") == "linear"
+
+
+def test_a_folder_of_a_registered_family_is_checked(guide: dict[str, str], tmp_path: Path) -> None:
+    palette: Any = importlib.import_module("palette")
+    palette.PalettePipeline(vqvae=palette.Palette(64), transformer=tiny_transformer("class")).save_pretrained(
+        tmp_path / "model"
+    )
+    file = tmp_path / "model" / "model_index.json"
+    index = json.loads(file.read_text())
+    assert describe(tmp_path / "model").pipeline == "PalettePipeline"
+    for vqvae in (["vargen.models.tokenizers.vq", "VQModel"], ["other", "Palette"], [None, None]):
+        file.write_text(json.dumps({**index, "vqvae": vqvae}))
+        with pytest.raises(ValueError, match="vqvae"):
+            describe(tmp_path / "model")
+    file.write_text(json.dumps(index))
+    (tmp_path / "model" / "vqvae" / "palette.py").touch()
+    with pytest.raises(ValueError, match=r"palette\.py is program code"):
+        describe(tmp_path / "model")

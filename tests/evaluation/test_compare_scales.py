@@ -11,7 +11,7 @@ from vargen.evaluation.compare import compare
 from vargen.pipelines.decoders import ScaleDecoder
 from vargen.pipelines.var import VARPipeline
 
-SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, drafted=2), Stage()))
+SPECULATIVE = ScaleSchedule("speculative", (Stage(until=3, num_drafted=2), Stage()))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ from vargen.cli.main import app
 from vargen.decoding import PRESETS, BlockRecord, Replay, SingleModel, Threshold, VideoMethod, VideoStats, decode_video
 from vargen.decoding.video.stats import BlockCosts, estimate_block_costs
 from vargen.evaluation.synthetic_video import SyntheticDecoder, Work, noisy_score, quality, synthetic_pair
-from vargen.evaluation.video import block_jumps, compare_videos, drift, flicker
+from vargen.evaluation.video import block_discontinuity, compare_video_methods, drift, flicker
 from vargen.pipelines.registry import open_pipeline
 
 
@@ -28,11 +28,11 @@ def ramp(frames: int, step: float = 0.05) -> torch.Tensor:
 
 
 def test_steady_motion_does_not_flicker_and_has_no_jumps() -> None:
-    assert flicker(ramp(6)) == pytest.approx(0, abs=1e-6) and block_jumps(ramp(6), [3, 3]) == pytest.approx(0, abs=1e-6)
+    assert flicker(ramp(6)) == pytest.approx(0, abs=1e-6) and block_discontinuity(ramp(6), [3, 3]) == pytest.approx(0, abs=1e-6)
     back_and_forth = ramp(6, 0.1) * (torch.arange(6) % 2)[:, None, None, None]
     assert flicker(back_and_forth) > 0.3
     torn = torch.cat([ramp(3), 0.5 + ramp(3)])
-    assert block_jumps(torn, [3, 3]) == pytest.approx(0.4 - 0.05, abs=1e-5) and block_jumps(torn, [2, 4]) == 0
+    assert block_discontinuity(torn, [3, 3]) == pytest.approx(0.4 - 0.05, abs=1e-5) and block_discontinuity(torn, [2, 4]) == 0
     assert drift(torch.tensor([1.0, 1, 0, 0, -1, -1])) == -2 and drift(torch.ones(2)) == 0 == flicker(ramp(2))
 
 
@@ -41,28 +41,28 @@ COSTS = BlockCosts(target=1.83, draft=1.24 / 5, decode=1.62, score=0.5)
 
 def test_the_cost_model_is_that_of_the_paper() -> None:
     """Figures of the fit to the paper's seconds: 61 s for 9 blocks at 73.1 %, and its break-even acceptances."""
-    eight = 8 * COSTS.drafted_block(4, 0.731, seen=0)
-    assert eight + COSTS.target_block(4) + COSTS.draft == pytest.approx(60.9, abs=0.6)
+    eight = 8 * COSTS.drafted_block_seconds(4, 0.731, update_passes=0)
+    assert eight + COSTS.target_block_seconds(4) + COSTS.draft == pytest.approx(60.9, abs=0.6)
     free = BlockCosts(1.83, 1.24 / 5, 1.62)
-    assert free.break_even_acceptance(4, seen=0) == pytest.approx((1.24 + 1.62) / (5 * 1.83 + 1.62), abs=1e-9)
-    assert COSTS.break_even_acceptance(4) > COSTS.break_even_acceptance(4, seen=0)
+    assert free.break_even_acceptance(4, update_passes=0) == pytest.approx((1.24 + 1.62) / (5 * 1.83 + 1.62), abs=1e-9)
+    assert COSTS.break_even_acceptance(4) > COSTS.break_even_acceptance(4, update_passes=0)
     cheap = BlockCosts(1.83, 1.24 / 5, 1.62, 0.05, preview=0.1)
-    assert cheap.drafted_block(4, 0.731, 0) < COSTS.drafted_block(4, 0.731, 0)
+    assert cheap.drafted_block_seconds(4, 0.731, 0) < COSTS.drafted_block_seconds(4, 0.731, 0)
 
 
 def test_seconds_are_predicted_from_what_was_run() -> None:
     def row(number: int, verdict: str, target: int, draft: int) -> BlockRecord:
-        return BlockRecord(number, 0, verdict=verdict, fed={"target": target, "draft": draft})
+        return BlockRecord(number, 0, outcome=verdict, blocks_fed={"target": target, "draft": draft})
 
     stats = VideoStats("sdvg", 0, [row(0, "forced", 4, 0), row(1, "accepted", 0, 5), row(2, "rejected", 6, 5)])
     expected = 10 * COSTS.target + 10 * COSTS.draft + 4 * COSTS.decode + 2 * COSTS.score
-    assert COSTS.predicted(stats, scored=True) == pytest.approx(expected)
-    assert COSTS.predicted(stats, scored=False) == pytest.approx(10 * COSTS.target + 10 * COSTS.draft + 3 * COSTS.decode)
+    assert COSTS.predict_seconds(stats, scored=True) == pytest.approx(expected)
+    assert COSTS.predict_seconds(stats, scored=False) == pytest.approx(10 * COSTS.target + 10 * COSTS.draft + 3 * COSTS.decode)
 
 
 def test_costs_are_medians_of_parts() -> None:
     def stats(verdict: str, parts: dict[str, float], **fed: int) -> VideoStats:
-        return VideoStats("x", 0, [BlockRecord(i, 0, verdict=verdict, fed=fed, seconds_by_part=parts) for i in range(3)])
+        return VideoStats("x", 0, [BlockRecord(i, 0, outcome=verdict, blocks_fed=fed, seconds_by_part=parts) for i in range(3)])
 
     target = stats("undrafted", {"target": 4.0, "commit": 1.0, "decode": 2.0}, target=5)
     draft = stats("accepted", {"draft": 1.0, "decode": 2.0}, draft=5)
@@ -90,7 +90,7 @@ def test_on_a_pair_with_a_known_gap_a_score_places_the_target_better_than_chance
         by_score.append(value)
         generator = torch.Generator().manual_seed(seed)
         order = [0, *(torch.randperm(23, generator=generator) + 1).tolist()]
-        by_chance.append(run(Replay([stats.makers[place] for place in order]), seed)[1])
+        by_chance.append(run(Replay([stats.sources[place] for place in order]), seed)[1])
         assert 0.2 < stats.acceptance < 0.95
     ends = [sum(run(SingleModel(draft), seed)[1] for seed in range(5)) / 5 for draft in (True, False)]
     assert ends[0] < sum(by_chance) / 5 < sum(by_score) / 5 < ends[1] and ends[1] == pytest.approx(0, abs=1e-3)
@@ -100,17 +100,18 @@ def test_methods_are_compared_on_equal_prompts_and_seeds(model: str) -> None:
     pipe = open_pipeline(model)
     methods = {name: PRESETS[name] for name in ("target", "draft", "stride")}
     methods["sdvg"] = PRESETS["sdvg"].with_tau(99.0)
-    found = compare_videos(pipe, ["a cat", "a dog"], methods, num_blocks=3, kept=1)
+    found = compare_video_methods(pipe, ["a cat", "a dog"], methods, num_blocks=3, num_saved=1)
     rows = {row.name: row for row in found.methods}
-    assert next(iter(rows)) == "target" and rows["target"].ratio == 1 and rows["target"].retained == 1
-    assert rows["draft"].retained == 0 and rows["draft"].target_share == 0
-    assert rows["stride"].target_share == pytest.approx(1 / 3)
+    assert next(iter(rows)) == "target" and rows["target"].speedup == 1 and rows["target"].quality_retained == 1
+    assert rows["draft"].quality_retained == 0 and rows["draft"].target_fraction == 0
+    assert rows["stride"].target_fraction == pytest.approx(1 / 3)
     assert rows["sdvg"].acceptance == 0 and rows["sdvg"].score == rows["target"].score, "all refused: the target's videos"
-    assert found.costs is not None and all(row.predicted and row.predicted > 0 for row in found.methods)
+    assert found.costs is not None
+    assert all((row.predicted_over_measured_seconds or 0) > 0 for row in found.methods)
     assert len(found.frames["draft"]) == 1 and found.frames["draft"][0].shape == (6, 16, 16, 3)
     json.dumps(found.to_dict())
     with pytest.raises(ValueError, match="baseline"):
-        compare_videos(pipe, ["a"], {"draft": PRESETS["draft"]})
+        compare_video_methods(pipe, ["a"], {"draft": PRESETS["draft"]})
 
 
 def test_the_commands_write_tables_strips_and_reports(model: str, tmp_path: Path) -> None:

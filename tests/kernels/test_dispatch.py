@@ -7,28 +7,28 @@ import torch
 
 from vargen.decoding import decode
 from vargen.kernels import dispatch
-from vargen.kernels.ancestors import packed, unpacked
+from vargen.kernels.attention import pack_bits, unpack_bits
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
-    dispatch._chosen.cache_clear()
+    dispatch._resolve_backend.cache_clear()
 
 
 def test_a_cpu_takes_torch_and_says_why() -> None:
-    assert dispatch.explain("cpu") == ("reference", "Triton kernels are for NVIDIA GPUs, and this runs on cpu")
+    assert dispatch.explain_kernels("cpu") == ("reference", "Triton kernels are for NVIDIA GPUs, and this runs on cpu")
     assert not dispatch.uses_triton(torch.zeros(1))
 
 
 def test_triton_without_a_gpu_is_an_error_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
-    monkeypatch.setattr(dispatch, "_interpreted", lambda: False)
-    monkeypatch.setattr(dispatch, "_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_interpreting", lambda: False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     with pytest.raises(ValueError, match="VARGEN_KERNELS=triton needs an NVIDIA GPU, and this runs on cpu"):
         dispatch.uses_triton(torch.zeros(1))
-    monkeypatch.setattr(dispatch, "_installed", lambda: False)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
     with pytest.raises(ValueError, match="needs Triton, which is not installed"):
-        dispatch.explain("cuda")
+        dispatch.explain_kernels("cuda")
 
 
 def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,15 +39,15 @@ def test_other_values_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_gpu_takes_triton_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(dispatch, "_installed", lambda: True)
-    monkeypatch.setattr(dispatch, "_trouble", lambda device: "sampler: off by 1" if device == "cuda:2" else None)
-    assert dispatch.explain("cuda:1")[0] == "triton"
-    assert dispatch.explain("cuda:2") == ("reference", "a kernel failed its check here (sampler: off by 1)")
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
+    monkeypatch.setattr(dispatch, "_run_self_check", lambda device: "sampler: off by 1" if device == "cuda:2" else None)
+    assert dispatch.explain_kernels("cuda:1")[0] == "triton"
+    assert dispatch.explain_kernels("cuda:2") == ("reference", "a kernel failed its check here (sampler: off by 1)")
     monkeypatch.setenv("VARGEN_KERNELS", "reference")
-    assert dispatch.explain("cuda") == ("reference", "VARGEN_KERNELS=reference")
+    assert dispatch.explain_kernels("cuda") == ("reference", "VARGEN_KERNELS=reference")
     monkeypatch.setenv("VARGEN_KERNELS", "")
-    monkeypatch.setattr(dispatch, "_installed", lambda: False)
-    assert dispatch.explain("cuda")[0] == "reference"
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: False)
+    assert dispatch.explain_kernels("cuda")[0] == "reference"
 
 
 def test_the_loop_refuses_before_it_looks_at_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,8 +58,8 @@ def test_the_loop_refuses_before_it_looks_at_the_model(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("asked", [None, "triton"])
 def test_torch_can_be_had_for_a_comparison(asked: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_interpreted", lambda: True)
-    monkeypatch.setattr(dispatch, "_installed", lambda: True)
+    monkeypatch.setattr(dispatch, "_is_interpreting", lambda: True)
+    monkeypatch.setattr(dispatch, "_has_triton", lambda: True)
     monkeypatch.delenv("VARGEN_KERNELS", raising=False)
     if asked:
         monkeypatch.setenv("VARGEN_KERNELS", asked)
@@ -81,6 +81,6 @@ def test_rows_that_kernels_do_not_take(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_words_hold_every_bit(count: int) -> None:
     table = torch.rand(2, 5, count) < 0.5
     table[..., count - 1] = True
-    words = packed(table)
-    assert words.shape == (2, 5, -(-count // 64)) and torch.equal(unpacked(words, count), table)
+    words = pack_bits(table)
+    assert words.shape == (2, 5, -(-count // 64)) and torch.equal(unpack_bits(words, count), table)
     assert count % 64 or (words[..., -1] < 0).all(), "bit 63 is the sign"

@@ -1,5 +1,6 @@
 """Trained drafters: a draft continues exactly as training unrolls it, and saved ones open again."""
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from vargen.decoding import Tree
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
 from vargen.models.heads.medusa import MedusaDrafter
+from vargen.pipelines.adapters.drafters import EagleModel, MedusaHeads
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 _N, _STEPS = 16, 3
@@ -35,16 +37,16 @@ def _condition() -> Condition:
 def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
     """Ragged commits of true features, then drafts on its own: the features of every step are those of teacher forcing."""
     transformer, drafter = tiny_transformer("class"), _eagle(above)
-    model = LlamaGenTokenModel(transformer, guidance, eagle=drafter)
+    model = LlamaGenTokenModel(transformer, guidance, draft_heads={"eagle": partial(EagleModel, drafter)})
     tokens, condition = torch.randint(64, (2, _N), generator=torch.Generator().manual_seed(0)), _condition()
     joined = condition if guidance == 1.0 else condition.join(transformer.null_condition(condition))
-    rows = tokens.repeat(model.halves, 1)
+    rows = tokens.repeat(model.rows_per_image, 1)
     hidden = transformer(rows, joined).hidden  # row j predicted token j
     over = torch.zeros_like(hidden)
     over[:, 3:] = hidden[:, 1:-2]  # slot j: behind the token above token j + 1, which is in slot j + 2 - 4 columns
     unrolled = drafter.unrolled(hidden, transformer.tok_embeddings(rows), _STEPS, over if above else None)
 
-    eagle = model.eagle
+    eagle = model.draft_heads["eagle"]
     state = eagle.start(2, 6)
     held = torch.zeros(2, dtype=torch.int64)
     every = torch.arange(2)
@@ -52,13 +54,13 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
         count = torch.tensor(counts)
         A = max(counts)
         place = (held[:, None] + torch.arange(A)).clamp(max=_N - 1)
-        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.halves, 1)]
-        out = eagle.forward(tokens.gather(1, place), known, state, Tree.of_chain(A - 1))
+        known = hidden[torch.arange(len(hidden))[:, None], place.repeat(model.rows_per_image, 1)]
+        out = eagle.forward(tokens.gather(1, place), known, state, Tree.make_chain(A - 1))
         root = held + count - 1
         eagle.commit(state, count - 1)
-        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.halves)][:, None]
+        features = out.features[torch.arange(len(hidden)), (count - 1).repeat(model.rows_per_image)][:, None]
         for step in range(_STEPS):
-            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.halves)]
+            expected = unrolled[step][torch.arange(len(hidden)), (root + step).repeat(model.rows_per_image)]
             known_above = not above or step <= 2  # with four columns, the token above is drafted itself from depth three on
             if known_above:
                 torch.testing.assert_close(features[:, 0], expected, atol=2e-5, rtol=1e-4)
@@ -66,7 +68,7 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
             if step and known_above:
                 torch.testing.assert_close(out.logits, logits, atol=2e-4, rtol=1e-4)
             drafted = tokens[every, root + step + 1][:, None]
-            out = eagle.forward(drafted, features, state, Tree.of_chain(step + 1))
+            out = eagle.forward(drafted, features, state, Tree.make_chain(step + 1))
             features = out.features
         eagle.commit(state, torch.ones_like(count))
         held += count
@@ -74,34 +76,36 @@ def test_drafts_are_what_training_unrolls(above: bool, guidance: float) -> None:
 
 @torch.no_grad()
 def test_a_tree_drafts_on_each_path_what_a_chain_would() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, eagle=_eagle(True))
-    eagle, root = model.eagle, torch.tensor([[5], [9]])
+    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, draft_heads={"eagle": partial(EagleModel, _eagle(True))})
+    eagle, root = model.draft_heads["eagle"], torch.tensor([[5], [9]])
     known = torch.randn(4, 1, 32)
 
     def begun():
         state = eagle.start(2, 5)
-        out = eagle.forward(root, known, state, Tree.of_chain(0))
+        out = eagle.forward(root, known, state, Tree.make_chain(0))
         eagle.commit(state, torch.zeros(2, dtype=torch.int64))
         return state, out.features
 
     state, features = begun()
-    tree = Tree.of((-1, 0, 0, 1, 2))  # two paths of two, fed level by level
+    tree = Tree.from_parents((-1, 0, 0, 1, 2))  # two paths of two, fed level by level
     first = torch.tensor([[7, 8], [1, 2]])
-    level = eagle.forward(first, features.expand(-1, 2, -1), state, Tree.of((-1, 0, 0)))
+    level = eagle.forward(first, features.expand(-1, 2, -1), state, Tree.from_parents((-1, 0, 0)))
     both = eagle.forward(torch.tensor([[3, 4], [5, 6]]), level.features, state, tree)
     for path in (0, 1):
         state, features = begun()
-        one = eagle.forward(first[:, path : path + 1], features, state, Tree.of_chain(1))
-        two = eagle.forward(torch.tensor([[3, 4], [5, 6]])[:, path : path + 1], one.features, state, Tree.of_chain(2))
+        one = eagle.forward(first[:, path : path + 1], features, state, Tree.make_chain(1))
+        two = eagle.forward(torch.tensor([[3, 4], [5, 6]])[:, path : path + 1], one.features, state, Tree.make_chain(2))
         torch.testing.assert_close(level.features[:, path], one.features[:, 0], atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(both.logits[:, path], two.logits[:, 0], atol=1e-4, rtol=1e-4)
 
 
 @torch.no_grad()
 def test_medusa_as_built_predicts_what_the_target_did() -> None:
-    model = LlamaGenTokenModel(tiny_transformer("class"), 3.0, medusa=MedusaDrafter(32, 64, 4))
+    model = LlamaGenTokenModel(
+        tiny_transformer("class"), 3.0, draft_heads={"medusa": partial(MedusaHeads, MedusaDrafter(32, 64, 4))}
+    )
     _, out = model.prefill(_condition(), 1)
-    logits = model.medusa.forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
+    logits = model.draft_heads["medusa"].forward(torch.tensor([3, 9]), out.features, torch.tensor([0, 0]))
     assert logits.shape == (2, 3, 64)
     torch.testing.assert_close(logits, out.logits.expand(-1, 3, -1), atol=1e-5, rtol=1e-5)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vargen.weight_files import Stored, check_shapes, check_weights, read_header, read_weight_header
+from vargen.weight_files import TensorInfo, check_shapes, check_weights, read_header, read_weight_header
 
 _STEM = "diffusion_pytorch_model"
 _SHAPES = {"a.weight": (4, 3), "b.bias": (5,), "scale": ()}
@@ -33,7 +33,7 @@ def _check(folder: Path) -> None:
 def test_the_right_weights_pass(tmp_path: Path) -> None:
     file = tmp_path / f"{_STEM}.safetensors"
     _write(file)
-    assert read_header(file) == {name: Stored(shape, "F32") for name, shape in _SHAPES.items()}
+    assert read_header(file) == {name: TensorInfo(shape, "F32") for name, shape in _SHAPES.items()}
     _check(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"never opened")
     _check(tmp_path)
@@ -48,7 +48,7 @@ def test_only_the_header_is_read(tmp_path: Path) -> None:
         out.write(len(header).to_bytes(8, "little") + header)
         out.truncate(8 + len(header) + size)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert read_header(file) == {"a": Stored((size // 4,), "F32")}
+    assert read_header(file) == {"a": TensorInfo((size // 4,), "F32")}
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 

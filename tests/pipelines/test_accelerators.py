@@ -39,8 +39,8 @@ def test_gumbel_draws_the_same_picture_bit_for_bit(emoji, sequential, window, co
 @pytest.mark.parametrize("dear", [0.0, 0.02, 0.3, 10.0])
 def test_the_default_draws_the_picture_of_ar_whatever_a_pass_costs(emoji, sequential, monkeypatch, dear, count):
     """A pass of W tokens that takes 1 + dear (W - 1) of one: from free drafts to drafts that never pay."""
-    monkeypatch.setattr(cost, "_time", lambda model, state, images, width: 1 + dear * (width - 1))
-    monkeypatch.setattr(cost, "_known", lambda model, images: {})
+    monkeypatch.setattr(cost, "_time_pass", lambda model, state, images, width: 1 + dear * (width - 1))
+    monkeypatch.setattr(cost, "_lookup_costs", lambda model, images: {})
     result = draw(emoji, PROMPTS[:count], DEFAULT_METHOD)
     assert torch.equal(result.images, sequential[count])
     if dear == 0.0:

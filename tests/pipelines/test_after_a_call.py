@@ -32,7 +32,7 @@ def drafting() -> Any:
     return pipe
 
 
-MULO = Accelerator("mulo", Jacobi(8, "judged", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
+MULO = Accelerator("mulo", Jacobi(8, "from-verdict", "low-res"), PooledRule(4, 0.2, 1))  # of a grid as small as this
 
 FAMILIES: dict[str, tuple[Callable[[Path], Any], tuple[Any, ...]]] = {
     "next-token class": (lambda _: class_pipeline(), ("ar", "auto")),

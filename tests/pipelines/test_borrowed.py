@@ -10,7 +10,7 @@ import pytest
 import torch
 from tiny_models import text_var_pipeline
 
-from vargen.pipelines.loading import FILE
+from vargen.pipelines.loading import SHARED_FILE as FILE
 from vargen.pipelines.registry import describe, open_pipeline
 
 ALL = {"text_encoder": "emoji", "tokenizer": "emoji", "prompt_names": "emoji"}

@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tiny_video_folder import HOW, LENDER, OWN, video_folder
+from tiny_video_folder import HOW, OWN, SHARED_FROM, video_folder
 
-from vargen.decoding import PRESETS, Eager, VideoMethod
+from vargen.decoding import PRESETS, VideoMethod
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.pipelines import videos as video_files
 from vargen.pipelines.causal_video import CausalVideoPipeline
 from vargen.pipelines.registry import describe, open_pipeline, paradigm_of
 from vargen.pipelines.videos import save_video
 from vargen.scoring.frames import FrameScorer
-from vargen.training.caption_bank import CaptionBank
+from vargen.training.dataset import CaptionBank
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +76,8 @@ def test_a_call_is_its_stream(pipe: CausalVideoPipeline) -> None:
     first = next(stream)
     assert first.frames.shape == (2, 3, 16, 16) and 0 <= float(first.frames.min()) <= float(first.frames.max()) <= 1
     assert torch.equal(torch.cat([first.frames, *(block.frames for block in stream)]), whole)
-    pictures = pipe("a waving cat", generator=seeded(3), **options).frames[0]
-    assert np.abs(np.stack([np.asarray(each) for each in pictures]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
+    images = pipe("a waving cat", generator=seeded(3), **options).frames[0]
+    assert np.abs(np.stack([np.asarray(each) for each in images]) / 255 - whole.permute(0, 2, 3, 1).numpy()).max() < 0.003
 
 
 def test_each_prompt_of_a_list_gets_the_video_that_it_gets_alone(pipe: CausalVideoPipeline) -> None:
@@ -86,7 +86,7 @@ def test_each_prompt_of_a_list_gets_the_video_that_it_gets_alone(pipe: CausalVid
     alone = [pipe(text, generator=seeded(seed), **options) for text, seed in (("a waving cat", 3), ("a dog", 4))]
     assert both.frames.shape == (2, 6, 3, 16, 16) and [each.seed for each in both.stats] == [3, 4]
     for k, each in enumerate(alone):
-        assert torch.equal(both.frames[k], each.frames[0]) and both.stats[k].makers == each.stats.makers
+        assert torch.equal(both.frames[k], each.frames[0]) and both.stats[k].sources == each.stats.sources
     one = pipe(["a cat", "a cat"], generator=seeded(3), **options)  # one generator serves them in turn
     assert one.stats[0].seed == 3 != one.stats[1].seed and not torch.equal(one.frames[0], one.frames[1])
     again = pipe("a cat", generator=seeded(one.stats[1].seed), **options)
@@ -143,7 +143,7 @@ def test_prompts_switch_between_blocks(pipe: CausalVideoPipeline) -> None:
 
 
 def test_a_video_starts_from_a_picture(pipe: CausalVideoPipeline) -> None:
-    red, blue = (Image.new("RGB", (16, 16), colour) for colour in ("red", "blue"))
+    red, blue = (Image.new("RGB", (16, 16), color) for color in ("red", "blue"))
     options: dict[str, Any] = {"accelerator": "target", "output_type": "pt"}
     a, b = (pipe("a cat", image=image, generator=seeded(), **options).frames for image in (red, blue))
     assert a.shape == (1, 6, 3, 16, 16) and not torch.allclose(a, b)
@@ -250,14 +250,14 @@ def test_without_a_drafter_the_target_draws(pipe) -> None:
     assert alone.chosen(None).name == "target" and "draft_transformer" not in str(alone.methods()[0].reason)
     with pytest.raises(ValueError, match="needs a model to draft with"):
         alone("a cat", accelerator="sdvg")
-    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and pipe.chosen(VideoMethod(commit=Eager())).commit == Eager()
+    assert pipe.chosen(None) == PRESETS["sdvg"].with_tau(-0.5) and not pipe.chosen(VideoMethod(lazy=False)).lazy
 
 
 def test_guidance_leads_away_from_the_empty_caption_of_training(pipe) -> None:
     defaults = {**HOW, "guidance": 2.0, "euler": True, "levels": [1.0, 0.5]}
     guided = CausalVideoPipeline(pipe.vae, pipe.transformer, pipe.text_encoder, pipe.tokenizer, defaults=defaults)
     guided.set_progress_bar_config(disable=True)
-    bank = CaptionBank(LENDER, 20, torch.device("cpu"))([""])
+    bank = CaptionBank(SHARED_FROM, 20, torch.device("cpu"))([""])
     mine = guided.no_caption().caption_embeds
     assert torch.allclose(mine[0], bank.caption_embeds[0][bank.caption_mask[0]], atol=2e-3)
     assert len(guided("a cat", num_blocks=1).frames[0]) == 2
@@ -301,7 +301,7 @@ def test_a_full_disk_leaves_the_old_file_as_it_was(tmp_path: Path, suffix: str, 
     file = tmp_path / f"a{suffix}"
     file.write_bytes(b"old")
 
-    def fills_up(pictures: Any, where: Path, *_: Any) -> None:
+    def fills_up(images: Any, where: Path, *_: Any) -> None:
         where.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 

@@ -11,20 +11,19 @@ import pytest
 import torch
 
 import vargen.assets
-from vargen.models import described
+from vargen.models import component_files
+from vargen.models.component_files import check_network_files
 from vargen.models.image_text import ImageTextModel
-from vargen.models.text_encoder import MiniLMTextEncoder
-from vargen.pipelines.component_files import check_component
-from vargen.pipelines.components import FAMILIES
-from vargen.pipelines.registry import describe
-from vargen.pipelines.video_parts import check_defaults
-from vargen.scoring.packaged import open_tower
+from vargen.pipelines.registry import FAMILIES, describe
+from vargen.pipelines.video_model import check_settings
+from vargen.scoring.image_text import load_image_tower
 from vargen.weight_files import read_weight_header
 
 ROOT = Path(vargen.assets.__file__).parent
 CONFIGS = sorted(file.parent.relative_to(ROOT).as_posix() for file in ROOT.rglob("config.json"))
-KINDS = {kind.__name__: kind for family in FAMILIES.values() for kind in family.networks.values()}
-KINDS |= {kind.__name__: kind for kind in (ImageTextModel, MiniLMTextEncoder)}
+COMPONENTS = [component for family in FAMILIES.values() for component in family.components.values()]
+KINDS = {name: kind for component in COMPONENTS for (_, name), kind in component.paths.items() if isinstance(kind, type)}
+KINDS |= {ImageTextModel.__name__: ImageTextModel}
 VALUES = (-1, 0, "x", None, math.nan, 10**12)
 
 
@@ -49,15 +48,15 @@ def few_layers(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_every_field_is_checked(name: str, tmp_path: Path, monkeypatch: Any) -> None:
     header = read_weight_header(ROOT / name, "diffusion_pytorch_model")
-    monkeypatch.setattr(described, "read_weight_header", lambda *_: header)
+    monkeypatch.setattr(component_files, "read_weight_header", lambda *_: header)
     held = json.loads((ROOT / name / "config.json").read_text("utf-8"))
     kind = KINDS[held["_class_name"]]
-    check_component(ROOT / name, kind)
+    check_network_files(ROOT / name, kind)
     for field in (field for field in held if not field.startswith("_")):
         for value in VALUES:
             (tmp_path / "config.json").write_text(json.dumps({**held, field: value}))
             try:
-                check_component(tmp_path, kind)
+                check_network_files(tmp_path, kind)
             except ValueError as error:
                 told = str(error).replace(str(tmp_path), "")
                 possible = value is None or value == 0  # some mean another network, of which the shapes tell
@@ -115,11 +114,11 @@ def test_a_scorer_is_checked_likewise(field: str, value: Any, tmp_path: Path) ->
     held = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**held, field: value}))
     with pytest.raises(ValueError, match=rf"config\.json.*{field} must be"):
-        open_tower(folder)
+        load_image_tower(folder)
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "window", "sinks", "caption_rows", "scored_frames"])
 @pytest.mark.parametrize("value", [-1, "x", math.nan, 10**12])
 def test_defaults_of_video_have_bounds(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=f"defaults: {name} must be"):
-        check_defaults({name: value})
+        check_settings({name: value})

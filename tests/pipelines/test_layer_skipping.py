@@ -4,8 +4,7 @@ import pytest
 import torch
 from tiny_models import class_pipeline, tiny_transformer
 
-from vargen.decoding import Accelerator, LayerSkip, decode, exact
-from vargen.decoding.next_token.protocols import LayeredModel
+from vargen.decoding import Accelerator, LayerSkip, decode, speculative_sampling
 from vargen.models.condition import Condition
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
@@ -23,8 +22,8 @@ def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
         part = model.transformer.layers[old].state_dict()
         state |= {f"layers.{new}.{name}": value for name, value in part.items()}
     short.load_state_dict(state)
-    view = model.skipping((1, 2))
-    assert isinstance(model, LayeredModel) and (model.layers, view.layers) == (4, 2)
+    view = model.skip_layers((1, 2))
+    assert (model.num_layers, view.num_layers) == (4, 2)
     seeds = torch.arange(2)
     drawn = decode(view, condition, seeds, "ar")
     assert torch.equal(drawn.tokens, decode(LlamaGenTokenModel(short, guidance_scale=2.0), condition, seeds, "ar").tokens)
@@ -34,12 +33,12 @@ def test_the_view_draws_as_the_network_that_has_only_the_other_layers():
 def test_the_view_shares_every_weight_and_leaves_the_target_as_it_was():
     model, condition = models()
     before = decode(model, condition, torch.arange(2), "ar").tokens
-    view = model.skipping((2,))
+    view = model.skip_layers((2,))
     own = {parameter.data_ptr() for parameter in model.transformer.parameters()}
     assert {parameter.data_ptr() for parameter in view.transformer.parameters()} < own
     assert view.cost_key != model.cost_key  # its passes cost less
     decode(view, condition, torch.arange(2), "ar")
-    assert model.layers == 4 and torch.equal(decode(model, condition, torch.arange(2), "ar").tokens, before)
+    assert model.num_layers == 4 and torch.equal(decode(model, condition, torch.arange(2), "ar").tokens, before)
 
 
 def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
@@ -48,7 +47,9 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
         block = model.transformer.layers[layer]
         torch.nn.init.zeros_(block.attention.wo.weight)
         torch.nn.init.zeros_(block.feed_forward.w2.weight)
-    stats = decode(model, condition, torch.arange(2), Accelerator(drafter=LayerSkip(4, skip=(1, 2)), acceptance=exact)).stats
+    stats = decode(
+        model, condition, torch.arange(2), Accelerator(drafter=LayerSkip(4, skip=(1, 2)), acceptance=speculative_sampling)
+    ).stats
     assert stats.accepted_histogram[5] == 2 * 3  # token 0, then three chains of four and what follows each
 
 
@@ -56,7 +57,7 @@ def test_a_target_that_skips_nothing_that_matters_accepts_every_draft():
 def test_layers_that_cannot_be_skipped_are_refused(layers):
     model, _ = models()
     with pytest.raises(ValueError, match="some of 0 to 3, but not all"):
-        model.skipping(layers)
+        model.skip_layers(layers)
     if max(layers) == 4:
         with pytest.raises(ValueError, match="some of 0 to 3"):
             LayerSkip(skip=layers).bind(model)

@@ -264,7 +264,7 @@ def test_default_dtypes(saved, monkeypatch):
     monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert LlamaGenPipeline.from_pretrained(saved).transformer.dtype == torch.float32  # small: a seed is a picture
-    monkeypatch.setattr(loading, "_SMALL", 1000)
+    monkeypatch.setattr(loading, "_SMALL_NETWORK", 1000)
     pipe = LlamaGenPipeline.from_pretrained(saved)
     assert pipe.transformer.dtype == torch.bfloat16 and pipe.vqvae.dtype == torch.float32
     monkeypatch.setattr(device, "cpu_has_bfloat16", lambda: False)
@@ -311,14 +311,14 @@ def test_saving_over_shards_leaves_none_behind(tmp_path, sizes, variant):
 def test_a_name_too_long_for_any_file_or_hub(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match="unknown model") as refused:
-        loading.check_model_folder(name, None, {})
+        loading.check_model_folder(name)
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 
 def test_a_name_with_a_nul_byte_is_refused_by_its_argument(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loading, "snapshot_download", lambda *_, **__: pytest.fail("the hub was asked"))
     with pytest.raises(ValueError, match=r"^model must be a path") as refused:
-        loading.check_model_folder("x\0y", None, {})
+        loading.check_model_folder("x\0y")
     assert len(str(refused.value)) < 400 and "\n" not in str(refused.value)
 
 

@@ -64,8 +64,8 @@ def test_the_untouched_folders_pass(copied):
 @pytest.mark.parametrize(
     ("kind", "part", "change_to", "said"),
     [
-        ("class", "transformer", {"n_layer": 100_000}, "n_layer: 100000, but the weights beside it hold 2"),
-        ("class", "draft_transformer", {"n_layer": 2}, "n_layer: 2, but the weights beside it hold 1"),
+        ("class", "transformer", {"n_layer": 100_000}, "n_layer: 100000, but the weights in its folder hold 2"),
+        ("class", "draft_transformer", {"n_layer": 2}, "n_layer: 2, but the weights in its folder hold 1"),
         ("class", "vqvae", {"num_res_blocks": 100_000}, "num_res_blocks: 100000, but .* hold 1"),
         ("class", "vqvae", {"encoder_ch_mult": [1] * 50_000}, "50000 numbers in encoder_ch_mult, but .* hold 2"),
         ("class", "vqvae", {"decoder_ch_mult": [1] * 50_000}, "50000 numbers in decoder_ch_mult, but .* hold 2"),
@@ -93,7 +93,7 @@ def test_foreign_weights_do_not_let_an_absurd_size_through(copied):
     folder = copied("class")
     save_file({"stranger": torch.zeros(1)}, folder / "transformer" / WEIGHTS)
     change(folder / "transformer" / "config.json", n_layer=100_000)
-    refused(folder, r"n_layer: 100000, but the weights beside it hold 0")
+    refused(folder, r"n_layer: 100000, but the weights in its folder hold 0")
 
 
 @pytest.mark.parametrize("grid", [100_000, 257, 0, -4, 4.5, "4", True])
@@ -106,29 +106,29 @@ def test_a_grid_that_no_memory_holds(copied, grid):
 # -- parts that do not belong together, in a folder and in memory --------------------------------------------------------
 
 MISFITS = [
-    ("class", "draft_transformer", {"vocab_size": 32}, "vocab_size of the draft model is 32, .* 64"),
-    ("class", "draft_transformer", {"grid_size": 8}, "grid_size of the draft model is 8, .* 4"),
-    ("class", "draft_transformer", {"num_classes": 7}, "num_classes of the draft model is 7, .* 10"),
-    ("class", "draft_transformer", {"condition": "text"}, "condition of the draft model is 'text', .* 'class'"),
-    ("text", "draft_transformer", {"condition": "class"}, "condition of the draft model is 'class', .* 'text'"),
-    ("text", "draft_transformer", {"cls_token_num": 5}, "cls_token_num of the draft model is 5, .* 12"),
-    ("text", "draft_transformer", {"caption_dim": 48}, "caption_dim of the draft model is 48, .* 384"),
-    ("text", "transformer", {"caption_dim": 48}, "caption_dim of the draft|features are 384 wide, the transformer takes 48"),
-    ("class", "transformer", {"vocab_size": 65}, "draws from 65 tokens .*, the vqvae has 64 codes|vocab_size of the draft"),
+    ("class", "draft_transformer", {"vocab_size": 32}, "vocab_size"),
+    ("class", "draft_transformer", {"grid_size": 8}, "grid_size"),
+    ("class", "draft_transformer", {"num_classes": 7}, "num_classes"),
+    ("class", "draft_transformer", {"condition": "text"}, "condition"),
+    ("text", "draft_transformer", {"condition": "class"}, "condition"),
+    ("text", "draft_transformer", {"cls_token_num": 5}, "cls_token_num"),
+    ("text", "draft_transformer", {"caption_dim": 48}, "caption_dim"),
+    ("text", "transformer", {"caption_dim": 48}, "caption_dim"),
+    ("class", "transformer", {"vocab_size": 65}, "vocab_size"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "part", "sizes", "said"), MISFITS)
-def test_networks_that_do_not_belong_together(copied, saved, kind, part, sizes, said):
+@pytest.mark.parametrize(("kind", "part", "sizes", "setting"), MISFITS)
+def test_networks_that_do_not_belong_together(copied, saved, kind, part, sizes, setting):
     odd = tiny_transformer(**{"condition": kind, "n_layer": 1, **sizes})
     pipe = class_pipeline() if kind == "class" else text_pipeline()
     parts = {name: component for name, component in pipe.components.items() if name != part}
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=f"do not belong together: .*{setting} of"):
         LlamaGenPipeline(**parts, **{part: odd})
     folder = copied(kind)
     shutil.rmtree(folder / part)
     odd.save_pretrained(folder / part)
-    refused(folder, rf"model_index\.json: .* do not belong together: .*({said})|.*({said})")
+    refused(folder, rf"model_index\.json: .* do not belong together: .*{setting} of")
 
 
 @pytest.mark.parametrize("codes", [32, 63])
@@ -136,7 +136,7 @@ def test_a_codebook_smaller_than_the_vocabulary(copied, codes):
     vq = tiny_vq().__class__(
         codebook_size=codes, ch=32, encoder_ch_mult=(1, 1), decoder_ch_mult=(1, 1), num_res_blocks=1, z_channels=32
     )
-    said = rf"draws from 64 tokens \(vocab_size\), the vqvae has {codes} codes \(codebook_size\)"
+    said = rf"codebook_size of vqvae is {codes}, and vocab_size of transformer is 64"
     with pytest.raises(ValueError, match=said):
         LlamaGenPipeline(vqvae=vq, transformer=tiny_transformer("class"))
     folder = copied("class")
@@ -149,7 +149,7 @@ def test_a_t5_encoder_of_another_width(copied):
     T5EncoderModel(T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)).save_pretrained(
         folder / "text_encoder"
     )
-    refused(folder, "features are 16 wide, the transformer takes 384")
+    refused(folder, "d_model of text_encoder is 16, and caption_dim of transformer is 384")
     change(folder / "text_encoder" / "config.json", model_type="clip")
     refused(folder, r"text_encoder.config\.json has model_type: 'clip', expected 't5'")
 
@@ -162,7 +162,7 @@ def test_a_t5_encoder_of_another_width(copied):
     [
         ([1], r"defaults must be a dict of guidance_scale, temperature, top_k, top_p, or None, got \[1\]"),
         ("hot", "defaults must be a dict"),
-        ({"seed": 1}, "defaults has an unknown setting 'seed'; it may have guidance_scale, temperature, top_k, top_p"),
+        ({"seed": 1}, "defaults must be a dict of guidance_scale, .* got .'seed': 1."),
         ({"temperature": "hot"}, "defaults: temperature must be a finite number .* got 'hot'"),
         ({"guidance_scale": [2]}, r"defaults: guidance_scale must be .* got \[2\]"),
         ({"top_p": 2}, "defaults: top_p must be in .* got 2"),

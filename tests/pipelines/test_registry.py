@@ -11,7 +11,7 @@ from tiny_models import class_pipeline, text_pipeline, tiny_transformer, tiny_vq
 import vargen
 from recipes.emoji.captions import STYLES
 from vargen import LlamaGenPipeline, open_pipeline
-from vargen.decoding import PRESETS, Accelerator, Jacobi, exact, list_methods, resolve_method
+from vargen.decoding import PRESETS, Accelerator, Jacobi, list_methods, resolve_method, speculative_sampling
 from vargen.pipelines.registry import check_network, describe, open_network, pipeline_class, random_networks
 
 ROOT = Path(vargen.__file__).parents[1]
@@ -49,7 +49,7 @@ def test_a_description_says_what_the_pipeline_does(folder: Path) -> None:
     assert pipeline_class(said.pipeline) is type(pipe)
     assert (said.condition, said.vocab, said.tokens) == ("text", pipe.vocab, pipe.tokens) and not said.has_draft
     with pytest.raises(ValueError, match="window must be from 2 to the grid's"):
-        type(pipe).check_method(said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=exact))
+        type(pipe).check_method(said, Accelerator(drafter=Jacobi(window=said.tokens + 1), acceptance=speculative_sampling))
 
 
 def test_methods_say_why_not() -> None:
@@ -61,7 +61,7 @@ def test_methods_say_why_not() -> None:
     able = LlamaGenPipeline(**parts, draft_transformer=tiny_transformer("class", n_layer=1))
     lacking = {method.name: method.reason for method in able.methods() if method.reason is not None}
     trained = {name for name, reason in lacking.items() if "vargen train drafter" in reason}
-    assert trained == {"eagle", "eagle-same", "eagle-2", "lantern", "medusa"}
+    assert trained == {"eagle", "eagle-gumbel", "eagle-2", "lantern", "medusa"}
     few = {"layer-skip", "pac", "gumbel-tree", "mulo", "mulo-exact", "wavefront"}  # too few layers, or tokens, for these
     assert lacking.keys() - trained <= few
 
@@ -101,7 +101,7 @@ def test_a_device_may_be_named_at_opening(folder: Path, monkeypatch: pytest.Monk
     pipe = open_pipeline(folder, device="meta")
     assert pipe.device.type == "meta" and pipe.transformer.dtype == torch.bfloat16, "that device's fastest"
     assert open_pipeline(folder, device="meta", torch_dtype=torch.float64).transformer.dtype == torch.float64
-    monkeypatch.setattr("vargen.pipelines.registry.read_model_index", None)  # nothing is looked at before
+    monkeypatch.setattr("vargen.pipelines.registry.find_model_folder", None)  # nothing is looked at before
     for wrong in ("gpu", "cuda:999", 3.5):
         with pytest.raises(ValueError, match=r"^device must be"):
             open_pipeline(folder, device=wrong)

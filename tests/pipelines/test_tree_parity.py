@@ -15,7 +15,7 @@ from vargen.decoding import (
     recursive_rejection,
     traversal,
 )
-from vargen.decoding.next_token.trees.shapes import fan
+from vargen.decoding.next_token.trees.shapes import make_fan
 from vargen.models.condition import Condition
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
@@ -41,12 +41,12 @@ def model_and_condition(kind: str, scale: float, images: int, compress: bool) ->
 
 def random_tree(images: int, per_image: bool, generator: torch.Generator) -> Tree:
     rows = [[-1, *(int(torch.randint(slot, (), generator=generator)) for slot in range(1, T))] for _ in range(images)]
-    return Tree.per_image(torch.tensor(rows), longest=T) if per_image else Tree.of(tuple(rows[0]))
+    return Tree.batched(torch.tensor(rows), max_path=T) if per_image else Tree.from_parents(tuple(rows[0]))
 
 
 def random_paths(tree: Tree, images: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
     """A path from the root to any slot of each image's tree, and the number of its slots."""
-    ancestors, path, count = tree.ancestors.expand(images, T, T), torch.zeros(images, tree.longest, dtype=torch.int64), []
+    ancestors, path, count = tree.ancestors.expand(images, T, T), torch.zeros(images, tree.max_path, dtype=torch.int64), []
     for image in range(images):
         end = int(torch.randint(T, (), generator=generator))
         slots = ancestors[image, end].nonzero()[:, 0]
@@ -71,25 +71,25 @@ def test_compaction_leaves_the_cache_of_a_fresh_prefill(kind, scale, compress, p
             model.forward(fed, cache, tree)
             path, count = random_paths(tree, images, generator)
             count = torch.minimum(count, torch.tensor([total - len(row) for row in held]))  # at its end, an image keeps less
-            moved |= bool((path[:, 1:] > torch.arange(1, tree.longest)).any())
+            moved |= bool((path[:, 1:] > torch.arange(1, tree.max_path)).any())
             model.commit(cache, path, count, tree)
             for image, row in enumerate(held):
                 row += fed[image, path[image, : count[image]]].tolist()
         lengths = [len(row) for row in held]
-        assert cache.length.tolist() == lengths * model.halves and max(lengths) > GRID and moved
+        assert cache.length.tolist() == lengths * model.rows_per_image and max(lengths) > GRID and moved
         for image, row in enumerate(held):
             alone, _ = model.prefill(_of(condition, image), total)
-            model.forward(torch.tensor([row]), alone, Tree.of_chain(len(row) - 1))
+            model.forward(torch.tensor([row]), alone, Tree.make_chain(len(row) - 1))
             end = cache.prefix + len(row)
-            for half in range(model.halves):
+            for half in range(model.rows_per_image):
                 mine = image + half * images
                 for store in ("k", "v"):
                     kept, fresh = getattr(cache, store)[:, mine, :, :end], getattr(alone, store)[:, half, :, :end]
                     torch.testing.assert_close(kept, fresh, **CLOSE)
             if len(row) < total:
                 alone.advance(len(row))
-                fresh = model.forward(tokens[:1, :1], alone, Tree.of_chain(0)).logits[0]
-                kept = model.forward(tokens[:1, :1].expand(images, 1), cache, Tree.of_chain(0)).logits[image]
+                fresh = model.forward(tokens[:1, :1], alone, Tree.make_chain(0)).logits[0]
+                kept = model.forward(tokens[:1, :1].expand(images, 1), cache, Tree.make_chain(0)).logits[image]
                 torch.testing.assert_close(kept, fresh, **CLOSE)
 
 
@@ -101,7 +101,8 @@ def _of(condition: Condition, image: int) -> Condition:
 
 
 @pytest.mark.parametrize("drafter,rule", [
-    (SpeculativeTree(DynamicTree(7, 3, 3), "sampled"), traversal), (JacobiTree(fan(9, 2, 2)), recursive_rejection),
+    (SpeculativeTree(DynamicTree(7, 3, 3), "without-replacement"), traversal),
+    (JacobiTree(make_fan(9, 2, 2)), recursive_rejection),
 ], ids=["dynamic", "jacobi"])  # fmt: skip
 def test_probabilities_behind_a_whole_run_are_those_of_one_pass(drafter, rule):
     """Each pass of a run over trees says of the committed tokens what teacher forcing says of them."""

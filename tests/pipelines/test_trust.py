@@ -11,8 +11,10 @@ import pytest
 from tiny_models import class_pipeline, text_pipeline
 
 from vargen import LlamaGenPipeline
-from vargen.pipelines import components as trust
+from vargen.models import component_files
 from vargen.pipelines import llamagen, loading
+from vargen.pipelines.llamagen import LLAMAGEN
+from vargen.pipelines.registry import FAMILIES
 from vargen.pipelines.stored import DiffusionPipeline
 
 CODE = """
@@ -152,7 +154,7 @@ def test_code_in_a_linked_folder_of_a_component_is_refused_too(folder: Path, tmp
 
 @pytest.mark.usefixtures("alone")
 def test_a_link_to_more_than_a_component_is_refused_soon(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trust, "_MOST_FILES", 20)
+    monkeypatch.setattr(component_files, "_MAX_FILES", 20)
     (tmp_path / "disk").mkdir()
     for i in range(30):
         (tmp_path / "disk" / str(i)).touch()
@@ -253,14 +255,12 @@ def test_whatever_a_folder_may_name_exists_and_is_what_we_save(saved: Path, tmp_
     """The list is neither too long nor too short."""
     import importlib
 
-    for classes in trust.CLASSES.values():
-        found = [hasattr(importlib.import_module(library), name) for library, name in classes]
-        assert any(found)
+    for component in (component for family in FAMILIES.values() for component in family.components.values()):
+        assert any(hasattr(importlib.import_module(library), name) for library, name in component.paths)
     class_pipeline().save_pretrained(tmp_path / "class")
     for folder in (saved, tmp_path / "class"):
-        index = json.loads((folder / "model_index.json").read_text())
-        trust.check_classes(index, folder / "model_index.json")
-        assert loading.check_model_folder(folder, "LlamaGenPipeline", {"trust_remote_code": False}) == folder
+        found = loading.check_model_folder(folder, LLAMAGEN, {"trust_remote_code": False})
+        assert found.path == folder and found.family is LLAMAGEN
 
 
 def test_parts_that_a_caller_brings_need_no_file(saved: Path, tmp_path: Path) -> None:

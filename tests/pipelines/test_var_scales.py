@@ -155,11 +155,3 @@ def test_padding_of_captions_is_not_computed() -> None:
     torch.testing.assert_close(
         model.forward(row, [None], 1, [1.0])[0], model.forward(state, [None], 1, [1.0])[0][:1], atol=2e-5, rtol=1e-5
     )
-
-
-def test_a_scale_that_is_left_out_changes_no_canvas() -> None:
-    model = tiny()
-    canvas = torch.randn(2, 8, 4, 4)
-    same, following = model.add(canvas, None, 1)
-    assert torch.equal(same, canvas) and following is not None and following.shape == (2, 9, 8)
-    assert model.add(canvas, None, 3)[1] is None

@@ -5,22 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.decoding import Draft, Tree
+from vargen.decoding import Draft, Drafter, Tree
 
 
-class GuessingDrafter:
+class GuessingDrafter(Drafter):
     """Random tokens in a fixed tree; siblings differ. `observe` records what it is shown."""
 
     def __init__(self, parents: tuple[int, ...], vocab: int, seed: int = 0):
-        self.tree = Tree.of(parents)
-        self.max_fed = len(parents)
-        self.topology = "chain" if self.tree.chain else "tree"
+        self.tree = Tree.from_parents(parents)
+        self.topology = "chain" if self.tree.is_chain else "tree"
         self.vocab = vocab
         self.seed = seed
         self.verdicts: list = []
 
-    def bind(self, model) -> GuessingDrafter:
-        return self
+    @property
+    def max_width(self) -> int:
+        return len(self.tree.parents)
 
     def start(self, model, condition, seeds: Tensor, sampling, first) -> torch.Generator:
         return torch.Generator().manual_seed(self.seed)
@@ -33,5 +33,6 @@ class GuessingDrafter:
         drafted = (start[:, self.tree.parents.clamp_min(0)] + torch.tensor(rank)) % self.vocab
         return Draft(drafted[:, 1:], self.tree)
 
-    def observe(self, state, step) -> None:
+    def observe(self, state, step):
         self.verdicts.append(step.verdict)
+        return state

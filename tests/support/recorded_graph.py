@@ -39,7 +39,7 @@ class _Reads(TorchDispatchMode):
 
 
 class RecordedGraph(TorchDispatchMode):
-    """A `vargen.decoding.next_token.captured.Graph`.
+    """A `vargen.decoding.next_token.graphs.Graph`.
 
     Class attributes:
         made: graphs that were captured. replays: of all of them. before: called before each operation that is recorded.
@@ -54,7 +54,7 @@ class RecordedGraph(TorchDispatchMode):
 
     @staticmethod
     @contextmanager
-    def watched() -> Iterator[list[str]]:
+    def record_syncs() -> Iterator[list[str]]:
         reads: list[str] = []
         with _Reads(reads):
             yield reads

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from vargen.decoding import BlockStream, VideoMethod, View, decode_video
+from vargen.decoding import BlockStream, BlockView, VideoMethod, decode_video
 from vargen.decoding.video.denoising import shifted_levels
 from vargen.models.causal_video import CausalVideoTransformer
 from vargen.models.condition import Condition
@@ -59,7 +59,7 @@ def condition(seed: int = 0) -> Condition:
     return Condition(caption_embeds=embeds, caption_mask=torch.ones(1, 5, dtype=torch.bool))
 
 
-def varied(view: View) -> torch.Tensor:
+def varied(view: BlockView) -> torch.Tensor:
     """Scores [2] in (0, 1) that differ from block to block."""
     return torch.rand(2, generator=torch.Generator().manual_seed(view.number))
 

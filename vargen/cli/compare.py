@@ -98,9 +98,10 @@ def compare(
     selected = select_methods(methods, model, window)
     place, kind, machine = setup_device(device, dtype, threads, [model])
 
+    from vargen.device import summarize_machine
     from vargen.evaluation.compare import compare as run
-    from vargen.evaluation.machine import machine_line
-    from vargen.evaluation.plots import picture_grid, plot_comparison
+    from vargen.evaluation.contact_sheets import method_grid
+    from vargen.evaluation.plots import plot_speedups
     from vargen.pipelines import validation as checks
     from vargen.pipelines.registry import open_pipeline
 
@@ -117,14 +118,14 @@ def compare(
         comparison = run(pipe, prompts, selected, batch_size, seed, sampling, show)
 
     def save_images() -> None:
-        image = picture_grid(pipe, comparison)
+        image = method_grid(pipe, comparison)
         results.print_path(save_image(image, file, {"methods": list(selected), "seeds": comparison.seeds}))
 
     machine = {**machine, "threads": comparison.threads}
-    text = machine_line(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
+    text = summarize_machine(machine, place, kind) + "\n\n" + comparison_table(comparison) + "\n"
     document = {"machine": machine, "dtype": str(kind).removeprefix("torch."), **comparison.to_dict()}
     images = (f"output {str(file.path)!r}", save_images)
-    results.write(text, document, [images], lambda path: plot_comparison(comparison, path))
+    results.write(text, document, [images], lambda path: plot_speedups(comparison, path))
 
 
 def select_methods(methods: str | None, model: str = "emoji", window: str | None = None) -> dict[str, Method]:
@@ -153,7 +154,7 @@ def select_methods(methods: str | None, model: str = "emoji", window: str | None
         return found
     print_status("warning: --window is deprecated and will be removed in the next minor version; use METHOD:window=N")
     size: Any = int(window) if window.isascii() and window.isdigit() and len(window) < 1000 else window
-    return {name: method.resized(size) for name, method in found.items()}
+    return {name: method.with_window(size) for name, method in found.items()}
 
 
 def check_request(model: str, methods: dict[str, Method], sampling: dict[str, Any], leave_out: bool = False) -> None:
@@ -172,7 +173,7 @@ def check_request(model: str, methods: dict[str, Method], sampling: dict[str, An
     opened = describe(model)
     if opened.condition != "text":
         raise ValueError("model must generate from text, and this one generates classes")
-    checked.check_vocabulary(opened.vocab)
+    checked.validate_top_k(opened.vocab)
     for name, method in list(methods.items()):
         try:
             pipeline_class(opened.pipeline).check_method(opened, method)

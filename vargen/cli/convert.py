@@ -1,20 +1,25 @@
-"""`vargen convert`: convert official checkpoints to folders that `vargen generate --model` loads."""
+"""`vargen convert`: convert official checkpoints to folders that `vargen generate --model` loads.
+
+Each registered family with a converter has a command, whose options are the arguments of the converter.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from enum import StrEnum
+from inspect import Parameter, getdoc, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
+from typer.core import TyperGroup
 
 from vargen.cli.console import quiet_libraries
 from vargen.cli.options import check_range
 from vargen.files import expand_user
 
-app = typer.Typer(help="Convert official checkpoints.", no_args_is_help=True)
-
-_HUB_FOLDER = "Folder as transformers saves it"
+_FOLDERS = ("output", "text_encoder", "tokenizer")  # arguments that take a folder
 
 
 class StoredDtype(StrEnum):
@@ -24,89 +29,74 @@ class StoredDtype(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Converters(TyperGroup):
+    """The commands of the registered families. Their modules are imported when a command or the list of them is needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(_converters())
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        convert = _converters().get(cmd_name)
+        return convert and converter_command(cmd_name, convert)
+
+
+app = typer.Typer(cls=Converters, help="Convert official checkpoints.", no_args_is_help=True)
+
+
 @app.callback()
 def root() -> None:
-    """Convert official checkpoints, with one command per model family."""  # keeps the subcommand: typer drops a lone one
+    """Convert official checkpoints, with one command per model family."""
 
 
-@app.command()
-def var(
-    transformer: Annotated[Path, typer.Option(metavar="FILE", help="VAR's, or CoDe's: .pt, .pth, .bin, .safetensors.")],
-    vae: Annotated[Path, typer.Option(metavar="FILE", help="The image tokenizer that they share.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
-    id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON.")] = None,
-    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
-) -> None:
-    """Convert official VAR or CoDe files to a pipeline folder and print its path.
-
-    Files are read as tensors only, never executed.
-    """
+def _converters() -> dict[str, Callable[..., Path]]:
     quiet_libraries()
-    import torch
+    from vargen.pipelines.registry import FAMILIES
 
-    from vargen.convert.var import convert_var
-
-    stored = None if dtype is StoredDtype.file else getattr(torch, dtype.value)
-    print(convert_var(transformer, vae, output, id2label=id2label, dtype=stored, overwrite=overwrite))
+    return {family.name: family.convert for family in FAMILIES.values() if family.convert is not None}
 
 
-@app.command()
-def llamagen(
-    transformer: Annotated[Path, typer.Option(metavar="FILE", help="Class or text model: .pt, .pth, .bin, .safetensors.")],
-    vq: Annotated[Path, typer.Option(metavar="FILE", help="Its image tokenizer.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
-    text_encoder: Annotated[Path | None, typer.Option(metavar="DIR", help=f"{_HUB_FOLDER}: T5, for text models.")] = None,
-    tokenizer: Annotated[Path | None, typer.Option(metavar="DIR", help="T5's tokenizer. Default: beside it.")] = None,
-    id2label: Annotated[Path | None, typer.Option(metavar="FILE", help="Class names in JSON, for class models.")] = None,
-    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the model in the output; other files stay.")] = False,
-    n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, for a size outside the official table.")] = None,
-    grid_size: Annotated[int | None, typer.Option(metavar="N", help="Side of the token grid, where no file tells.")] = None,
-) -> None:
-    """Convert official LlamaGen files to a pipeline folder and print its path.
+def converter_command(name: str, convert: Callable[..., Path]) -> Any:
+    """Return the command that runs a converter: an option for each of its arguments, with the help text of its docstring."""
+    hints, texts = get_type_hints(convert), argument_descriptions(convert)
+    annotations: dict[str, Any] = {}
+    parameters = []
+    for argument in signature(convert).parameters.values():
+        hint, default = hints[argument.name], argument.default
+        paths = Path in (hint, *get_args(hint))
+        option = typer.Option(
+            f"--{argument.name.replace('_', '-')}",
+            *(["-o"] if argument.name == "output" else []),
+            metavar=("DIR" if argument.name in _FOLDERS else "FILE") if paths else None,
+            help=texts.get(argument.name),
+        )
+        if argument.name == "dtype":
+            hint, default = StoredDtype, StoredDtype.file
+        elif paths and type(None) not in get_args(hint) and hint is not Path:
+            hint = list[Path]
+        annotations[argument.name] = Annotated[hint, option]
+        parameters.append(
+            Parameter(argument.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotations[argument.name])
+        )
 
-    Files are read as tensors only, never executed.
-    """
-    check_range(n_head, "n_head", 1)
-    check_range(grid_size, "grid_size", 1)
-    quiet_libraries()
-    import torch
+    def run(**given: Any) -> None:
+        import torch
 
-    from vargen.convert.llamagen import convert_llamagen
+        dtype: StoredDtype = given.pop("dtype", StoredDtype.file)
+        for key, value in given.items():
+            if isinstance(value, Path | list):
+                given[key] = expand_user(value, key) if isinstance(value, Path) else [expand_user(each, key) for each in value]
+            elif isinstance(value, int) and not isinstance(value, bool):
+                check_range(value, key, 1)
+        print(convert(**given, dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value)))
 
-    folder = convert_llamagen(
-        expand_user(transformer, "transformer"),
-        expand_user(vq, "vq"),
-        expand_user(output, "output"),
-        text_encoder=text_encoder and expand_user(text_encoder, "text_encoder"),
-        tokenizer=tokenizer and expand_user(tokenizer, "tokenizer"),
-        id2label=id2label and expand_user(id2label, "id2label"),
-        dtype=None if dtype is StoredDtype.file else getattr(torch, dtype.value),
-        overwrite=overwrite,
-        n_head=n_head,
-        grid_size=grid_size,
-    )
-    print(folder)
+    run.__signature__, run.__annotations__ = signature(run).replace(parameters=parameters), annotations  # type: ignore[attr-defined]
+    single = typer.Typer(rich_markup_mode=None, add_completion=False)
+    single.command(name, help=(getdoc(convert) or "").split("\n\n")[0])(run)
+    return typer.main.get_command(single)
 
 
-@app.command("causal-video")
-def causal_video(
-    transformer: Annotated[
-        list[Path], typer.Option(metavar="FILE", help="Repeatable, for parts of one model: .pt, .pth, .bin, .safetensors.")
-    ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Appears whole or not at all.")],
-    dtype: Annotated[StoredDtype, typer.Option(help="How weights are stored; file keeps theirs.")] = StoredDtype.file,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output that is a model folder.")] = False,
-    n_head: Annotated[int | None, typer.Option(metavar="N", help="Heads, where they are not 128 wide.")] = None,
-) -> None:
-    """Convert a causal video transformer in Wan2.1's layout, such as Self-Forcing's, to a folder and print its path."""
-    check_range(n_head, "n_head", 1)
-    quiet_libraries()
-    import torch
-
-    from vargen.convert.causal_video import convert_causal_video
-
-    stored = None if dtype is StoredDtype.file else getattr(torch, dtype.value)
-    files = [expand_user(file, "transformer") for file in transformer]
-    print(convert_causal_video(files, expand_user(output, "output"), heads=n_head, dtype=stored, overwrite=overwrite))
+def argument_descriptions(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the descriptions of a function's arguments in its docstring, by name, each as one line."""
+    section = re.search(r"^Args:\n(.*?)(?:\n\S|\Z)", getdoc(function) or "", re.DOTALL | re.MULTILINE)
+    entries = re.findall(r"^    (\w+): (.*?)(?=^    \w|\Z)", section[1] if section else "", re.DOTALL | re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in entries}

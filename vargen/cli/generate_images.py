@@ -81,9 +81,9 @@ def generate_images(options: GenerateOptions, own: ImageOptions) -> None:
     jobs = [ImageJob(subject, seed, file) for subject, (_, seed), file in zip(subjects, requested, files, strict=True)]
 
     from vargen.pipelines.registry import open_pipeline
-    from vargen.scoring.registry import PACKAGED, open_scorer
+    from vargen.scoring.registry import DEFAULT_SCORER, open_scorer
 
-    scorer = open_scorer(options.scorer or PACKAGED, device) if own.best_of > 1 or options.scorer else None
+    scorer = open_scorer(options.scorer or DEFAULT_SCORER, device) if own.best_of > 1 or options.scorer else None
     dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()
     pipe = open_pipeline(model.folder, torch_dtype=dtype).to(device)
@@ -131,7 +131,7 @@ def _check_request(options: GenerateOptions, own: ImageOptions) -> tuple[ModelIn
     model = describe(options.model)
     kind = pipeline_class(model.pipeline)
     method = resolve_method(kind.default_method if options.accelerator is None else options.accelerator, kind.paradigm)
-    Sampling(top_k=own.sampling.get("top_k")).check_vocabulary(model.vocab)
+    Sampling(top_k=own.sampling.get("top_k")).validate_top_k(model.vocab)
     if model.condition == "class" and not own.by_class:
         labels = f"--class-label 0 to {model.num_classes - 1}"
         raise ValueError(f"this model generates classes: give {labels} instead of a prompt")
@@ -175,7 +175,7 @@ def _generate_batches(
             made.stats.append(result.stats)
             before = len(made.records)
             for number, (job, image) in enumerate(zip(batch, result.images, strict=True)):
-                record = {key: job.subject, **result.stats.picture(number)}
+                record = {key: job.subject, **result.stats.describe_image(number)}
                 try:
                     path = save_image(image, job.file, {**record, **parameters})
                 except OSError as error:
@@ -213,16 +213,16 @@ def _parameters(pipe: Any, model: str, call: dict[str, Any], dtype: Any) -> dict
 def _document(made: GeneratedImages, parameters: dict[str, Any]) -> dict[str, Any]:
     from vargen.decoding import DecodeStats
 
-    return {"images": made.records, **parameters, "stats": DecodeStats.joined(made.stats).to_dict()}
+    return {"images": made.records, **parameters, "stats": DecodeStats.merge(made.stats).to_dict()}
 
 
 def _write_contact_sheet(records: list[dict[str, Any]], file: OutputFile, parameters: dict[str, Any]) -> None:
     from vargen.evaluation.contact_sheets import contact_sheet
-    from vargen.picture_files import on_white, opened_picture
+    from vargen.reading import on_white, open_image
 
     captions = [str(record.get("prompt", record.get("class_label"))) for record in records]
     images = []
     for record in records:
-        with opened_picture(record["file"]) as opened:  # one open file at a time: systems limit them
+        with open_image(record["file"]) as opened:  # one open file at a time: systems limit them
             images.append(on_white(opened))
     save_image(contact_sheet(images, captions), file, parameters)

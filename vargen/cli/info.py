@@ -23,7 +23,7 @@ def info(ctx: typer.Context, as_json: Annotated[bool, _JSON] = False) -> None:
     if ctx.invoked_subcommand is not None:
         return
     quiet_libraries()
-    facts = gather()
+    facts = collect_facts()
     if as_json:
         print_json(facts)
         return
@@ -61,17 +61,17 @@ def list_presets(
         return
     hidden = 0 if everything else sum(preset["experimental"] for preset in found)
     found = [preset for preset in found if everything or not preset["experimental"]]
-    for number, (family, members) in enumerate(itertools.groupby(found, lambda preset: preset["paradigm"])):
-        print(f"{chr(10) * min(number, 1)}models: {family}")
-        print("\n".join(line for preset in members for line in _told(preset)))
+    for number, (paradigm, members) in enumerate(itertools.groupby(found, lambda preset: preset["paradigm"])):
+        print(f"{chr(10) * min(number, 1)}models: {paradigm}")
+        print("\n".join(line for preset in members for line in _preset_lines(preset)))
     if hidden:
         print(f"\n{hidden} experimental methods: vargen info presets --all")
 
 
-def _told(preset: dict[str, Any]) -> list[str]:
+def _preset_lines(preset: dict[str, Any]) -> list[str]:
     """Format a preset in lines of at most `_WIDTH` columns: name, kind and summary, then its defaults and its source."""
     head = f"  {preset['name']:16}  {preset['kind']:7}  "
-    below = [_plain(preset["defaults"]), f"source: {preset['source']}"]
+    below = [_format_settings(preset["defaults"]), f"source: {preset['source']}"]
     lines = textwrap.wrap(preset["summary"], _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
     indent = " " * (len(head) + 2)
     for part in below:
@@ -79,7 +79,7 @@ def _told(preset: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _plain(settings: dict[str, Any]) -> str:
+def _format_settings(settings: dict[str, Any]) -> str:
     return ", ".join(f"{key} {str(value).lower() if isinstance(value, bool) else value}" for key, value in settings.items())
 
 
@@ -100,17 +100,16 @@ def presets() -> list[dict[str, Any]]:
     ]
 
 
-def gather() -> dict[str, Any]:
+def collect_facts() -> dict[str, Any]:
     """Collect everything that `vargen info` shows, as plain values."""
     import torch
 
     from vargen import __version__
     from vargen.assets import packaged_model_path, packaged_models
     from vargen.compat import installed_version
-    from vargen.decoding.next_token import captured
-    from vargen.device import preferred_dtype
-    from vargen.evaluation.machine import describe_machine
-    from vargen.kernels.dispatch import explain
+    from vargen.decoding.next_token.graphs import explain_graphs
+    from vargen.device import describe_machine, preferred_dtype
+    from vargen.kernels.dispatch import explain_kernels
 
     machine = describe_machine()
     versions = {name: installed_version(name) for name in _PACKAGES}
@@ -118,43 +117,43 @@ def gather() -> dict[str, Any]:
     for name in packaged_models():
         folder = packaged_model_path(name)
         size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-        models.append({"name": name, "megabytes": round(size / 1e6, 1), "summary": card_summary(folder)})
+        models.append({"name": name, "megabytes": round(size / 1e6, 1), "summary": read_card_summary(folder)})
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return {
         "versions": {**versions, "vargen": __version__, "python": machine["python"]},
         "machine": machine,
-        "threads": thread_choice(),
+        "threads": describe_threads(),
         "default_device": device,
         "default_dtype": str(preferred_dtype(device)).removeprefix("torch."),
-        "kernels": ": ".join(explain(device)),
-        "graphs": captured.explain(torch.device(device)),
+        "kernels": ": ".join(explain_kernels(device)),
+        "graphs": explain_graphs(torch.device(device)),
         "models": models,
         "presets": presets(),
     }
 
 
-def thread_choice() -> str:
+def describe_threads() -> str:
     """Return the number of CPU threads that passes use, and the reason."""
     import torch
 
-    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, list_thread_choices, pays
+    from vargen.decoding.pass_costs import MIN_THREAD_SPEEDUP, is_worth_doubling, list_thread_choices
     from vargen.device import available_cores, user_thread_count
 
     if (chosen := user_thread_count()) is not None:
         return f"{chosen[0]} CPU threads, set by {chosen[1]}"
     lines = [
-        f"as many of {available_cores()} CPU threads as pay: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"
+        f"up to {available_cores()} CPU threads, autotuned: each doubling must make a pass {MIN_THREAD_SPEEDUP} times as fast"
     ]
     for network, width, seconds in list_thread_choices(torch.device("cpu")):
         best = 1
-        while 2 * best in seconds and pays(seconds[2 * best], seconds[best]):
+        while 2 * best in seconds and is_worth_doubling(seconds[2 * best], seconds[best]):
             best *= 2
-        told = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
-        lines.append(f"{best} for {network}, {width} tokens a pass: {told}")
-    return "\n".join(lines if len(lines) > 1 else [f"{lines[0]}; none is measured yet, the first picture does"])
+        times = ", ".join(f"{1e3 * value:.1f} ms with {count}" for count, value in sorted(seconds.items()))
+        lines.append(f"{best} for {network}, {width} tokens a pass: {times}")
+    return "\n".join(lines if len(lines) > 1 else [f"{lines[0]}; measured with the first image"])
 
 
-def card_summary(folder: Path) -> str:
+def read_card_summary(folder: Path) -> str:
     """Return the first sentence of a folder's model card, after front matter and headings; empty without a card."""
     card = next((folder / name for name in ("README.md", "MODEL_CARD.md") if (folder / name).is_file()), None)
     if card is None:

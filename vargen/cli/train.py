@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
+from typer.core import TyperGroup
 
 from vargen.cli.console import print_json, quiet_libraries
 from vargen.cli.options import Device, DeviceName, TorchThreads, check_range, select_device
@@ -16,8 +17,34 @@ from vargen.files import expand_user
 if TYPE_CHECKING:
     from vargen.training.dataset import CaptionedImages
 
+
+class Drafters(TyperGroup):
+    """The commands of this file, and one for each registered drafter that is trained on the features of a LlamaGen.
+
+    The registration is imported when such a command or the list of commands is needed.
+    """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*_registered_drafters(), *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if (command := super().get_command(ctx, cmd_name)) or cmd_name not in _registered_drafters():
+            return command
+        network = _registered_drafters()[cmd_name].network_class
+        single = typer.Typer(rich_markup_mode=None, add_completion=False)
+        single.command(cmd_name, help=f"Train a {network.__name__} on a LlamaGen's features.")(_train_head(cmd_name))
+        return typer.main.get_command(single)
+
+
+def _registered_drafters() -> dict[str, Any]:
+    quiet_libraries()
+    from vargen.pipelines.llamagen import LlamaGenPipeline
+
+    return LlamaGenPipeline.family.drafters
+
+
 app = typer.Typer(help="Train drafters for your own model.", no_args_is_help=True)
-drafter = typer.Typer(help="Train EAGLE or Medusa heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
+drafter = typer.Typer(cls=Drafters, help="Train draft heads, a low-resolution model, or its up-sampler.", no_args_is_help=True)
 app.add_typer(drafter, name="drafter")
 
 R = TypeVar("R")
@@ -50,7 +77,7 @@ def _output(output: Path | None, name: str) -> Path:
     return expand_user(output, "output") if output else Path("runs") / name
 
 
-def _head_command(kind: str, summary: str) -> Callable[..., None]:
+def _train_head(kind: str) -> Callable[..., None]:
     def train(
         model: Model = "emoji",
         recipe: Recipe = None,
@@ -82,8 +109,7 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
     ) -> None:
         quiet_libraries()
         from vargen.training.generated_images import select_prompt_source
-        from vargen.training.heads import load_target, train_head
-        from vargen.training.heads_config import HeadConfig
+        from vargen.training.heads import HeadConfig, load_target, train_head
 
         run = _output(output, kind)
         check_range(num_images, "num_images", 2)
@@ -94,15 +120,10 @@ def _head_command(kind: str, summary: str) -> Callable[..., None]:
         set_threads(threads)
         pipe = load_target(model, select_device(device))
         captions = None if data is None else lambda: _load_data(data)
-        source = select_prompt_source(pipe, config.pictures, captions, prompts, embeddings)
+        source = select_prompt_source(pipe, config.num_images, captions, prompts, embeddings)
         print_json({"drafter": str(run / "drafter"), **train_head(kind, config, pipe, source, run, shared)})
 
-    drafter.command(kind, help=summary)(train)
     return train
-
-
-eagle = _head_command("eagle", "Train an EAGLE layer, which drafts token by token.")
-medusa = _head_command("medusa", "Train Medusa heads, which draft all tokens at once.")
 
 
 @drafter.command("low-res")
@@ -117,8 +138,8 @@ def low_res(
 ) -> None:
     """Train a small transformer on low-resolution images."""
     quiet_libraries()
-    from vargen.training.config import NextTokenConfig
     from vargen.training.low_res import train_low_res
+    from vargen.training.next_token import NextTokenConfig
 
     config = _config(recipe, "low-res", NextTokenConfig, steps)
     run, folder = _output(output, "low-res"), _model_folder(model)
@@ -140,7 +161,7 @@ def upsampler(
 ) -> None:
     """Train an up-sampler from low-resolution images to tokens."""
     quiet_libraries()
-    from vargen.training.upsampler import UpsamplerConfig, train_upsampler
+    from vargen.training.low_res import UpsamplerConfig, train_upsampler
 
     config = _config(recipe, "upsampler", UpsamplerConfig, steps)
     run, folder = _output(output, "upsampler"), _model_folder(model)
@@ -151,9 +172,10 @@ def upsampler(
 
 def _model_folder(model: str) -> Path:
     """Return the folder of a text-conditional LlamaGen, which has its image tokenizer and text encoder."""
+    from vargen.pipelines.llamagen import LLAMAGEN
     from vargen.pipelines.loading import check_model_folder
 
-    folder = Path(check_model_folder(model, "LlamaGenPipeline", {}))
+    folder = check_model_folder(model, LLAMAGEN).path
     for part in ("vqvae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise FileNotFoundError(f"model {model!r} must have a {part}, which a low-resolution drafter shares")

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 
-from vargen.convert.checkpoints import State, build, check_inputs, count_entries, read_checkpoint, tensor_shape
+from vargen.convert.state_dicts import (
+    State,
+    build_network,
+    check_dtype,
+    check_inputs,
+    count_modules,
+    read_checkpoint,
+    require_shape,
+)
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
 from vargen.models.causal_video import CausalVideoTransformer
@@ -45,7 +53,7 @@ _BARE = ("modulation", "scale_shift_table")  # parameters that are not in a subm
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
 
-def _renamed(name: str, outer: dict[str, str], inner: dict[str, str]) -> str:
+def _map_name(name: str, outer: dict[str, str], inner: dict[str, str]) -> str:
     block = _BLOCK.fullmatch(name)
     table, prefix, rest = (inner, f"blocks.{block[1]}.", block[2]) if block else (outer, "", name)
     if rest in table and rest.endswith(_BARE):
@@ -58,15 +66,15 @@ def _renamed(name: str, outer: dict[str, str], inner: dict[str, str]) -> str:
 
 def to_diffusers(name: str) -> str:
     """Return a parameter's name in `WanTransformer3DModel`; ValueError for a name that official models do not have."""
-    return _renamed(name, _OUTER, _INNER)
+    return _map_name(name, _OUTER, _INNER)
 
 
 def to_original(name: str) -> str:
     """Inverse of `to_diffusers`."""
-    return _renamed(name, {b: a for a, b in _OUTER.items()}, {b: a for a, b in _INNER.items()})
+    return _map_name(name, {b: a for a, b in _OUTER.items()}, {b: a for a, b in _INNER.items()})
 
 
-def plain_names(state: State, file: str) -> State:
+def to_original_names(state: State, file: str) -> State:
     """Return the weights under their original names, whichever of the two naming schemes the file uses.
 
     Raises:
@@ -85,7 +93,7 @@ def plain_names(state: State, file: str) -> State:
         raise ValueError(f"{file}: {error}") from None
 
 
-def detect(state: State, file: Path, heads: int | None = None) -> dict[str, Any]:
+def detect_transformer(state: State, file: Path, heads: int | None = None) -> dict[str, Any]:
     """Infer the arguments of `CausalVideoTransformer` from a state dict with original names.
 
     Raises:
@@ -93,7 +101,7 @@ def detect(state: State, file: Path, heads: int | None = None) -> dict[str, Any]
     """
 
     def shape(name: str, dims: int = 2) -> torch.Size:
-        return tensor_shape(state, name, dims, file, _KIND)
+        return require_shape(state, name, dims, file, _KIND)
 
     dim, channels, depth, patch, other = shape("patch_embedding.weight", 5)
     if depth != 1 or patch != other:
@@ -106,7 +114,7 @@ def detect(state: State, file: Path, heads: int | None = None) -> dict[str, Any]
         "dim": dim,
         "ffn_dim": shape("blocks.0.ffn.0.weight")[0],
         "num_heads": heads or dim // _HEAD_DIM,
-        "num_layers": count_entries(state, "blocks."),
+        "num_layers": count_modules(state, "blocks."),
         "channels": channels,
         "patch": patch,
         "text_dim": shape("text_embedding.0.weight")[1],
@@ -118,18 +126,19 @@ def convert_causal_video(
     transformer: Sequence[Path],
     output: Path,
     *,
-    heads: int | None = None,
+    n_head: int | None = None,
     size: tuple[int, int] = (480, 832),
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Convert official files to a folder with `transformer/`.
+    """Convert a causal video transformer in Wan2.1's layout, such as Self-Forcing's, to a folder with `transformer/`.
 
     Args:
         transformer: `.pt`, `.pth`, `.bin` or `.safetensors` files; several files are parts of one model.
-        heads: number of attention heads, for a width that is not a multiple of 128.
+        output: folder to create. It appears whole or not at all.
+        n_head: number of attention heads, for a width that is not a multiple of 128.
         size: rows and columns of the videos, in pixels.
-        dtype: storage dtype of the weights; None keeps that of the file.
+        dtype: storage dtype of the weights; by default that of the file.
         overwrite: replace `output` if it is a model folder.
 
     Raises:
@@ -138,8 +147,7 @@ def convert_causal_video(
         ValueError: a file is damaged, holds more than tensors, is of another kind of model, lacks a tensor, or has one
             of a wrong shape.
     """
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+    check_dtype(dtype)
     if not transformer:
         raise ValueError("transformer must be one file or more, got none")
     if any(side < 16 or side % 16 for side in size):
@@ -153,11 +161,10 @@ def convert_causal_video(
                 raise ValueError(f"{file} holds {min(twice)}, which an earlier file holds, too; give parts of one model")
             state |= part
         first = transformer[0]
-        state = plain_names(state, str(first))
-        config = detect(state, first, heads)
+        state = to_original_names(state, str(first))
+        config = detect_transformer(state, first, n_head)
         config |= {"height": size[0] // 8, "width": size[1] // 8}
-        network = build(CausalVideoTransformer, config, state, first, dtype)
+        network = build_network(CausalVideoTransformer, config, state, first, dtype)
         network.save_pretrained(folder / "transformer")
-        missing = dict.fromkeys(("vae", "text_encoder", "tokenizer"))
-        write_model_index(folder, "CausalVideoPipeline", {"transformer": network, **missing})
+        write_model_index(folder, "CausalVideoPipeline", {"transformer": network})
     return output

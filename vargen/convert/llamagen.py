@@ -13,15 +13,16 @@ from typing import Any
 
 import torch
 
-from vargen.convert.checkpoints import (
+from vargen.convert.state_dicts import (
     State,
-    build,
+    build_network,
+    check_dtype,
     check_inputs,
-    count_entries,
-    fitting_defaults,
+    clamp_top_k,
+    count_modules,
     read_checkpoint,
     read_labels,
-    tensor_shape,
+    require_shape,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -51,18 +52,18 @@ def convert_llamagen(
     n_head: int | None = None,
     grid_size: int | None = None,
 ) -> Path:
-    """Convert two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
+    """Convert official LlamaGen files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
 
     Args:
         transformer: class- or text-conditional GPT.
         vq: its image tokenizer (VQ-16, VQ-8, or another of that architecture); EMA weights if the file has them.
             Its dtype is kept.
-        output: the folder to create. It appears whole or not at all.
+        output: folder to create. It appears whole or not at all.
         text_encoder: folder of a T5 encoder (official: flan-t5-xl), for text models. Without one, the pipeline
             takes `prompt_embeds` instead of a prompt.
         tokenizer: folder of its tokenizer; default: the text encoder's folder.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names, for class models.
-        dtype: storage dtype of the transformer and the text encoder; None keeps those of the files.
+        dtype: storage dtype of the transformer and the text encoder; by default those of the files.
         overwrite: if `output` is a model folder, replace its model files; other files are kept.
         n_head: number of attention heads, for a width and depth outside the official table.
         grid_size: side of the token grid, if neither the file nor its name (256, 384 or 512 pixels) determines it.
@@ -77,8 +78,7 @@ def convert_llamagen(
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a
             tensor or has one of the wrong shape; the files do not match each other; heads or grid cannot be inferred.
     """
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+    check_dtype(dtype)
     if tokenizer is not None and text_encoder is None:
         raise ValueError("tokenizer comes with a text_encoder; give both, or neither and use prompt_embeds")
     transformer, vq, output = Path(transformer), Path(vq), Path(output)
@@ -87,7 +87,7 @@ def convert_llamagen(
         check_inputs(transformer=transformer, vq=vq, id2label=id2label and Path(id2label))
         check_inputs(text_encoder=text_encoder and Path(text_encoder), tokenizer=tokenizer and Path(tokenizer))
         gpt, codes = read_checkpoint(transformer), read_checkpoint(vq, prefer="ema")
-        _check_kinds(gpt, transformer, codes, vq)
+        refuse_swapped_files(gpt, transformer, codes, vq)
         vq_config = detect_vq(codes, vq)
         downsampling = 2 ** (len(vq_config["encoder_ch_mult"]) - 1)
         config = detect_transformer(gpt, transformer, downsampling, n_head, grid_size)
@@ -99,16 +99,14 @@ def convert_llamagen(
         if id2label is not None and config["condition"] != "class":
             raise ValueError("id2label names classes, but this transformer draws from text")
         labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
-        optional = ("draft_transformer", "eagle", "medusa", "low_res", "upsampler", "text_encoder", "tokenizer")
-        parts: dict[str, Any] = dict.fromkeys(optional)
+        parts: dict[str, Any] = {}
         if text_encoder is not None:
             parts |= _read_text_encoder(Path(text_encoder), Path(tokenizer or text_encoder), config, dtype)
-        parts["vqvae"] = build(VQModel, vq_config, codes, vq)
-        parts["transformer"] = build(LlamaGenTransformer, config, gpt, transformer, dtype)
+        parts["vqvae"] = build_network(VQModel, vq_config, codes, vq)
+        parts["transformer"] = build_network(LlamaGenTransformer, config, gpt, transformer, dtype)
         for name, part in parts.items():
-            if part is not None:
-                part.save_pretrained(folder / name)
-        defaults = fitting_defaults(DEFAULTS[config["condition"]], config["vocab_size"])
+            part.save_pretrained(folder / name)
+        defaults = clamp_top_k(DEFAULTS[config["condition"]], config["vocab_size"])
         write_model_index(folder, "LlamaGenPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
@@ -116,7 +114,7 @@ def convert_llamagen(
 # -- sizes from shapes ---------------------------------------------------------------------------------------
 
 
-def _check_kinds(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
+def refuse_swapped_files(gpt: State, gpt_file: Path, codes: State, vq_file: Path) -> None:
     """Raise ValueError if transformer and image tokenizer are swapped."""
     gpt_is_vq, vq_is_gpt = "quantize.embedding.weight" in gpt, "tok_embeddings.weight" in codes
     if gpt_is_vq and vq_is_gpt:
@@ -137,11 +135,11 @@ def detect_transformer(
     """
 
     def shape(name: str, dims: int = 2) -> torch.Size:
-        return tensor_shape(state, name, dims, file, "LlamaGen transformer")
+        return require_shape(state, name, dims, file, "LlamaGen transformer")
 
     vocab, dim = shape("tok_embeddings.weight")
     qkv, hidden = shape("layers.0.attention.wqkv.weight")[0], shape("layers.0.feed_forward.w1.weight")[0]
-    config: dict[str, Any] = {"dim": dim, "n_layer": count_entries(state, "layers."), "vocab_size": vocab}
+    config: dict[str, Any] = {"dim": dim, "n_layer": count_modules(state, "layers."), "vocab_size": vocab}
     if "cls_embedding.embedding_table.weight" in state:
         config["condition"] = "class"
         # The last row is the null class.
@@ -157,7 +155,7 @@ def detect_transformer(
     if "freqs_cis" in state:
         rows, pairs, _ = shape("freqs_cis", 3)
         del state["freqs_cis"]
-    config["n_head"] = heads = _heads(file, dim, config["n_layer"], pairs, n_head)
+    config["n_head"] = heads = resolve_num_heads(file, dim, config["n_layer"], pairs, n_head)
     kv_heads = (qkv // (dim // heads) - heads) // 2
     if kv_heads != heads:
         config["n_kv_head"] = max(kv_heads, 1)
@@ -168,11 +166,11 @@ def detect_transformer(
         raise ValueError(f"{file} has a feed-forward width of {hidden}, width {dim} wants at least {least}")
     config["multiple_of"] = multiples[0]
     cells = None if rows is None else rows - config.get("cls_token_num", 1)
-    config["grid_size"] = _grid(file, cells, downsampling, grid_size)
+    config["grid_size"] = resolve_grid_size(file, cells, downsampling, grid_size)
     return config
 
 
-def _heads(file: Path, dim: int, layers: int, pairs: int | None, given: int | None) -> int:
+def resolve_num_heads(file: Path, dim: int, layers: int, pairs: int | None, given: int | None) -> int:
     stored = None if pairs is None else dim // (2 * pairs)
     heads = given or stored or HEADS.get((dim, layers))
     if heads is None:
@@ -187,7 +185,7 @@ def _heads(file: Path, dim: int, layers: int, pairs: int | None, given: int | No
     return heads
 
 
-def _grid(file: Path, cells: int | None, downsampling: int, given: int | None) -> int:
+def resolve_grid_size(file: Path, cells: int | None, downsampling: int, given: int | None) -> int:
     """Return the side of the grid: from the rotary table's rows, else as given, else from the pixels in the file name."""
     if cells is not None:
         side = math.isqrt(max(cells, 0))
@@ -217,10 +215,10 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
     """
 
     def shape(name: str, dims: int = 4) -> torch.Size:
-        return tensor_shape(state, name, dims, file, "LlamaGen image tokenizer")
+        return require_shape(state, name, dims, file, "LlamaGen image tokenizer")
 
-    def multipliers(half: str) -> list[int]:
-        levels = range(count_entries(state, f"{half}.conv_blocks."))
+    def width_multipliers(half: str) -> list[int]:
+        levels = range(count_modules(state, f"{half}.conv_blocks."))
         widths = [shape(f"{half}.conv_blocks.{i}.res.0.conv1.weight")[0] for i in levels]
         if not widths or any(width % ch for width in widths):
             raise ValueError(f"{file} has {half} widths {widths}, expected multiples of {ch}")
@@ -236,9 +234,9 @@ def detect_vq(state: State, file: Path) -> dict[str, Any]:
         "codebook_size": codes,
         "codebook_embed_dim": code_width,
         "ch": ch,
-        "encoder_ch_mult": multipliers("encoder"),
-        "decoder_ch_mult": multipliers("decoder")[::-1],
-        "num_res_blocks": count_entries(state, "encoder.conv_blocks.0.res."),
+        "encoder_ch_mult": width_multipliers("encoder"),
+        "decoder_ch_mult": width_multipliers("decoder")[::-1],
+        "num_res_blocks": count_modules(state, "encoder.conv_blocks.0.res."),
         "z_channels": shape("encoder.conv_out.weight")[0],
         "in_channels": in_channels,
         "out_channels": out_channels,

@@ -11,15 +11,16 @@ from typing import Any
 
 import torch
 
-from vargen.convert.checkpoints import (
+from vargen.convert.state_dicts import (
     State,
-    build,
+    build_network,
+    check_dtype,
     check_inputs,
-    count_entries,
-    fitting_defaults,
+    clamp_top_k,
+    count_modules,
     read_checkpoint,
     read_labels,
-    tensor_shape,
+    require_shape,
 )
 from vargen.files import atomic_folder
 from vargen.model_files import write_model_index
@@ -40,14 +41,14 @@ def convert_var(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
 ) -> Path:
-    """Convert two official files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
+    """Convert official VAR or CoDe files, each `.pt`, `.pth`, `.bin` or `.safetensors`, to a pipeline folder.
 
     Args:
         transformer: a VAR transformer, or a drafter or refiner of CoDe.
         vae: the image tokenizer, which all of them share.
-        output: the folder to create. It appears whole or not at all.
+        output: folder to create. It appears whole or not at all.
         id2label: JSON file of class names, `{"0": "name, synonym"}` or a list of names.
-        dtype: storage dtype of the transformer; None keeps that of the file.
+        dtype: storage dtype of the transformer; by default that of the file.
         overwrite: replace `output` if it is a model folder.
 
     Returns:
@@ -60,14 +61,13 @@ def convert_var(
         ValueError: a file is damaged, holds more than tensors, is not of the kind that its argument takes, lacks a tensor
             or has one of the wrong shape; or the files do not match each other.
     """
-    if dtype not in (None, torch.float32, torch.float16, torch.bfloat16):
-        raise ValueError(f"dtype must be None, torch.float32, torch.float16 or torch.bfloat16, got {dtype!r}")
+    check_dtype(dtype)
     transformer, vae, output = Path(transformer), Path(vae), Path(output)
     inputs = [Path(path) for path in (transformer, vae, id2label) if path is not None]
     with atomic_folder(output, inputs, overwrite) as folder:
         check_inputs(transformer=transformer, vae=vae, id2label=id2label and Path(id2label))
         network, codes = read_checkpoint(transformer, prefer="var_wo_ddp"), read_checkpoint(vae, prefer="vae_local")
-        _check_kinds(network, transformer, codes, vae)
+        refuse_swapped_files(network, transformer, codes, vae)
         config = detect_transformer(network, transformer)
         vae_config = detect_vae(codes, vae, config["scales"])
         for own, other, what in (("code_dim", "codebook_embed_dim", "of width"), ("vocab_size", "codebook_size", "numbering")):
@@ -77,18 +77,18 @@ def convert_var(
                     f"image tokenizer has {vae_config[other]}"
                 )
         labels = None if id2label is None else read_labels(Path(id2label), config["num_classes"])
-        parts: dict[str, Any] = {"draft_transformer": None, "text_encoder": None, "tokenizer": None}
-        parts["vqvae"] = build(MultiScaleVQModel, vae_config, codes, vae)
-        parts["transformer"] = build(VARTransformer, config, network, transformer, dtype)
+        parts = {
+            "vqvae": build_network(MultiScaleVQModel, vae_config, codes, vae),
+            "transformer": build_network(VARTransformer, config, network, transformer, dtype),
+        }
         for name, part in parts.items():
-            if part is not None:
-                part.save_pretrained(folder / name)
-        defaults = fitting_defaults(DEFAULTS, config["vocab_size"])
+            part.save_pretrained(folder / name)
+        defaults = clamp_top_k(DEFAULTS, config["vocab_size"])
         write_model_index(folder, "VARPipeline", parts, id2label=labels, defaults=defaults, prompt_styles=None)
     return output
 
 
-def _check_kinds(network: State, network_file: Path, codes: State, codes_file: Path) -> None:
+def refuse_swapped_files(network: State, network_file: Path, codes: State, codes_file: Path) -> None:
     """Raise ValueError if transformer and image tokenizer are swapped, or a file is LlamaGen's."""
     network_is_vae, codes_are_network = "quantize.embedding.weight" in network, "pos_1LC" in codes
     if network_is_vae and codes_are_network:
@@ -110,13 +110,13 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     """
 
     def shape(name: str, dims: int) -> torch.Size:
-        return tensor_shape(state, name, dims, file, _TRANSFORMER)
+        return require_shape(state, name, dims, file, _TRANSFORMER)
 
     positions, dim = shape("pos_1LC", 3)[1:]
-    blocks = count_entries(state, "blocks.")
+    blocks = count_modules(state, "blocks.")
     normed = "blocks.0.attn.scale_mul_1H11" in state
     heads = shape("blocks.0.attn.scale_mul_1H11", 4)[1] if normed else blocks  # official rule: heads = blocks
-    scales = _scales(state, positions, file)
+    scales = detect_scales(state, positions, file)
     config = {
         "condition": "class",
         "scales": scales,
@@ -137,7 +137,7 @@ def detect_transformer(state: State, file: Path) -> dict[str, Any]:
     return config
 
 
-def _scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
+def detect_scales(state: State, positions: int, file: Path) -> tuple[int, ...]:
     """Return the scales by the level of each position in official files, else from the official table for `positions`."""
     if "lvl_1L" in state:
         sides = [math.isqrt(count) for count in torch.bincount(state["lvl_1L"].flatten().long()).tolist()]
@@ -162,10 +162,10 @@ def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, A
     """
 
     def shape(name: str, dims: int = 4) -> torch.Size:
-        return tensor_shape(state, name, dims, file, _TOKENIZER)
+        return require_shape(state, name, dims, file, _TOKENIZER)
 
     ch = shape("encoder.conv_in.weight")[0]
-    widths = [shape(f"encoder.down.{i}.block.0.conv1.weight")[0] for i in range(count_entries(state, "encoder.down."))]
+    widths = [shape(f"encoder.down.{i}.block.0.conv1.weight")[0] for i in range(count_modules(state, "encoder.down."))]
     if not widths or any(width % ch for width in widths):
         raise ValueError(f"{file} has encoder widths {widths}, expected multiples of {ch}")
     codes, width = shape("quantize.embedding.weight", 2)
@@ -178,7 +178,7 @@ def detect_vae(state: State, file: Path, scales: tuple[int, ...]) -> dict[str, A
         "codebook_embed_dim": width,
         "ch": ch,
         "ch_mult": [width // ch for width in widths],
-        "num_res_blocks": count_entries(state, "encoder.down.0.block."),
+        "num_res_blocks": count_modules(state, "encoder.down.0.block."),
         "scales": scales,
-        "shared_phi": count_entries(state, "quantize.quant_resi.qresi_ls."),
+        "shared_phi": count_modules(state, "quantize.quant_resi.qresi_ls."),
     }

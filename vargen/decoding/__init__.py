@@ -1,11 +1,12 @@
 """Decoding algorithms: loops and the parts that methods consist of. Independent of concrete models, files and prompts."""
 
+from typing import Any
+
 from vargen.decoding.harness import DecodeOutput, NonFiniteLogitsError, Progress
 from vargen.decoding.method import DEFAULT_METHOD, Method
 from vargen.decoding.next_scale.loop import decode_scales
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
-from vargen.decoding.next_scale.state import SKIPPED_TOKEN
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import (
     GroupedRule,
@@ -15,14 +16,14 @@ from vargen.decoding.next_token.acceptance import (
     RelaxedRule,
     TypicalRule,
     acceptance_rule,
-    exact,
     k_seq,
     recursive_rejection,
     shared_noise,
+    speculative_sampling,
     traversal,
 )
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
-from vargen.decoding.next_token.draft_length import Adaptive, Auto, Fixed
+from vargen.decoding.next_token.draft_length import AutoWindow, FixedWindow
 from vargen.decoding.next_token.drafters import (
     Eagle,
     Jacobi,
@@ -35,6 +36,7 @@ from vargen.decoding.next_token.drafters import (
     SpeculativeTree,
     Wavefront,
 )
+from vargen.decoding.next_token.drafters.base import ChainDrafter, TreeDrafter
 from vargen.decoding.next_token.loop import decode
 from vargen.decoding.next_token.protocols import AcceptanceRule, AutoregressiveHead, Drafter, ParallelHeads, TokenModel
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree
@@ -42,8 +44,7 @@ from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.presets import PRESETS, list_methods, resolve_method
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
-from vargen.decoding.video.denoising import Eager, Lazy, Window
-from vargen.decoding.video.loop import Block, BlockStream, NonFiniteLatentsError, decode_video
+from vargen.decoding.video.loop import BlockStream, NonFiniteLatentsError, decode_video
 from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.policies import (
     AdaptiveThreshold,
@@ -56,40 +57,38 @@ from vargen.decoding.video.policies import (
     Threshold,
 )
 from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.scoring import BlockDecoder, LowerQuantile, View, last, lowest, mean
+from vargen.decoding.video.request import VideoBlock
+from vargen.decoding.video.scoring import BlockDecoder, BlockView, min_score
 from vargen.decoding.video.stats import BlockRecord, VideoStats
+from vargen.deprecation import find_renamed
 
 __all__ = [
     "DEFAULT_METHOD",
     "PRESETS",
-    "SKIPPED_TOKEN",
     "Accelerator",
     "AcceptanceRule",
-    "Adaptive",
     "AdaptiveThreshold",
-    "Auto",
     "AutoTree",
+    "AutoWindow",
     "AutoregressiveHead",
-    "Block",
     "BlockDecoder",
     "BlockModel",
     "BlockRecord",
     "BlockStream",
+    "BlockView",
+    "ChainDrafter",
     "DecodeOutput",
     "DecodeStats",
     "Draft",
     "Drafter",
     "DynamicTree",
-    "Eager",
     "Eagle",
-    "Fixed",
+    "FixedWindow",
     "GroupedRule",
     "Jacobi",
     "JacobiTree",
     "LayerSkip",
-    "Lazy",
     "Lookup",
-    "LowerQuantile",
     "Medusa",
     "Method",
     "NeighborhoodRule",
@@ -121,25 +120,47 @@ __all__ = [
     "Threshold",
     "TokenModel",
     "Tree",
+    "TreeDrafter",
     "TypicalRule",
     "Verdict",
+    "VideoBlock",
     "VideoMethod",
     "VideoStats",
-    "View",
     "Wavefront",
-    "Window",
     "acceptance_rule",
     "decode",
     "decode_scales",
     "decode_video",
-    "exact",
     "k_seq",
-    "last",
     "list_methods",
-    "lowest",
-    "mean",
+    "min_score",
     "recursive_rejection",
     "resolve_method",
     "shared_noise",
+    "speculative_sampling",
     "traversal",
 ]
+
+_RENAMED = {
+    "Auto": "AutoWindow",
+    "Block": "VideoBlock",
+    "Fixed": "FixedWindow",
+    "View": "BlockView",
+    "exact": "speculative_sampling",
+    "lowest": "min_score",
+}
+_REMOVED = {
+    "Adaptive": "use AutoWindow or a fixed width",
+    "Eager": "use VideoMethod(lazy=False)",
+    "Lazy": "it is the default; VideoMethod(lazy=False) updates the cache after every block",
+    "LEFT_OUT": "schedules no longer skip scales",
+    "LowerQuantile": "pass your own function as VideoMethod(aggregate=...)",
+    "SKIPPED_TOKEN": "schedules no longer skip scales",
+    "Window": "models always attend to the blocks in their cache",
+    "last": "pass your own function as VideoMethod(aggregate=...)",
+    "mean": "pass your own function as VideoMethod(aggregate=...)",
+}
+
+
+def __getattr__(name: str) -> Any:
+    return find_renamed(__name__, name, _RENAMED, _REMOVED)

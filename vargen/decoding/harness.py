@@ -20,7 +20,8 @@ from torch import Tensor
 
 from vargen.decoding.sampling import Sampling
 from vargen.decoding.stats import DecodeStats
-from vargen.modes import normal_tensors
+from vargen.deprecation import renamed_fields
+from vargen.device import normal_tensors
 from vargen.values import short_repr
 
 
@@ -28,6 +29,7 @@ class NonFiniteLogitsError(RuntimeError):
     """The model returned NaN or infinite logits; no image is returned."""
 
 
+@renamed_fields(accepted="num_committed")
 @dataclass
 class Progress:
     """State passed to a callback after each pass.
@@ -37,14 +39,14 @@ class Progress:
         tokens: int64 `[B, N]`; entries from `length` on are not generated yet.
         length: int64 `[B]`, tokens generated per image.
         total: N.
-        accepted: int64 `[B]`, tokens that this pass committed.
+        num_committed: int64 `[B]`, tokens that this pass committed.
     """
 
     step: int
     tokens: Tensor
     length: Tensor
     total: int
-    accepted: Tensor
+    num_committed: Tensor
 
 
 @dataclass
@@ -101,17 +103,17 @@ class Run:
     def __init__(self, device: torch.device, total: int, callback: Callback | None = None, profile: bool = False):
         self.total, self.callback = total, callback
         self.passes, self.finished, self.stopped = 0, False, False
-        self._clock, self._watch = Clock(device, profile), _FiniteCheck(device)
+        self._clock, self._finite_check = Clock(device, profile), _FiniteCheck(device)
 
     @property
     def timed_by_part(self) -> bool:
         """Whether the device is synchronized between parts."""
-        return self._clock.detailed and self._clock.device.type == "cuda"
+        return self._clock.measures_parts and self._clock.device.type == "cuda"
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
         """Add the time of the block to the part `name`."""
-        with self._clock.part(name):
+        with self._clock.measure(name):
             yield
 
     def record(self, logits: Tensor, position: Tensor, tokens: Tensor, length: Tensor, count: Tensor) -> None:
@@ -128,12 +130,12 @@ class Run:
             NonFiniteLogitsError: if logits of this pass, or on a GPU of an earlier one, are not finite.
         """
         self.passes += 1
-        drawn = self._watch.see(logits, position, length, self.total, self.passes)
+        complete = self._finite_check.submit(logits, position, length, self.total, self.passes)
         if self.callback:
             with normal_tensors():
                 progress = Progress(self.passes, tokens, length.clone(), self.total, count.clone())
-                self.stopped = self.callback(progress) is False and not drawn
-        self.finished = drawn or self.stopped or self.passes >= self.total
+                self.stopped = self.callback(progress) is False and not complete
+        self.finished = complete or self.stopped or self.passes >= self.total
 
     def close(self, stats: DecodeStats) -> None:
         """Wait for pending checks, and record passes and seconds in `stats`.
@@ -141,9 +143,9 @@ class Run:
         Raises:
             NonFiniteLogitsError: if a pending check fails, so that no image results from non-finite logits.
         """
-        self._watch.settle()
+        self._finite_check.flush()
         stats.passes, stats.stopped = self.passes, self.stopped
-        stats.seconds, stats.seconds_by_part = self._clock.now() - self._clock.started, dict(self._clock.parts)
+        stats.seconds, stats.seconds_by_part = self._clock.read() - self._clock.started, dict(self._clock.parts)
 
 
 class Clock:
@@ -157,21 +159,21 @@ class Clock:
 
     def __init__(self, device: torch.device, profile: bool):
         self.device = device
-        self.detailed = profile or device.type != "cuda"
+        self.measures_parts = profile or device.type != "cuda"
         self.parts: dict[str, float] = defaultdict(float)
-        self.started = self.now()
+        self.started = self.read()
 
     @contextmanager
-    def part(self, name: str) -> Iterator[None]:
+    def measure(self, name: str) -> Iterator[None]:
         """Add the time of the block to the part `name`."""
-        if not self.detailed:
+        if not self.measures_parts:
             yield
             return
-        start = self.now()
+        start = self.read()
         yield
-        self.parts[name] += self.now() - start
+        self.parts[name] += self.read() - start
 
-    def now(self) -> float:
+    def read(self) -> float:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return self.timer()
@@ -184,42 +186,42 @@ class _FiniteCheck:
     """Checks whether all images are finished and all logits finite, reading the device late enough not to wait for it."""
 
     def __init__(self, device: torch.device):
-        self.immediate = device.type != "cuda"
-        self.pending: list[tuple[Any, Tensor, int]] = []
+        self.synchronous = device.type != "cuda"
+        self.queued: list[tuple[Any, Tensor, int]] = []
         self.total = 0
 
-    def see(self, logits: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
+    def submit(self, logits: Tensor, position: Tensor, length: Tensor, total: int, step: int) -> bool:
         """Return True if a completed pass has finished every image. Costs one reduction over the logits."""
         bad = ~logits.sum(-1).isfinite() & (position < total)
         where = torch.where(bad, position, total).amin()
         report = torch.stack([where, length.amin()])
         self.total = total
-        if self.immediate:
+        if self.synchronous:
             return self._read(report, step)
         host = torch.empty(2, dtype=torch.int64, pin_memory=True)
         host.copy_(report, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(report.device))  # of this device, which need not be the current one
-        self.pending.append((event, host, step))
+        self.queued.append((event, host, step))
         finished = False
-        while self.pending and (len(self.pending) > _MAX_QUEUED_PASSES or self.pending[0][0].query()):
-            event, host, seen = self.pending.pop(0)
+        while self.queued and (len(self.queued) > _MAX_QUEUED_PASSES or self.queued[0][0].query()):
+            event, host, seen = self.queued.pop(0)
             event.synchronize()
             finished |= self._read(host, seen)
         return finished
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Wait for all pending checks."""
-        for event, host, step in self.pending:
+        for event, host, step in self.queued:
             event.synchronize()
             self._read(host, step)
-        self.pending.clear()
+        self.queued.clear()
 
     def _read(self, report: Tensor, step: int) -> bool:
         position, shortest = report.tolist()
         if position < self.total:
             raise NonFiniteLogitsError(
-                f"the model returned NaN or infinite logits at token {position} of {self.total}, pass {step}; nothing is kept. "
-                "Check the checkpoint, or run with torch_dtype=torch.float32"
+                f"the model returned NaN or infinite logits at token {position} of {self.total}, pass {step}; no image is "
+                "returned. Check the checkpoint, or run with torch_dtype=torch.float32"
             )
         return shortest >= self.total

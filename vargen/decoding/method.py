@@ -84,17 +84,19 @@ def describe_part(part: Any) -> Any:
 
 def same_spec(one: Any, other: Any) -> bool:
     """Return whether two specs describe the same method. Accepts specs of vargen 0.1, which name the modules of parts."""
-    return _without_modules(one) == _without_modules(other)
+    return _normalize_spec(one) == _normalize_spec(other)
 
 
 def _qualified_name(part: Any) -> str:
     return part.__qualname__ if part.__module__.startswith("vargen.") else f"{part.__module__}.{part.__qualname__}"
 
 
-# Class names of vargen 0.1, which occur in the specs of old run folders.
+# Names of parts in vargen 0.1, which occur in the specs of old run folders.
 _RENAMED = {
+    "Auto": "AutoWindow",
     "Budget": "AdaptiveThreshold",
     "Chance": "RandomShare",
+    "Fixed": "FixedWindow",
     "Grouped": "GroupedRule",
     "Neighbourhood": "NeighborhoodRule",
     "Pooled": "PooledRule",
@@ -103,16 +105,55 @@ _RENAMED = {
     "RunningQuantile": "QuantileThreshold",
     "Typical": "TypicalRule",
     "Unscored": "SingleModel",
+    "best": "top-k",
+    "coupled": "shared-noise",
+    "exact": "speculative_sampling",
+    "fresh": "independent-per-pass",
+    "independent": "with-replacement",  # of siblings; couplings of this name are renamed alike on both sides
+    "joint": "joint_coupling",
+    "judged": "from-verdict",
+    "lowest": "min_score",
+    "replacement": "with-replacement",
+    "same_picture": "shared_noise",
+    "sampled": "without-replacement",
+}
+# Fields of vargen 0.1, by the class that they were of ("" for a whole method).
+_RENAMED_FIELDS: dict[str, dict[str, str]] = {
+    "": {
+        "forced": "target_blocks",
+        "longest_run": "max_accepted_in_row",
+        "off_after": "pause_after_rejections",
+        "off_blocks": "pause_blocks",
+    },
+    "Eagle": {"drawing": "child_sampling"},
+    "FunctionRule": {"judge": "function", "needs": "requires"},
+    "Lookup": {"drafts": "length", "counted": "max_matches", "own": "image_weight"},
+    "Medusa": {"drawing": "child_sampling"},
+    "Recycle": {"drafts": "length", "kept": "top_k"},
+    "Replay": {"makers": "sources"},
+    "ScaleRule": {"judge": "verify", "drafts": "draft_noise"},
+    "SpeculativeTree": {"drawing": "child_sampling"},
+    "Stage": {"drafted": "num_drafted"},
+}
+# Fields that only one of two versions has, and the value with which they change nothing.
+_NEUTRAL: dict[str, dict[str, Any]] = {
+    "": {"commit": {"name": "Lazy", "most": 16}, "fused": False, "lazy": True, "refine_margin": None},
+    "Stage": {"temperature": 1.0, "top_k": None},
 }
 
 
-def _without_modules(spec: Any) -> Any:
-    if isinstance(spec, str) and spec.startswith("vargen."):
-        name = spec.rpartition(".")[2]
+def _normalize_spec(spec: Any) -> Any:
+    if isinstance(spec, str):
+        name = spec.rpartition(".")[2] if spec.startswith("vargen.") else spec
         return _RENAMED.get(name, name)
     if isinstance(spec, Mapping):
-        return {name: _without_modules(value) for name, value in spec.items()}
-    return [_without_modules(each) for each in spec] if isinstance(spec, list | tuple) else spec
+        found = {name: _normalize_spec(value) for name, value in spec.items() if name != "topology"}  # that of the drafter
+        if "drafter" in found and found["drafter"] is None:
+            found["drafter"] = {"name": "Sequential"}
+        owner = str(found.get("name", ""))
+        renamed, neutral = _RENAMED_FIELDS.get(owner, {}), _NEUTRAL.get(owner, {})
+        return {renamed.get(k, k): v for k, v in found.items() if k not in neutral or v != neutral[k]}
+    return [_normalize_spec(each) for each in spec] if isinstance(spec, list | tuple) else spec
 
 
 def init_fields(part: Any) -> dict[str, Any]:

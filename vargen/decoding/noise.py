@@ -22,9 +22,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vargen.kernels.categorical import categorical
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu, supports_rows
-from vargen.modes import normal_tensors
+from vargen.kernels.row_ops import sample_categorical
 
 
 class Purpose(IntEnum):
@@ -34,8 +34,8 @@ class Purpose(IntEnum):
     ACCEPT = 1
     RESIDUAL = 2
     DRAFT = 3
-    REDRAW_ACCEPT = 4
-    REDRAW = 5
+    RESAMPLE_ACCEPT = 4
+    RESAMPLE = 5
     CHOICE = 6
     LOW_RES = 7  # generation of the low-resolution image
     LATENT = 8  # video latents: step 0 is the initial noise, step k is added again before denoising step k
@@ -99,11 +99,11 @@ def _lane_bits(keys: Tensor, vocab: int) -> Tensor:
 
 
 def _lane_bits_numpy(keys: np.ndarray, lanes: np.ndarray) -> Tensor:
-    halves = np.ascontiguousarray(keys).view(np.uint32).reshape(*keys.shape, 2)
-    z = lanes.view(np.uint32) + halves[..., :1]
+    parts = np.ascontiguousarray(keys).view(np.uint32).reshape(*keys.shape, 2)
+    z = lanes.view(np.uint32) + parts[..., :1]
     z ^= z >> np.uint32(16)
     z *= np.uint32(_LOW1 & 0xFFFFFFFF)
-    z ^= halves[..., 1:]
+    z ^= parts[..., 1:]
     z ^= z >> np.uint32(15)
     z *= np.uint32(_LOW2 & 0xFFFFFFFF)
     z ^= z >> np.uint32(16)
@@ -132,12 +132,12 @@ def _unit_(bits: Tensor) -> Tensor:
     return bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(_UNIT).add_(_UNIT / 2)
 
 
-def derived(seeds: Tensor, purpose: Purpose) -> Tensor:
+def derive_seeds(seeds: Tensor, purpose: Purpose) -> Tensor:
     """int64 `[B]`: seeds of other images, whose noise is independent of the noise of these."""
     return _make_keys(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64, device=seeds.device), purpose)[:, 0]
 
 
-def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
+def sample_uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """Uniforms float32 `[B, T]` in (0, 1), for seeds int64 `[B]` and positions int64 `[B, T]`."""
     keys = _make_keys(seeds, position, purpose, step)
     if _use_numpy(keys):
@@ -146,7 +146,7 @@ def uniform(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tenso
     return _unit_(keys >> 32)
 
 
-def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
+def sample_uniform64(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor = 0) -> Tensor:
     """Uniforms float64 `[B, T]` in (0, 1), with 52 bits, enough to sample from any vocabulary."""
     keys = _make_keys(seeds, position, purpose, step)
     if _use_numpy(keys):
@@ -154,14 +154,14 @@ def coins(seeds: Tensor, position: Tensor, purpose: Purpose, step: int | Tensor 
     return ((keys >> 12).bitwise_and_((1 << 52) - 1).to(torch.float64) + 0.5) * 2.0**-52
 
 
-def exponential(
+def sample_exponential(
     seeds: Tensor, position: Tensor, vocab: int, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
 ) -> Tensor:
     """Exponential(1) noise, float32 `[B, T, V]` > 0. Its negative logarithm is standard Gumbel noise."""
     return _exponential(_make_keys(seeds, position, purpose, step), vocab)
 
 
-def gaussian(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
+def sample_normal(seeds: Tensor, block: int, count: int, step: int = 0) -> Tensor:
     """Standard normal noise, float32 `[B, count]`; a function only of seed (int64 `[B]`), video block and step.
 
     Box-Muller transform (1958) of 31 bits each: magnitudes are at most 6.7.
@@ -197,29 +197,31 @@ class TokenNoise:
     """
 
     def __init__(self, seeds: Tensor, positions: int):
-        self._make_keys = _make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
-        self._kept = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
-        self._position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
+        self._keys = _make_keys(seeds, torch.arange(positions, device=seeds.device).expand(len(seeds), -1), Purpose.TOKEN)
+        self._ring = np.empty((len(seeds), 0, 0), np.float32)  # [B, W, V], position p at index p % W
+        self._ring_position = np.empty((len(seeds), 0), np.int64)  # [B, W], the cached positions
 
     def exponential(self, position: Tensor, vocab: int) -> Tensor:
-        """Same values as the function `exponential`."""
-        keys = self._make_keys.gather(1, position)
+        """Same values as `sample_exponential`."""
+        keys = self._keys.gather(1, position)
         if position.shape[1] == 1 or not _use_numpy(keys):
             return _exponential(keys, vocab)
         at, image = position.numpy(), np.arange(len(keys))[:, None]
         reach = int((at.max(1) - at.min(1)).max()) + 1
-        if reach > self._kept.shape[1] or vocab != self._kept.shape[2]:
-            self._kept, self._position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
-        slot = at % self._kept.shape[1]
-        missing = self._position[image, slot] != at
+        if reach > self._ring.shape[1] or vocab != self._ring.shape[2]:
+            self._ring, self._ring_position = np.empty((len(at), reach, vocab), np.float32), np.full((len(at), reach), -1)
+        slot = at % self._ring.shape[1]
+        missing = self._ring_position[image, slot] != at
         if missing.any():
             place = np.broadcast_to(image, at.shape)[missing], slot[missing]
-            self._kept[place] = _exponential(keys[torch.from_numpy(missing)], vocab).numpy()
-            self._position[place] = at[missing]
-        return torch.from_numpy(self._kept[image, slot])
+            self._ring[place] = _exponential(keys[torch.from_numpy(missing)], vocab).numpy()
+            self._ring_position[place] = at[missing]
+        return torch.from_numpy(self._ring[image, slot])
 
 
-def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0) -> Tensor:
+def sample_gumbel_max(
+    probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purpose.TOKEN, step: int | Tensor = 0
+) -> Tensor:
     """Gumbel-max sampling: tokens int64 `[B, T]` from probabilities `[B, T, V]`, as argmax of p / E (the argmax of log p + G).
 
     Probabilities need not sum to 1. A token with probability 0 is never sampled. NaN yields an undefined index; check the
@@ -228,8 +230,8 @@ def race(probs: Tensor, seeds: Tensor, position: Tensor, purpose: Purpose = Purp
     if supports_rows(probs):
         from vargen.kernels import sampler
 
-        return sampler.race(probs, sampler.Coins(seeds, position, int(purpose), step))
-    return _argmax_ratio(probs, exponential(seeds, position, probs.shape[-1], purpose, step))
+        return sampler.sample_gumbel_max(probs, sampler.NoiseStream(seeds, position, int(purpose), step))
+    return _argmax_ratio(probs, sample_exponential(seeds, position, probs.shape[-1], purpose, step))
 
 
 def _argmax_ratio(probs: Tensor, noise: Tensor) -> Tensor:
@@ -262,17 +264,17 @@ class Noise:
         """Exponential noise, float32 `[B, T, V]` > 0, for Gumbel-max sampling."""
         if purpose == Purpose.TOKEN and self.own is not None:
             return self.own.exponential(self.position, vocab)
-        return exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+        return sample_exponential(self.seeds, self.position, vocab, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
     def uniform(self, purpose: Purpose) -> Tensor:
         """Uniforms, float32 `[B, T]` in (0, 1)."""
-        return uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+        return sample_uniform(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
-    def coins(self, purpose: Purpose) -> Tensor:
-        """Uniforms, float64 `[B, T]` in (0, 1), for `categorical`."""
-        return coins(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
+    def uniform64(self, purpose: Purpose) -> Tensor:
+        """Uniforms, float64 `[B, T]` in (0, 1), for `sample_categorical`."""
+        return sample_uniform64(self.seeds, self.position, purpose, 0 if purpose == Purpose.TOKEN else self.step)
 
-    def draw(self, probs: Tensor, purpose: Purpose) -> Tensor:
+    def sample(self, probs: Tensor, purpose: Purpose) -> Tensor:
         """Sample tokens int64 `[B, T]` from probabilities `[B, T, V]`, which need not sum to 1.
 
         Shared noise uses Gumbel-max, so that similar probabilities select the same token in every pass. Other purposes use
@@ -280,9 +282,9 @@ class Noise:
         """
         if purpose == Purpose.TOKEN:
             if supports_rows(probs):
-                return race(probs, self.seeds, self.position)
+                return sample_gumbel_max(probs, self.seeds, self.position)
             return _argmax_ratio(probs, self.exponential(probs.shape[-1], purpose))
-        return categorical(probs, self.coins(purpose))
+        return sample_categorical(probs, self.uniform64(purpose))
 
     def branch(self, number: int | Tensor) -> Noise:
         """Return independent noise for one of several samples at a position; branch 0 is this noise. Not for `Purpose.TOKEN`.

@@ -21,9 +21,8 @@ import torch
 from vargen.decoding.next_token.draft import Tree
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.video.protocols import BlockModel
-from vargen.device import available_cores, cpu_model, threads, user_thread_count
+from vargen.device import available_cores, cpu_model, inference_mode_for, limit_threads, user_thread_count
 from vargen.files import atomic_file, cache_folder
-from vargen.modes import inference_mode_for
 
 logger = logging.getLogger("vargen")
 
@@ -36,44 +35,51 @@ MIN_THREAD_SPEEDUP = 1.25  # required speedup from doubling the threads, which o
 _ENOUGH = 0.5
 _CACHE_LIFETIME = 30 * 86400.0  # seconds
 
-Place = tuple[Any, ...]
+_CostKey = tuple[Any, ...]
 T = TypeVar("T")
-_measured: dict[Place, dict[int, float]] = {}
-_costs_without_key: WeakKeyDictionary[Any, dict[Place, dict[int, float]]] = WeakKeyDictionary()  # for models without a cost key
+_costs_by_key: dict[_CostKey, dict[int, float]] = {}
+# Of models without a cost key.
+_costs_without_key: WeakKeyDictionary[Any, dict[_CostKey, dict[int, float]]] = WeakKeyDictionary()
+
+
+def candidate_widths(max_width: int) -> list[int]:
+    """List the numbers of tokens per pass among which controllers choose, up to `max_width` and including it."""
+    widths = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+    return [width for width in widths if width < max_width] + [max_width]
 
 
 def measure_pass_costs(
-    model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, anew: bool = False
+    model: TokenModel, condition: Any, images: int, widths: Sequence[int], repeats: int = 3, force: bool = False
 ) -> dict[int, float]:
     """Measure the seconds of passes over `images` half-finished images, by the number of tokens fed to each.
 
     Returns the minimum of `repeats` measurements for each of `widths`.
 
     Args:
-        anew: measure even if a cost is cached, as reports must.
+        force: measure even if a cost is cached, as reports must.
     """
-    known = _known(model, images)
-    missing = [width for width in widths if anew or width not in known]
+    known = _lookup_costs(model, images)
+    missing = [width for width in widths if force or width not in known]
     if missing:
         with inference_mode_for(torch.device(model.device)):
-            allowed = float("inf") if anew else _ENOUGH
+            allowed = float("inf") if force else _ENOUGH
             state = _make_half_filled_state(model, condition, images, max(missing), allowed)
             begun = time.perf_counter()
             for round_ in range(repeats + 1):  # the first round is a warm-up
                 if round_ and time.perf_counter() - begun > 3 * allowed:
                     break
                 for width in missing:
-                    seconds = _time(model, state, images, width)
+                    seconds = _time_pass(model, state, images, width)
                     known[width] = min(seconds, known.get(width, seconds)) if round_ > 1 else seconds
-        _store(model, images, known)
+        _save_costs(model, images, known)
     return {width: known[width] for width in widths}
 
 
-def interpolate_cost(seconds: Mapping[int, float], fed: int) -> float:
-    """Seconds of a pass over `fed` tokens, interpolated linearly between measured widths and constant outside their range."""
-    below = max((known for known in seconds if known <= fed), default=min(seconds))
-    above = min((known for known in seconds if known >= fed), default=max(seconds))
-    share = (fed - below) / (above - below) if above > below else 0.0
+def interpolate_cost(seconds: Mapping[int, float], width: int) -> float:
+    """Seconds of a pass over `width` tokens, interpolated linearly between measured widths and constant outside their range."""
+    below = max((known for known in seconds if known <= width), default=min(seconds))
+    above = min((known for known in seconds if known >= width), default=max(seconds))
+    share = (width - below) / (above - below) if above > below else 0.0
     return seconds[below] + share * (seconds[above] - seconds[below])
 
 
@@ -87,11 +93,11 @@ def use_best_threads(model: TokenModel, condition: Any, images: int, width: int)
 
     def passes() -> Callable[[], float]:
         state = _make_half_filled_state(model, condition, images, width, _ENOUGH)
-        return lambda: _time(model, state, images, width)
+        return lambda: _time_pass(model, state, images, width)
 
     with inference_mode_for(torch.device(model.device)):
         count = select_threads(model, images, width, passes)
-    with nullcontext() if count is None else threads(count):
+    with nullcontext() if count is None else limit_threads(count):
         yield torch.get_num_threads()
 
 
@@ -101,7 +107,7 @@ def block_threads(model: BlockModel, condition: Any) -> int | None:
 
     def passes() -> Callable[[], float]:
         state, noisy = model.start(condition, frames), torch.zeros(1, *model.block_shape, device=model.device)
-        return lambda: timed(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
+        return lambda: time_call(lambda: model.forward(state, (), noisy, model.levels[0]), torch.device(model.device))[0]
 
     with torch.no_grad():
         return select_threads(model, 1, frames, passes)
@@ -125,46 +131,46 @@ def select_threads(
         return None
     best, least, count, timed_pass = 1, float("inf"), 1, None
     while count <= available_cores():
-        with threads(count):
-            known = _known(model, images)
+        with limit_threads(count):
+            known = _lookup_costs(model, images)
             if width not in known:
                 if timed_pass is None:
-                    with threads(1):
+                    with limit_threads(1):
                         timed_pass = passes()
                 seconds = timed_pass()
                 # With other programs running, threads that wait for each other are many times slower: one try shows it.
                 tries = 3 if seconds < min(3 * least, _ENOUGH / 4) else 0
                 known[width] = min([seconds, *(timed_pass() for _ in range(tries))])
-                _store(model, images, known)
-        if not pays(known[width], least):
+                _save_costs(model, images, known)
+        if not is_worth_doubling(known[width], least):
             break
         best, least, count = count, known[width], 2 * count
     return best
 
 
-def pays(seconds: float, half_as_many: float) -> bool:
+def is_worth_doubling(seconds: float, half_as_many: float) -> bool:
     """Return whether a number of threads pays off if a pass takes `seconds`, and `half_as_many` with half the threads."""
     return seconds * MIN_THREAD_SPEEDUP <= half_as_many
 
 
-def timed(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
+def time_call(run: Callable[[], T], device: torch.device) -> tuple[float, T]:
     """Return the seconds of a call and its result.
 
     With one thread on a CPU it counts thread time, so that other programs have no effect; otherwise wall-clock time.
     """
     now = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
-    _wait(device)
+    _synchronize(device)
     start = now()
     result = run()
-    _wait(device)
+    _synchronize(device)
     return now() - start, result
 
 
-def _time(model: TokenModel, state: Any, images: int, width: int) -> float:
+def _time_pass(model: TokenModel, state: Any, images: int, width: int) -> float:
     """Time one pass over a chain of `width` tokens, in seconds."""
     tokens = torch.zeros(images, width, dtype=torch.int64, device=model.device)
-    tree = Tree.of_chain(width - 1, model.device)
-    return timed(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
+    tree = Tree.make_chain(width - 1, model.device)
+    return time_call(lambda: model.forward(tokens, state, tree), torch.device(model.device))[0]
 
 
 def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_fed: int, allowed: float) -> Any:
@@ -175,7 +181,7 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
     half = model.grid[0] * model.grid[1] // 2
     fed = max(1, min(max(max_fed, _PROBE_WIDTH), half))
     state, _ = model.prefill(condition, max(fed, max_fed))
-    tree = Tree.of_chain(fed - 1, model.device)
+    tree = Tree.make_chain(fed - 1, model.device)
     tokens = torch.zeros(images, fed, dtype=torch.int64, device=model.device)
     path = torch.arange(fed, device=model.device).expand(images, fed)
     begun = time.perf_counter()
@@ -187,7 +193,7 @@ def _make_half_filled_state(model: TokenModel, condition: Any, images: int, max_
     return state
 
 
-def _wait(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -195,34 +201,36 @@ def _wait(device: torch.device) -> None:
 # -- cache of measured costs --------------------------------------------------------------------------------------------
 
 
-def _known(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
+def _lookup_costs(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
     """Seconds by width for the current number of threads, measured in this process or else loaded from the cache file."""
     place = (model.cost_key, images, str(model.device), torch.get_num_threads())
-    mine = _costs_without_key.setdefault(model, {}) if model.cost_key is None else _measured
+    mine = _costs_without_key.setdefault(model, {}) if model.cost_key is None else _costs_by_key
     if place not in mine:
-        mine[place] = _stored(model, images)
+        mine[place] = _load_costs(model, images)
     return mine[place]
 
 
-def _file() -> Path:
+def _cache_path() -> Path:
     return cache_folder() / "pass-costs.json"
 
 
-def _name(model: TokenModel | BlockModel, images: int) -> str | None:
+def _cache_key(model: TokenModel | BlockModel, images: int) -> str | None:
     """Key of a measurement in the cache file; None for models whose costs are not cached."""
     key = model.cost_key
-    return None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {machine(model.device)}"
+    return (
+        None if key is None else f"{key}, batch {images}, {torch.get_num_threads()} threads, {describe_machine(model.device)}"
+    )
 
 
-def machine(device: torch.device) -> str:
+def describe_machine(device: torch.device) -> str:
     """Describe the hardware and torch version that run the passes."""
     what = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{cpu_model()}, {available_cores()} cores"
     return f"{what}, torch {torch.__version__}"
 
 
-def _read() -> dict[str, Any]:
+def _read_cache() -> dict[str, Any]:
     try:
-        found = json.loads(_file().read_text("utf-8"))
+        found = json.loads(_cache_path().read_text("utf-8"))
     except (OSError, ValueError):  # missing, or not written by vargen
         return {}
     fresh = time.time() - _CACHE_LIFETIME
@@ -233,24 +241,24 @@ def _read() -> dict[str, Any]:
     }
 
 
-def _stored(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
-    name = _name(model, images)
+def _load_costs(model: TokenModel | BlockModel, images: int) -> dict[int, float]:
+    name = _cache_key(model, images)
     try:
-        seconds = _read()[name]["seconds"] if name else {}
+        seconds = _read_cache()[name]["seconds"] if name else {}
         return {int(width): float(value) for width, value in seconds.items() if float(value) > 0}
     except (KeyError, TypeError, ValueError, AttributeError):
         return {}
 
 
-def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
+def _save_costs(model: TokenModel | BlockModel, images: int, seconds: dict[int, float]) -> None:
     """Write measured costs to the cache file. If two processes write at once, one result is lost and measured again later."""
-    name = _name(model, images)
+    name = _cache_key(model, images)
     if name is None:
         return
     entry = {"measured": time.time(), "seconds": {str(width): value for width, value in sorted(seconds.items())}}
     try:
-        with atomic_file(_file()) as temporary:
-            temporary.write_text(json.dumps({**_read(), name: entry}, indent=1), "utf-8")
+        with atomic_file(_cache_path()) as temporary:
+            temporary.write_text(json.dumps({**_read_cache(), name: entry}, indent=1), "utf-8")
     except OSError as error:  # the cache folder is not writable
         logger.debug("measured costs are not kept: %s", error)
 
@@ -258,8 +266,8 @@ def _store(model: TokenModel | BlockModel, images: int, seconds: dict[int, float
 def list_thread_choices(device: torch.device) -> list[tuple[str, int, dict[int, float]]]:
     """List the measurements on this machine: network and batch, tokens fed, and seconds of a pass by number of threads."""
     found: dict[tuple[str, int], dict[int, float]] = {}
-    for name, entry in _read().items():
-        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(machine(device))}", name)
+    for name, entry in _read_cache().items():
+        match = re.fullmatch(rf"(.*), (\d+) threads, {re.escape(describe_machine(device))}", name)
         if match is None:
             continue
         for width, seconds in entry.get("seconds", {}).items():

@@ -12,20 +12,37 @@ from vargen.decoding.next_scale.schedule import ScaleSchedule
 from vargen.decoding.next_token.accelerator import Accelerator
 from vargen.decoding.next_token.acceptance import RULES, FunctionRule
 from vargen.decoding.next_token.presets import NEXT_TOKEN_METHODS
-from vargen.decoding.video.denoising import Eager, Lazy, Window
-from vargen.decoding.video.method import VideoMethod
 from vargen.decoding.video.presets import VIDEO_METHODS
-from vargen.decoding.video.scoring import LowerQuantile, last, lowest, mean
-from vargen.specs import read_spec
+from vargen.deprecation import warn_renamed
+from vargen.specs import parse_spec
 from vargen.values import resolve_name, short_repr, suggest_names
 
 # Parts that a setting can select by name, keyed by the field that holds them.
-_NAMED: dict[str, Mapping[str, Any]] = {
-    "acceptance": RULES,
-    "aggregate": {"lowest": lowest, "mean": mean, "last": last, "lower-quantile": LowerQuantile()},
-    "commit": {"eager": Eager(), "lazy": Lazy(), "window": Window()},
+_NAMED: dict[str, Mapping[str, Any]] = {"acceptance": RULES}
+_NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental", "policy", "aggregate")
+# Settings of vargen 0.1 that were removed, and what to do instead.
+_REMOVED_SETTINGS = {
+    "aggregate": "it is the minimum over frames; pass a function as VideoMethod(aggregate=...)",
+    "commit": "use lazy=false to update the cache after every block",
+    "fused": "cache updates are passes of their own",
+    "refine_margin": "refine applies to every rejected draft",
+    "temperature": "a call's temperature applies to all stages",
+    "top_k": "a call's top_k applies to all stages",
 }
-_NO_SETTINGS = ("name", "rule", "stages", "summary", "source", "experimental")
+_RENAMED_PRESETS = {"eagle-same": "eagle-gumbel"}  # names of vargen 0.1
+_RENAMED_SAMPLING = {
+    "best": "top-k",
+    "coupled": "shared-noise",
+    "independent": "with-replacement",
+    "sampled": "without-replacement",
+}
+# Values of settings in vargen 0.1, by the name of the setting.
+_RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "acceptance": {"exact": "speculative-sampling", "neighbourhood": "neighborhood"},
+    "child_sampling": _RENAMED_SAMPLING,
+    "coupling": {"judged": "from-verdict"},
+    "drawing": _RENAMED_SAMPLING,
+}
 _WORDS: Mapping[str, Any] = {"none": None, "true": True, "false": False}
 
 
@@ -45,9 +62,9 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     """Return the method for a method string or preset name, or the given method object itself.
 
     Settings after the name change the method's parts: the drafter and rule, `gsd:budget=5,window=24`; the stages of a schedule,
-    by number, `code:until.1=-3`; a video method and its policy, `sdvg:tau=2,longest_run=4`. `acceptance` replaces the rule of
-    the preset by one of `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`; `aggregate` and `commit` work likewise. The resulting
-    method is named by the string as written.
+    by number, `code:until.1=-3`; a video method and its policy, `sdvg:tau=2,refine=2`. `acceptance` replaces the rule of
+    the preset by one of `RULES`: `scd:acceptance=ratio,ratio=2,budget=5`. The resulting method is named by the string as
+    written.
 
     Args:
         paradigm: of the model that will run the method.
@@ -61,15 +78,19 @@ def resolve_method(accelerator: Any, paradigm: str = "next-token") -> Any:
     options: dict[str, str] = {}
     given = accelerator
     if isinstance(accelerator, str):
-        name, options = read_spec(accelerator)
-        if name not in PRESETS:
+        name, options = parse_spec(accelerator)
+        if name in _RENAMED_PRESETS:
+            new = _RENAMED_PRESETS[name]
+            warn_renamed(f"preset {name}", new)
+            accelerator = replace(PRESETS[new], name=name)  # under this name in run folders
+        elif name not in PRESETS:
             raise ValueError(f"unknown accelerator {short_repr(name)}; {suggest_names(name, names)}")
-        accelerator = PRESETS[name]
+        else:
+            accelerator = PRESETS[name]
     if not isinstance(accelerator, Method):
-        wanted = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}.get(
-            paradigm, "a VideoMethod"
-        )
-        raise TypeError(f"accelerator must be a preset's name or {wanted}, got {short_repr(accelerator)}")
+        kinds = {Accelerator.paradigm: "an Accelerator", ScaleSchedule.paradigm: "a ScaleSchedule"}
+        kind = kinds.get(paradigm, "a VideoMethod")
+        raise TypeError(f"accelerator must be a preset's name or {kind}, got {short_repr(accelerator)}")
     if accelerator.paradigm != paradigm:
         raise ValueError(
             f"accelerator {accelerator.name!r} is for {accelerator.paradigm} models, and this is a {paradigm} one: it runs "
@@ -89,16 +110,25 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     Raises:
         ValueError, TypeError: if a setting is unknown, or a part rejects its value.
     """
+    options = _rename_values(options)
     parts, whole = _parts(method, options)
-    allowed = {
-        part: {f"{field}.{part}" if isinstance(method, ScaleSchedule) else field: field for field in _settable(value)}
+    end = ".{}" if isinstance(method, ScaleSchedule) else ""
+    allowed = {part: {field + end.format(part): field for field in _settable(value)} for part, value in parts.items()}
+    renamed = {
+        old + end.format(part): new + end.format(part)
         for part, value in parts.items()
+        for old, new in getattr(value, "RENAMED_FIELDS", {}).items()
     }
     changes: dict[str, dict[str, Any]] = {part: {} for part in parts}
     for key, text in options.items():
         if key in whole:
             continue
+        if key in renamed:
+            warn_renamed(f"setting {key}", renamed[key])
+            key = renamed[key]
         owner = next((part for part in parts if key in allowed[part]), None)
+        if owner is None and (reason := _REMOVED_SETTINGS.get(key.partition(".")[0])) and not isinstance(method, Accelerator):
+            raise ValueError(f"setting {short_repr(key)} of {method.name} was removed: {reason}")
         if owner is None:
             names = sorted({*whole, *(key for each in allowed.values() for key in each)})
             known = f"{suggest_names(key, names)}; it has {', '.join(names)}" if names else "it has none"
@@ -117,11 +147,20 @@ def _set(method: Any, options: Mapping[str, str]) -> Any:
     return replace(changed, **parts)
 
 
+def _rename_values(options: Mapping[str, str]) -> dict[str, str]:
+    """Return settings with the values of today, with a warning for each value of vargen 0.1."""
+    renamed = {name: _RENAMED_VALUES.get(name, {}).get(value, value) for name, value in options.items()}
+    for name, value in options.items():
+        if renamed[name] != value:
+            warn_renamed(f"{name}={value}", f"{name}={renamed[name]}", stacklevel=5)
+    return renamed
+
+
 def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
     """Return the parts that have settings, by name (the method itself under ""), and the names of those selected by name."""
     if isinstance(method, ScaleSchedule):
         return {str(number): stage for number, stage in enumerate(method.stages, 1)}, []
-    own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy", "aggregate", "commit"]
+    own = ["drafter", "acceptance"] if isinstance(method, Accelerator) else ["policy"]
     named = [part for part in own if part in _NAMED]
     parts = {part: getattr(method, part) for part in own}
     parts |= {part: resolve_name(part, options[part], _NAMED[part]) for part in named if part in options}
@@ -131,8 +170,7 @@ def _parts(method: Any, options: Mapping[str, str]) -> tuple[dict[str, Any], lis
 def _settable(part: Any) -> list[str]:
     if not is_dataclass(part) or isinstance(part, type | FunctionRule):
         return []
-    left_out = (*_NO_SETTINGS, *_NAMED, "policy") if isinstance(part, VideoMethod) else _NO_SETTINGS
-    return [field.name for field in fields(part) if field.init and field.name not in left_out]
+    return [field.name for field in fields(part) if field.init and field.name not in _NO_SETTINGS]
 
 
 def _value(text: str, instead_of: Any) -> Any:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vargen.kernels.dispatch import supports_rows
-from vargen.kernels.kth_largest import kth_largest_value, largest
+from vargen.kernels.row_ops import kth_largest_value, top_k_sorted
 from vargen.options import OPTIONS
 from vargen.values import short_repr
 
@@ -45,7 +45,7 @@ class Sampling:
         """Whether the most probable token is always taken."""
         return self.temperature == 0
 
-    def check_vocabulary(self, vocab: int) -> None:
+    def validate_top_k(self, vocab: int) -> None:
         """Raise ValueError if `top_k` exceeds the vocabulary."""
         if self.top_k is not None and self.top_k > vocab:
             raise ValueError(
@@ -67,7 +67,7 @@ def filter_logits(logits: Tensor, top_k: int | None, top_p: float) -> Tensor:
     """
     kept = min(top_k or logits.shape[-1], logits.shape[-1])
     if top_p < 1.0:
-        ordered = largest(logits, kept)
+        ordered = top_k_sorted(logits, kept)
         before = (ordered.softmax(-1).cumsum(-1) <= top_p).sum(-1, keepdim=True)
         least = ordered.gather(-1, before.clamp(max=kept - 1))
     elif kept < logits.shape[-1]:
@@ -81,9 +81,9 @@ def to_probs(logits: Tensor, sampling: Sampling) -> Tensor:
     """Probabilities, float32 `[..., V]`, from guided logits `[..., V]`."""
     temperature = max(sampling.temperature, MIN_TEMPERATURE)
     if supports_rows(logits) and not torch.is_grad_enabled():
-        from vargen.kernels.sampler import sample
+        from vargen.kernels.sampler import sample_from_logits
 
-        made = sample(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
+        made = sample_from_logits(logits, temperature=temperature, top_k=sampling.top_k, top_p=sampling.top_p)
         assert made.probs is not None
         return made.probs
     scaled = logits.float() / temperature

@@ -56,7 +56,7 @@ class DecodeStats:
     by_scale: list[dict[str, Any]] = field(default_factory=list)
 
     @staticmethod
-    def joined(runs: Sequence[DecodeStats]) -> DecodeStats:
+    def merge(runs: Sequence[DecodeStats]) -> DecodeStats:
         """Combine the statistics of consecutive runs into one."""
         parts = sum((Counter(run.seconds_by_part) for run in runs), Counter())
         columns = zip_longest(*(run.accepted_histogram for run in runs), fillvalue=0)
@@ -101,7 +101,7 @@ class DecodeStats:
         """Acceptance probability spent beyond the exact rule, per token; 0 for exact rules."""
         return sum(self.relaxation) / self.tokens if self.tokens else 0.0
 
-    def picture(self, number: int) -> dict[str, Any]:
+    def describe_image(self, number: int) -> dict[str, Any]:
         """Return what reproduces image `number` and, if a scorer was used, its score.
 
         Returns:

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.decoding import Accelerator, GroupedRule, Jacobi, exact
+from vargen.decoding import Accelerator, GroupedRule, Jacobi, speculative_sampling
 from vargen.demo import rendering
 from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, make_request
@@ -32,7 +32,7 @@ class RelaxationControl:
     def accelerator(self, value: float) -> Accelerator:
         """Return the method with the parameter set to `value`; at 0 it is the exact rule."""
         number = int(value) if self.field == "size" else value
-        rule = exact if value == 0 else GroupedRule(**{**self.others, self.field: number})
+        rule = speculative_sampling if value == 0 else GroupedRule(**{**self.others, self.field: number})
         return Accelerator(name=f"{self.field} {value:g}", drafter=Jacobi(window=16, coupling="maximal"), acceptance=rule)
 
     def values(self, strongest: float, count: int) -> list[float]:

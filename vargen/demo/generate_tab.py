@@ -13,7 +13,7 @@ from vargen.demo.image_service import ImageService
 from vargen.demo.inputs import Inputs, MethodList, build_method_list, make_request
 from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, START, Job, JobControls, JobRegistry, Ticket, connect_job
 from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, PageRequest
-from vargen.scoring.registry import PACKAGED
+from vargen.scoring.registry import DEFAULT_SCORER
 
 _MAX_GALLERY = 24  # images in a session's gallery
 _IDLE = "Press Generate, or Enter in the prompt."
@@ -130,6 +130,6 @@ def command_line(service: ImageService, request: PageRequest) -> str:
     parts += ["-n", str(request.num_images)] if request.num_images > 1 else []
     if request.best_of > 1:
         parts += ["--best-of", str(request.best_of)]
-        parts += ["--scorer", service.scorer_name] if service.scorer_name != PACKAGED else []
+        parts += ["--scorer", service.scorer_name] if service.scorer_name != DEFAULT_SCORER else []
     parts += ["--model", service.name] if service.name != "emoji" else []
     return shlex.join(parts)

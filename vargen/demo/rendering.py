@@ -216,11 +216,11 @@ def block_badges(rows: Iterable[Any]) -> str:
     cells = []
     for row in rows:
         score = "" if row.score is None else f" · {row.score:.1f}"
-        trouble = f" · {row.note}" if row.note else ""
-        title = f"block {row.number}: {row.verdict}{trouble}"
-        kind = "draft" if row.maker == "draft" else "target"
+        trouble = f" · {row.failure}" if row.failure else ""
+        title = f"block {row.number}: {row.outcome}{trouble}"
+        kind = "draft" if row.source == "draft" else "target"
         cells.append(
             f'<span class="vg-block vg-{kind}" role="listitem" title="{text(title)}">'
-            f"{row.number} {text(row.maker)}{score} · {1e3 * row.seconds:.0f} ms</span>"
+            f"{row.number} {text(row.source)}{score} · {1e3 * row.seconds:.0f} ms</span>"
         )
     return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from vargen.decoding import Block, VideoMethod, resolve_method
+from vargen.decoding import VideoBlock, VideoMethod, resolve_method
 
 MIN_TAU, MAX_TAU = -10.0, 10.0
 
@@ -42,7 +42,7 @@ class VideoService:
 
     def generate(
         self, ticket: str, prompt: str, seed: int, num_blocks: int, method: str, tau: float
-    ) -> Iterator[tuple[Block, Any]]:
+    ) -> Iterator[tuple[VideoBlock, Any]]:
         """Yield each finished block with all frames of the video so far, as uint8 `[F, Y, X, 3]`.
 
         Raises:

@@ -91,7 +91,7 @@ def connect_events(
         rows: list[Any] = []
         frames = np.zeros((0, 1, 1, 3), np.uint8)
         for block, frames in service.generate(number, words, int(start or 0), int(count), name, float(level)):
-            rows.append(block.row)
+            rows.append(block.record)
             if ticket.stop.is_set():
                 service.stop(number)
             alt = f"{words}, {len(frames)} frames"

@@ -19,9 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from vargen.kernels.ancestors import packed
-from vargen.kernels.dispatch import explain, force_reference
-from vargen.kernels.few_queries import Seen, attention, folded
+from vargen.kernels.attention import KernelMask, attend, fold_bias, pack_bits
+from vargen.kernels.dispatch import explain_kernels, force_reference
 
 Run = Callable[[], Any]
 
@@ -148,10 +147,10 @@ def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, devic
     mask = torch.cat([torch.ones(T, 1 + held, dtype=torch.bool, device=device), ancestors], 1)
     bias = torch.zeros(R, 1, T, S, device=device, dtype=dtype).masked_fill_(~mask, -torch.inf)
     with torch.no_grad():
-        ready = folded(bias, shape.heads, shape.key_heads)
+        ready = fold_bias(bias, shape.heads, shape.key_heads)
     implementations: dict[str, Run | str] = {
-        "kernel": kernel_or_skip_reason(lambda: attention(q, k, v, Seen(length, prefix, packed(ancestors), 0)), device),
-        "torch, our path": lambda: attention(q, k, v, ready),
+        "kernel": kernel_or_skip_reason(lambda: attend(q, k, v, KernelMask(length, prefix, pack_bits(ancestors), 0)), device),
+        "torch, our path": lambda: attend(q, k, v, ready),
         "SDPA with a mask": lambda: F.scaled_dot_product_attention(
             q.transpose(1, 2), k, v, attn_mask=mask, enable_gqa=shape.heads != shape.key_heads
         ),
@@ -163,7 +162,7 @@ def attention_operation(model: str, T: int, held: int, dtype: torch.dtype, devic
 
 def kernel_or_skip_reason(run: Run, device: torch.device) -> Run | str:
     """Return the call that runs the kernel, or the reason why it cannot run on this machine."""
-    name, reason = explain(device)
+    name, reason = explain_kernels(device)
     if name == "triton" and device.type != "cuda":
         return "interpreted kernels are for tests: their time says nothing"
     return run if name == "triton" else reason
@@ -197,9 +196,9 @@ def sampler_operation(V: int, T: int, device: torch.device, reference: Callable[
     logits = torch.randn(1, T, V, device=device)
 
     def kernel() -> Any:
-        from vargen.kernels.sampler import sample
+        from vargen.kernels.sampler import sample_from_logits
 
-        return sample(logits, top_k=100, top_p=0.9).probs
+        return sample_from_logits(logits, top_k=100, top_p=0.9).probs
 
     implementations: dict[str, Run | str] = {
         "kernel": kernel_or_skip_reason(kernel, device),
@@ -275,14 +274,17 @@ def standard_operations(
 def _exact_rules(V: int, T: int, device: torch.device) -> list[Operation]:
     """Return the exact rules on a chain, and on a tree with two children per node."""
     from vargen.decoding import Draft, Tree
-    from vargen.decoding.next_token.acceptance import exact, recursive_rejection
+    from vargen.decoding.next_token.acceptance import recursive_rejection, speculative_sampling
     from vargen.decoding.noise import Noise
 
     probs, q = (torch.randn(1, rows, V, device=device).softmax(-1) for rows in (T, T - 1))
     tokens = q.argmax(-1)
     seeds, excess = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros(1, device=device)
-    chain, tree = Tree.of_chain(T - 1, device), Tree.of((-1, *((slot - 1) // 2 for slot in range(1, T))), device)
-    cases: list[tuple[str, Tree, Callable[..., Any]]] = [("chain", chain, exact), ("tree", tree, recursive_rejection)]
+    chain, tree = Tree.make_chain(T - 1, device), Tree.from_parents((-1, *((slot - 1) // 2 for slot in range(1, T))), device)
+    cases: list[tuple[str, Tree, Callable[..., Any]]] = [
+        ("chain", chain, speculative_sampling),
+        ("tree", tree, recursive_rejection),
+    ]
     return [
         acceptance_operation(
             kind, V, T, device, partial(rule, probs, Draft(tokens, shape, q), Noise(seeds, shape.depth[None], 1), excess)

@@ -2,7 +2,7 @@
 
 The true video of a seed is smooth noise. The target model generates each block with a fraction of the error of the previous
 block. The draft model inherits that error, fully or in part, and adds its own, which is small for most blocks and large for
-some, in runs of blocks. A pass costs a number of matrix products. Quality is the negative mean absolute error; a scorer
+some, in runs of blocks. A pass costs a number of matrix products. MethodMetrics is the negative mean absolute error; a scorer
 observes it with noise.
 
 Shape suffixes: F frames, C channels, Y/X rows and columns.
@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import View
-from vargen.decoding.noise import Purpose, gaussian, uniform
+from vargen.decoding import BlockView
+from vargen.decoding.noise import Purpose, sample_normal, sample_uniform
 from vargen.decoding.video.denoising import shifted_levels
 
 SHAPE = (3, 3, 8, 8)
@@ -30,7 +30,7 @@ _SIZE = 192  # of the matrices whose products simulate work
 def _numbers(seed: int, block: int, what: int) -> Tensor:
     """Return standard normal numbers `[1, *SHAPE]` determined by the arguments; callers must not modify them in place."""
     count = int(torch.Size(SHAPE).numel())
-    return gaussian(torch.tensor([seed]), block, count, 1000 + what).reshape(1, *SHAPE)
+    return sample_normal(torch.tensor([seed]), block, count, 1000 + what).reshape(1, *SHAPE)
 
 
 @lru_cache(maxsize=1024)
@@ -47,7 +47,7 @@ OWN_ERRORS: Errors = ((0.75, 0.02, 0.05), (1.0, 0.12, 0.52))
 def hardness(seed: int, block: int, errors: Errors = OWN_ERRORS) -> float:
     """Return the size of the draft model's own error, by `errors`; each pair of consecutive blocks has one error range."""
     places = torch.tensor([[block // 2, block + 1000]])
-    kind, size = uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
+    kind, size = sample_uniform(torch.tensor([seed]), places, Purpose.CHOICE)[0].tolist()
     low, high = next((low, high) for share, low, high in errors if kind <= share)
     return low + (high - low) * size
 
@@ -122,11 +122,11 @@ def quality(seed: int, block: int, latents_FCYX: Tensor) -> float:
     return -float((latents_FCYX - truth(seed, block)[0]).abs().mean())
 
 
-def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[View], Tensor]:
+def noisy_score(seed: int, noise: float = 0.03, products: int = 0) -> Callable[[BlockView], Tensor]:
     """Return a scorer `[F]` of one video: quality of each frame plus noise of deviation `noise`; costs matrix `products`."""
     matrix = torch.randn(_SIZE, _SIZE, generator=torch.Generator().manual_seed(0)) / _SIZE**0.5
 
-    def score(view: View) -> Tensor:
+    def score(view: BlockView) -> Tensor:
         for _ in range(products):
             matrix @ matrix
         errors = (view.latents - truth(seed, view.number)[0]).abs().mean((1, 2, 3))

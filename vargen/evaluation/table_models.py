@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vargen.decoding import Noise, Output, Sampling, Tree
+from vargen.decoding import AutoregressiveHead, Noise, Output, ParallelHeads, Sampling, TokenModel, Tree
+from vargen.decoding.next_token.protocols import DraftHead
 from vargen.decoding.noise import Purpose
 
 
@@ -27,11 +28,13 @@ def _features(tokens: Tensor, condition: Tensor) -> Tensor:
     return torch.stack([tokens, condition[:, None].expand_as(tokens)], dim=-1).float()
 
 
-class TableModel:
+class TableModel(TokenModel):
     """`TokenModel` of V tokens on a 1 x N grid; the condition is int64 `[B]`, and each value has its own table.
 
     At the positions in `forced` one token has probability 1, as end-of-line tokens do in some models.
     """
+
+    num_layers = 4  # for `skip_layers` only: a table has no layers
 
     def __init__(
         self,
@@ -53,29 +56,24 @@ class TableModel:
         self.grid = (rows, tokens // rows)
         self.device = torch.device("cpu")
         self.passes: list[int] = []
-        self.codebook: Tensor | None = None
         self.draft_model: TableModel | None = None
-        self.eagle: TableEagle | None = None
-        self.medusa: TableMedusa | None = None
-        self.examples: Tensor | None = None
+        self.draft_heads: dict[str, DraftHead] = {}
         self.low_res: TableLowRes | None = None
-        self.layers = 4  # for `skipping` only: a table has no layers
-        self.cost_key: str | None = None  # the pass costs of a table need not be cached
 
     def logits(self, condition: Tensor, position: Tensor, before: Tensor, last: Tensor) -> Tensor:
         return self.table[condition, position.clamp(max=self.tokens - 1), before, last]
 
-    def skipping(self, layers: Sequence[int]) -> TableModel:
+    def skip_layers(self, layers: Sequence[int]) -> TableModel:
         """Return a modified table, which differs more the more layers are skipped."""
         view = copy(self)
         generator = torch.Generator().manual_seed(sum(2**layer for layer in layers))
         view.table = self.table + 0.3 * len(layers) * torch.randn(self.table.shape, generator=generator)
         return view
 
-    def prefill(self, condition: Tensor, max_fed: int) -> tuple[tuple[Tensor, TableState], Output]:
+    def prefill(self, condition: Tensor, max_width: int) -> tuple[tuple[Tensor, TableState], Output]:
         B = len(condition)
         start = torch.full((B,), self.vocab)
-        history = torch.zeros(B, self.tokens + max_fed + 1, dtype=torch.int64)
+        history = torch.zeros(B, self.tokens + max_width + 1, dtype=torch.int64)
         state = TableState(history, torch.zeros(B, dtype=torch.int64))
         logits = self.logits(condition, torch.zeros(B, dtype=torch.int64), start, start)
         return (condition, state), Output(logits[:, None], _features(start[:, None], condition))
@@ -122,7 +120,7 @@ class TableModel:
         return total.view([V] * N)
 
 
-class TableEagle:
+class TableEagle(AutoregressiveHead):
     """`AutoregressiveHead` that looks up a table by a slot's token and the token in its feature.
 
     With the target's own table its distribution equals the target's, provided that every token comes with the feature it was
@@ -132,7 +130,7 @@ class TableEagle:
     def __init__(self, table: TableModel):
         self.table, self.vocab, self.grid = table, table.vocab, table.grid
 
-    def start(self, images: int, max_fed: int) -> TableState:
+    def start(self, images: int, max_width: int) -> TableState:
         return TableState(torch.zeros(images, 0, dtype=torch.int64), torch.zeros(images, dtype=torch.int64))
 
     def forward(self, tokens: Tensor, features: Tensor, state: TableState, tree: Tree) -> Output:
@@ -145,15 +143,15 @@ class TableEagle:
         state.length = state.length + count
 
 
-class TableMedusa:
+class TableMedusa(ParallelHeads):
     """`ParallelHeads` that look up a table by the root and the token in its feature, at the position of each token ahead."""
 
     def __init__(self, table: TableModel, heads: int = 3):
-        self.table, self.heads, self.vocab, self.grid = table, heads, table.vocab, table.grid
+        self.table, self.num_heads, self.vocab, self.grid = table, heads, table.vocab, table.grid
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
         before, condition = features[:, 0].long().unbind(-1)
-        rows = [self.table.logits(condition, position + 1 + ahead, before, tokens) for ahead in range(self.heads)]
+        rows = [self.table.logits(condition, position + 1 + ahead, before, tokens) for ahead in range(self.num_heads)]
         return torch.stack(rows, dim=1)
 
 
@@ -169,18 +167,18 @@ class TableLowRes:
 
     def start(self, condition: Tensor, seeds: Tensor, sampling: Sampling) -> tuple[Tensor, Tensor, Tensor]:
         even = torch.full((len(seeds), 1, self.vocab), 1.0 / self.vocab)
-        picture = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).draw(even, Purpose.LOW_RES)[:, 0]
-        return condition, picture, picture
+        coarse = Noise(seeds, torch.zeros(len(seeds), 1, dtype=torch.int64)).sample(even, Purpose.LOW_RES)[:, 0]
+        return condition, coarse, coarse
 
     def refresh(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, committed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        condition, drawn, _ = state
+        condition, coarse, _ = state
         shown = torch.arange(tokens.shape[1]) < committed[:, None]
-        return condition, drawn, (drawn + (tokens * shown).sum(1)) % self.vocab
+        return condition, coarse, (coarse + (tokens * shown).sum(1)) % self.vocab
 
     def probs(self, state: tuple[Tensor, Tensor, Tensor], tokens: Tensor, length: Tensor, position: Tensor) -> Tensor:
-        condition, _, picture = state
+        condition, _, coarse = state
         seen = tokens.gather(1, torch.minimum(position - 2, length[:, None] - 1).clamp(min=0))
-        return self.table.logits(condition[:, None], position, picture[:, None], seen).softmax(-1)
+        return self.table.logits(condition[:, None], position, coarse[:, None], seen).softmax(-1)
 
 
 @dataclass
@@ -231,10 +229,9 @@ class ScaleTable:
     def canvas(self, batch: int) -> Tensor:
         return torch.full((batch, self.ends[-1]), self.vocab)
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
         canvas = canvas.clone()
-        if tokens is not None:
-            canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
+        canvas[:, self.ends[scale] - self.scale_tokens[scale] : self.ends[scale]] = tokens
         return canvas, canvas if scale + 1 < len(self.scale_tokens) else None
 
     def forward(
@@ -259,11 +256,11 @@ class ScaleTable:
     def joint(self, condition: int, to_probs: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the probabilities of all V^L images, float64 `[V^L]`; the first token is the most significant digit."""
         V, L = self.vocab, self.ends[-1]
-        pictures = torch.cartesian_prod(*[torch.arange(V)] * L)
-        which = torch.full((len(pictures),), condition)
-        total = torch.ones(len(pictures), dtype=torch.float64)
+        images = torch.cartesian_prod(*[torch.arange(V)] * L)
+        which = torch.full((len(images),), condition)
+        total = torch.ones(len(images), dtype=torch.float64)
         for scale, (n, end) in enumerate(zip(self.scale_tokens, self.ends, strict=True)):
-            probs: Any = to_probs(self.logits(which, pictures[:, : end - n], scale)).double()
+            probs: Any = to_probs(self.logits(which, images[:, : end - n], scale)).double()
             probs = torch.nn.functional.pad(probs, (0, V - probs.shape[-1]))
-            total *= probs.gather(2, pictures[:, end - n : end, None])[..., 0].prod(1)
+            total *= probs.gather(2, images[:, end - n : end, None])[..., 0].prod(1)
         return total

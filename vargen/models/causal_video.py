@@ -46,6 +46,7 @@ class CausalVideoTransformer(QuantizedStorageMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_layers": ("blocks.",)}
     kept: ClassVar[tuple[str, ...]] = ("modulation", "motion_embedding.weight", "patch_embedding.weight")
 
     @register_to_config

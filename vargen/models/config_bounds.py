@@ -14,9 +14,9 @@ from typing import Any, get_args, get_origin, get_type_hints
 from vargen.values import parse_float, parse_int, short_repr
 from vargen.weight_files import MAX_LAYERS
 
-_MOST = 2**20  # maximum of widths, vocabularies and other values not listed here
-_LONGEST = 64  # maximum length of lists, such as levels of a tokenizer or scales of an image
-_WHOLE: dict[str, tuple[int, int]] = {
+_MAX_SIZE = 2**20  # maximum of widths, vocabularies and other values not listed here
+_MAX_LENGTH = 64  # maximum length of lists, such as levels of a tokenizer or scales of an image
+_INTEGER_LIMITS: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("n_layer", "depth", "num_hidden_layers", "num_layers"), (1, MAX_LAYERS)),
     **dict.fromkeys(("blocks", "conv_blocks", "transformer_blocks", "num_res_blocks"), (0, MAX_LAYERS)),
     **dict.fromkeys(("heads", "shared_phi"), (1, MAX_LAYERS)),
@@ -27,7 +27,7 @@ _WHOLE: dict[str, tuple[int, int]] = {
     **dict.fromkeys(("cls_token_num", "caption_rows", "text_len", "max_position_embeddings"), (1, 65_536)),
     "motion_levels": (0, 1000),
 }
-_REAL: dict[str, tuple[float, float]] = {
+_FLOAT_LIMITS: dict[str, tuple[float, float]] = {
     "norm_eps": (0, 1),
     "layer_norm_eps": (0, 1),
     "dropout": (0, 1),
@@ -37,42 +37,42 @@ _REAL: dict[str, tuple[float, float]] = {
 }
 
 
-def check_config(kind: type, config: Mapping[str, Any]) -> None:
+def check_config(network_class: type, config: Mapping[str, Any]) -> None:
     """Validate a configuration against the argument types of a network's class, without building the network.
 
     Raises:
         ValueError: for a value of a wrong type or out of bounds; the message names the first one.
     """
-    for name, hint in _arguments(kind).items():
+    for name, hint in _argument_types(network_class).items():
         if name not in config:
             continue
-        value, kinds = config[name], get_args(hint) if NoneType in get_args(hint) else (hint,)
-        allowed = None if value is None and NoneType in kinds else _refused(name, value, kinds[0])
+        value, types = config[name], get_args(hint) if NoneType in get_args(hint) else (hint,)
+        allowed = None if value is None and NoneType in types else _find_violation(name, value, types[0])
         if allowed is not None:
-            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in kinds else ''}, got {short_repr(value)}")
+            raise ValueError(f"{name} must be {allowed}{' or null' if NoneType in types else ''}, got {short_repr(value)}")
 
 
 @cache
-def _arguments(kind: type) -> dict[str, Any]:
-    return get_type_hints(kind.__init__)  # type: ignore[misc]
+def _argument_types(network_class: type) -> dict[str, Any]:
+    return get_type_hints(network_class.__init__)  # type: ignore[misc]
 
 
-def _refused(name: str, value: Any, hint: Any) -> str | None:
-    """Return what a value must be, or None if it is valid."""
+def _find_violation(name: str, value: Any, hint: Any) -> str | None:
+    """Return what a value must be if it is not valid, else None."""
     if hint is bool:
         return None if isinstance(value, bool) else "true or false"
     if hint is str:
         return None if isinstance(value, str) else "text"
     if hint is float:
-        lowest, highest = _REAL[name]
+        minimum, maximum = _FLOAT_LIMITS.get(name, (-1e9, 1e9))
         number = parse_float(value)
-        return None if number is not None and lowest <= number <= highest else f"a number from {lowest:g} to {highest:g}"
-    least, most = _WHOLE.get(name, (1, _MOST))
+        return None if number is not None and minimum <= number <= maximum else f"a number from {minimum:g} to {maximum:g}"
+    minimum, maximum = _INTEGER_LIMITS.get(name, (1, _MAX_SIZE))
     if hint is int:
-        return None if parse_int(value, least, most) is not None else f"a whole number from {least} to {most}"
+        return None if parse_int(value, minimum, maximum) is not None else f"a whole number from {minimum} to {maximum}"
     if get_origin(hint) is None or int not in get_args(hint):
         return None  # a string choice, which the class itself validates
-    fits = isinstance(value, list | tuple) and 1 <= len(value) <= _LONGEST
-    if fits and all(parse_int(each, least, most) is not None for each in value):
+    fits = isinstance(value, list | tuple) and 1 <= len(value) <= _MAX_LENGTH
+    if fits and all(parse_int(each, minimum, maximum) is not None for each in value):
         return None
-    return f"a list of 1 to {_LONGEST} whole numbers from {least} to {most}"
+    return f"a list of 1 to {_MAX_LENGTH} whole numbers from {minimum} to {maximum}"

@@ -12,10 +12,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vargen.kernels.ancestors import packed, unpacked
-from vargen.kernels.attention_tiles import DTYPES, MOST_WIDTH
+from vargen.kernels.attention import KernelMask, fold_bias, pack_bits, unpack_bits
+from vargen.kernels.attention_tiles import KERNEL_DTYPES, MAX_HEAD_DIM
 from vargen.kernels.dispatch import is_eager_cpu, uses_triton
-from vargen.kernels.few_queries import Seen, folded
 
 
 class KVCache:
@@ -34,7 +33,10 @@ class KVCache:
         prefix_bias: `[R, P]` float32, added to the scores of the prefix slots.
         norm_scales: by layer, precomputed weights of its two norms on a CPU; see `RMSNorm.weight_times_sqrt_dim`. Empty until
             the prefill.
+        in_place: declares that passes change the cache only by writing to its tensors, as captured passes require.
     """
+
+    in_place = True
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class KVCache:
         self.rows, self.prefix, self.tokens, self.scratch = rows, prefix, tokens, scratch
         self.slots = prefix + tokens + scratch
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.fused = head_dim <= MOST_WIDTH and dtype in DTYPES and uses_triton(self.length)
+        self.fused = head_dim <= MAX_HEAD_DIM and dtype in KERNEL_DTYPES and uses_triton(self.length)
         # For kernels, slots are padded (such as from a width of 100 to 112) so that each starts at a multiple of 16 bytes.
         room = -(-head_dim // 16) * 16 if self.fused else head_dim
         shape = (layers, rows, heads, self.slots, room)
@@ -96,7 +98,7 @@ class KVCache:
         ahead = self._image_slot[earlier : earlier + T] + behind
         return self._first_slot + ahead.clamp(max=self.tokens + self.scratch - 1)[..., None]
 
-    def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | Seen:
+    def seen(self, T: int, ancestors: Tensor | None, heads: int, reach: int, earlier: int = 0) -> Tensor | KernelMask:
         """Return the mask argument of `attention` for a pass over T tokens with `heads` query heads that reads `reach` slots.
 
         It is computed once for all layers.
@@ -107,13 +109,13 @@ class KVCache:
         """
         words = ancestors is not None and ancestors.dtype == torch.int64
         if self.fused and not torch.is_grad_enabled():
-            bits = ancestors if words or ancestors is None else packed(ancestors)
-            return Seen(self.length.clamp(max=self.tokens), self.prefix_bias, bits, earlier)
+            bits = ancestors if words or ancestors is None else pack_bits(ancestors)
+            return KernelMask(self.length.clamp(max=self.tokens), self.prefix_bias, bits, earlier)
         if words and ancestors is not None:
-            ancestors = unpacked(ancestors, earlier + T)
+            ancestors = unpack_bits(ancestors, earlier + T)
             if ancestors.dim() == 3:
                 ancestors = ancestors.repeat(self.rows // len(ancestors), 1, 1)
-        return folded(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
+        return fold_bias(self.bias(T, ancestors, self.k.dtype, reach, earlier), heads, self.k.shape[2])
 
     def bias(self, T: int, ancestors: Tensor | None, dtype: torch.dtype, slots: int | None = None, earlier: int = 0) -> Tensor:
         """Return the additive attention bias `[R, 1, T, S]` of a pass over T tokens.
@@ -154,9 +156,18 @@ class KVCache:
             count_R: int64 `[R]`, number of valid indices.
         """
         if self.fused:
-            from vargen.kernels.commit import keep
+            from vargen.kernels.kv_compaction import compact_kv
 
-            keep(self.k, self.v, self.length, accepted_RA, count_R, self._done, first=self.prefix, tokens=self.tokens)
+            compact_kv(
+                self.k,
+                self.v,
+                self.length,
+                accepted_RA,
+                count_R,
+                self._done,
+                image_start=self.prefix,
+                grid_tokens=self.tokens,
+            )
             return
         A = accepted_RA.shape[1]
         steps = torch.arange(A, device=accepted_RA.device)

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.condition import Condition
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen_blocks import (
@@ -32,7 +33,6 @@ from vargen.models.llamagen_blocks import (
     build_rotary_2d,
     rotation,
 )
-from vargen.modes import normal_tensors
 from vargen.values import short_repr
 
 ensure_torchvision()
@@ -92,6 +92,7 @@ class LlamaGenTransformer(TransposableWeights, QuantizedStorageMixin, ConfigMixi
 
     _supports_gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["TransformerBlock"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"n_layer": ("layers.",)}
     _repeated_blocks: ClassVar[list[str]] = ["TransformerBlock"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "tok_embeddings", "cls_embedding"]
 

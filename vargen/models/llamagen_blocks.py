@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vargen.device import normal_tensors
+from vargen.kernels.attention import KernelMask, attend
 from vargen.kernels.dispatch import is_eager_cpu_float32
-from vargen.kernels.few_queries import Seen, attention
-from vargen.modes import normal_tensors
 
 Rotary = Tensor | tuple[Tensor, Tensor]
 
@@ -117,7 +117,7 @@ class Attention(nn.Module):
         # Offloaded or stored in another dtype: the weights are available only in their module's `forward`.
         return self.wqkv(x_BTD).unflatten(-1, (-1, self.head_dim))[:, :, first:]
 
-    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | Seen) -> Tensor:
+    def attend(self, q_BTHK: Tensor, k_BHSK: Tensor, v_BHSK: Tensor, bias: Tensor | KernelMask) -> Tensor:
         exact = q_BTHK.dtype == torch.float32 or torch.is_autocast_enabled("cpu")  # softmax in float32
         if q_BTHK.device.type == "cpu" and torch.is_grad_enabled() and exact and isinstance(bias, Tensor):
             # On CPUs, the gradient of torch's fused attention took a third of a training step; these products can be compiled.
@@ -126,7 +126,7 @@ class Attention(nn.Module):
             scores = (q_BTHK.transpose(1, 2) * self.head_dim**-0.5) @ k_BHSK.mT
             scores = scores.masked_fill(~bias, float("-inf")) if bias.dtype == torch.bool else scores + bias
             return self.wo((scores.softmax(-1).type_as(v_BHSK) @ v_BHSK).transpose(1, 2).flatten(2))
-        return self.wo(attention(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
+        return self.wo(attend(q_BTHK, k_BHSK, v_BHSK, bias).flatten(2))
 
 
 class FeedForward(nn.Module):

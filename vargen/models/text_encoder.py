@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
@@ -35,6 +37,8 @@ class MiniLMTextEncoder(QuantizedStorageMixin, ConfigMixin):
     Raises:
         ValueError: ``weight_format`` is unknown, or sizes do not match each other.
     """
+
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"num_hidden_layers": ("bert.encoder.layer.",)}
 
     @register_to_config
     def __init__(

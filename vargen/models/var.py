@@ -77,6 +77,7 @@ class VARTransformer(QuantizedStorageMixin, ConfigMixin):
 
     _supports_gradient_checkpointing = False
     _no_split_modules: ClassVar[list[str]] = ["Block"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"depth": ("blocks.",)}
     _repeated_blocks: ClassVar[list[str]] = ["Block"]
     _skip_layerwise_casting_patterns: ClassVar[list[str]] = ["norm", "embed", "emb", "head_nm", "pos_", "ada_"]
 

@@ -19,7 +19,7 @@ from vargen.values import parse_float, short_repr
 
 
 class Frames(Protocol):
-    """The frames to score; see `vargen.decoding.View`."""
+    """The frames to score; see `vargen.decoding.BlockView`."""
 
     @property
     def frames(self) -> Tensor: ...

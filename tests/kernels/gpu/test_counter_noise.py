@@ -15,11 +15,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 def _all(seed_ptr, position_ptr, unit_ptr, coin_ptr, lane_ptr, race_ptr, V, step, BLOCK: tl.constexpr, PURPOSE: tl.constexpr):
     row = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    key = counter_noise.noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, step)
-    tl.store(unit_ptr + row, counter_noise.unit(key))
-    tl.store(coin_ptr + row, counter_noise.coin(key))
-    tl.store(lane_ptr + row * V + lane, counter_noise.lane_units(key, lane), mask=lane < V)
-    tl.store(race_ptr + row * V + lane, counter_noise.exponential(key, lane), mask=lane < V)
+    key = counter_noise.make_noise_key(tl.load(seed_ptr + row), tl.load(position_ptr + row), PURPOSE, step)
+    tl.store(unit_ptr + row, counter_noise.uniform32(key))
+    tl.store(coin_ptr + row, counter_noise.uniform64(key))
+    tl.store(lane_ptr + row * V + lane, counter_noise.lane_uniforms(key, lane), mask=lane < V)
+    tl.store(race_ptr + row * V + lane, counter_noise.exponential_from_key(key, lane), mask=lane < V)
 
 
 @pytest.mark.parametrize("counted", [False, True], ids=["number", "scalar on the device"])
@@ -35,19 +35,21 @@ def test_noise_is_that_of_the_reference(purpose: noise.Purpose, step: int, count
     number = torch.tensor(step, device=DEVICE) if counted else step
     block = {"BLOCK": 2048, "PURPOSE": int(purpose), "enable_fp_fusion": False}
     _all[(R,)](seeds, position, units, coins, lanes, races, V, number, **block)
-    assert torch.equal(units, noise.uniform(seeds, position, purpose, step)[:, 0])
-    assert torch.equal(coins, noise.coins(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(units, noise.sample_uniform(seeds, position, purpose, step)[:, 0])
+    assert torch.equal(coins, noise.sample_uniform64(seeds, position, purpose, step)[:, 0])
     expected = noise._unit_(noise._lane_bits(noise._make_keys(seeds, position, purpose, step), V))[:, 0]
     assert torch.equal(lanes, expected), "the uniform numbers of a race"
     assert torch.equal(races, reference.exponential(lanes))
-    apart = (races.view(torch.int32) - noise.exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)).abs()
+    apart = (
+        races.view(torch.int32) - noise.sample_exponential(seeds, position, V, purpose, step)[:, 0].view(torch.int32)
+    ).abs()
     assert apart.max() <= 3, "units in the last place of the exponentials"
 
 
 @triton.jit
 def _logarithm(u_ptr, out_ptr, BLOCK: tl.constexpr):
     lane = tl.arange(0, BLOCK)
-    tl.store(out_ptr + lane, counter_noise.exponential_of(tl.load(u_ptr + lane)))
+    tl.store(out_ptr + lane, counter_noise.exponential_from_uniform(tl.load(u_ptr + lane)))
 
 
 def test_exponentials_are_accurate_from_the_smallest_to_the_largest_number() -> None:

@@ -1,6 +1,8 @@
 """The loop through the kernels: the same tokens as through torch, for every kind of draft and rule."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,20 +10,21 @@ from tiny_models import tiny_transformer
 
 from vargen.decoding import Accelerator, Jacobi, Sampling, decode, resolve_method
 from vargen.decoding.harness import Run
-from vargen.decoding.next_token.acceptance import exact, recursive_rejection, shared_noise
-from vargen.decoding.next_token.captured import Pass
+from vargen.decoding.next_token.acceptance import recursive_rejection, shared_noise, speculative_sampling
 from vargen.decoding.next_token.drafters import JacobiTree
-from vargen.decoding.next_token.loop import prefill
-from vargen.kernels.launch import recording
+from vargen.decoding.next_token.graphs import GraphedPass, Outputs
+from vargen.decoding.next_token.loop import count_on_device, prefill
+from vargen.kernels.launch import record_launches
 from vargen.models.condition import Condition
 from vargen.models.heads.eagle import EagleDrafter
+from vargen.pipelines.adapters.drafters import EagleModel
 from vargen.pipelines.adapters.llamagen import LlamaGenTokenModel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TREE = (-1, 0, 0, 1, 1)
 METHODS = {
     "one token a pass": Accelerator(name="a"),
-    "chain, p/q": Accelerator(name="b", drafter=Jacobi(window=4, coupling="maximal"), acceptance=exact),
+    "chain, p/q": Accelerator(name="b", drafter=Jacobi(window=4, coupling="maximal"), acceptance=speculative_sampling),
     "chain, own noise": Accelerator(name="c", drafter=Jacobi(window=4, coupling="gumbel"), acceptance=shared_noise),
     "chain, grouped": Accelerator(name="d", drafter=Jacobi(window=4), acceptance=resolve_method("gsd").acceptance),
     "tree, own noise": Accelerator(name="e", drafter=JacobiTree(TREE, coupling="gumbel"), acceptance=shared_noise),
@@ -51,36 +54,36 @@ def test_a_picture_is_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["ar", "sjd", "scd", "gumbel", "gsd", "lantern-jacobi", "recycle", "speculative-tree"])
 def test_pictures_of_presets_are_the_same(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    small, fitted = {"grid_size": 3, "n_layer": 1}, resolve_method(method).fitted(9)
+    small, fitted = {"grid_size": 3, "n_layer": 1}, resolve_method(method).fit_to_grid(9)
     expected = drawn(fitted, 2, **small)
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     assert torch.equal(drawn(fitted, 2, **small), expected)
 
 
-def test_a_pass_over_a_tree_is_judged_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_over_a_tree_is_verified_by_kernels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a pass launches: attention by layer, the sampler, the rule, and one launch that moves keys and values."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     launched = []
     import vargen.kernels.launch as home
 
     run = home.launch
-    for module in ("tree_attention", "sampler", "accept_tree", "commit"):
+    for module in ("tree_attention", "sampler", "verify_tree", "kv_compaction"):
         monkeypatch.setattr(
             f"vargen.kernels.{module}.launch",
             lambda kernel, *args, **options: (launched.append(kernel.__name__), run(kernel, *args, **options)),
         )
     drawn(METHODS["tree, siblings"], 1, grid_size=2, n_layer=2, n_kv_head=1)
-    passes = launched.count("_keep")
-    assert passes and launched.count("_attend") == 2 * passes and launched.count("_walk") == passes
-    assert launched.count("_sample") == passes + 1, "and one behind the prefill"
+    passes = launched.count("_compact_kv")
+    assert passes and launched.count("_attend") == 2 * passes and launched.count("_verify_recursive_rejection") == passes
+    assert launched.count("_sample") == passes + 1, "and one after the prefill"
 
 
 def test_what_is_recorded_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vargen.kernels.sampler import sample
+    from vargen.kernels.sampler import sample_from_logits
 
-    with recording() as launches:
-        sample(torch.empty(2, 3, 50, device="meta"), top_k=5)
-    assert [each.name for each in launches] == ["sample"] and launches[0].programs == 6
+    with record_launches() as launches:
+        sample_from_logits(torch.empty(2, 3, 50, device="meta"), top_k=5)
+    assert [each.name for each in launches] == ["sample"] and launches[0].num_programs == 6
 
 
 class OnMeta:
@@ -89,10 +92,10 @@ class OnMeta:
     captured = 0
 
     @staticmethod
-    def watched() -> AbstractContextManager[list[str]]:
+    def record_syncs() -> AbstractContextManager[list[str]]:
         return nullcontext([])
 
-    def capture(self, run: Pass) -> tuple[torch.Tensor, ...]:
+    def capture(self, run: Callable[[], Outputs]) -> Outputs:
         type(self).captured += 1
         return run()
 
@@ -109,23 +112,26 @@ def test_a_step_reads_nothing_on_the_host(name: str, counted: bool, monkeypatch:
     counts itself, and puts what it made in its place."""
     monkeypatch.setenv("VARGEN_KERNELS", "triton")
     monkeypatch.setattr(OnMeta, "captured", 0)
-    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fitted(16)
+    meta, method = torch.device("meta"), METHODS.get(name) or resolve_method(name).fit_to_grid(16)
     eagle = EagleDrafter(dim=32, vocab_size=64, grid_size=4, n_head=2, multiple_of=32).eval().to(meta)
     draft = LlamaGenTokenModel(tiny_transformer("class", n_layer=1).to(meta))
     codes = torch.empty(64, 8, device=meta)
-    model = LlamaGenTokenModel(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, eagle=eagle)
+    heads = {"eagle": partial(EagleModel, eagle)}
+    model = LlamaGenTokenModel(tiny_transformer("class").to(meta), 2.0, codebook=codes, draft_model=draft, draft_heads=heads)
     near = torch.empty(64, 20, dtype=torch.int16, device=meta)  # made once for a codebook, before the first pass
     monkeypatch.setattr("vargen.decoding.next_token.acceptance.neighborhood.build_neighbor_table", lambda codes, size: near)
     seeds, sampling = torch.empty(2, dtype=torch.int64, device=meta), Sampling(top_k=20, top_p=0.95)
     condition, run = Condition(class_labels=torch.empty(2, dtype=torch.int64, device=meta)), Run(meta, 16)
-    with torch.no_grad(), recording() as launches:
-        passes, _ = prefill(run, model, condition, seeds, method, sampling)
+    with torch.no_grad(), record_launches() as launches:
+        eager, state, _ = prefill(run, model, condition, seeds, method, sampling)
         launches.clear()
-        replayed = passes.captured(graph=OnMeta)
-        for step in range(1, 5):
-            logits, position, count = replayed() if counted else passes(step)
+        graphed = GraphedPass(eager, OnMeta)
+        if counted:
+            state = count_on_device(state)
+        for _ in range(4):
+            state, (logits, position, count) = graphed(state) if counted else eager(state)
             assert position.shape == logits.shape[:2] and len(count) == 2
-    assert not counted or (replayed.refused is None and OnMeta.captured == 1)
+    assert not counted or (graphed.blocker is None and OnMeta.captured == 1)
     names = [each.name for each in launches]
     made = 3 if counted else 4  # the fourth is the first replay
     assert names.count("attend") >= 2 * made and names.count("sample") >= made

@@ -6,11 +6,11 @@ from torch import Tensor
 
 from vargen.decoding import Sampling
 from vargen.decoding.noise import Purpose
-from vargen.decoding.noise import race as reference_race
+from vargen.decoding.noise import sample_gumbel_max as reference_race
 from vargen.decoding.sampling import to_probs
 from vargen.kernels import reference
 from vargen.kernels.dispatch import MAX_VOCAB
-from vargen.kernels.sampler import Coins, race, sample
+from vargen.kernels.sampler import NoiseStream, sample_from_logits, sample_gumbel_max
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.usefixtures("canaries")
@@ -30,21 +30,21 @@ def test_probabilities_and_draws(V: int, top_k: int | None, top_p: float) -> Non
     options = {"temperature": 0.8, "top_k": top_k, "top_p": top_p}
     there = (each.to(DEVICE) for each in (logits, other, seeds, position))
     given, given_other, given_seeds, given_position = there
-    coins = Coins(given_seeds, given_position, int(Purpose.TOKEN))
-    out = sample(given, given_other, 2.5, coins=coins, **options)  # type: ignore[arg-type]
-    assert out.probs is not None and out.tokens is not None and not out.bad.any()
+    noise = NoiseStream(given_seeds, given_position, int(Purpose.TOKEN))
+    out = sample_from_logits(given, given_other, 2.5, noise=noise, **options)  # type: ignore[arg-type]
+    assert out.probs is not None and out.tokens is not None and not out.non_finite.any()
     expected = reference.probabilities(logits[0], other[0], 2.5, 0.8, top_k, top_p)[None]
     assert torch.equal(out.probs.cpu() > 0, expected > 0), "the support"
     torch.testing.assert_close(out.probs.cpu().double(), expected, atol=2e-6, rtol=0)
     own = to_probs(other + 2.5 * (logits - other), Sampling(**options))  # type: ignore[arg-type]
     assert torch.equal(out.tokens.cpu(), reference_race(own, seeds, position))
-    assert torch.equal(race(out.probs, coins), out.tokens)
+    assert torch.equal(sample_gumbel_max(out.probs, noise), out.tokens)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_dtypes_of_logits(dtype: torch.dtype) -> None:
     logits = drawn_logits(3, 300).to(dtype)
-    out = sample(logits.to(DEVICE), top_k=20)
+    out = sample_from_logits(logits.to(DEVICE), top_k=20)
     torch.testing.assert_close(out.probs.cpu().double(), reference.probabilities(logits, top_k=20), atol=1e-6, rtol=0)
 
 
@@ -57,7 +57,7 @@ def test_ties_stay(top_k: int | None, top_p: float) -> None:
         [1.0] * 7,
         [-4.0, -4.0, -5.0, -5.0, -5.0, -5.0, -90.0],
     ])  # fmt: skip
-    out = sample(rows.to(DEVICE), top_k=top_k, top_p=top_p).probs
+    out = sample_from_logits(rows.to(DEVICE), top_k=top_k, top_p=top_p).probs
     own = to_probs(rows, Sampling(top_k=top_k, top_p=top_p))
     expected = reference.probabilities(rows, top_k=top_k, top_p=top_p)
     assert torch.equal(own > 0, expected > 0)
@@ -71,11 +71,11 @@ def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
     logits[2, 4] = torch.inf
     logits[3, :39] = -torch.inf
     logits[4] = torch.nan
-    coins = Coins(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
+    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(5, device=DEVICE)[None], 0)
     for options in ({}, {"top_k": 10}, {"top_p": 0.9}):
-        out = sample(logits[None].to(DEVICE), coins=coins, **options)  # type: ignore[arg-type]
+        out = sample_from_logits(logits[None].to(DEVICE), noise=noise, **options)  # type: ignore[arg-type]
         assert out.probs is not None and out.tokens is not None
-        assert out.bad.tolist() == [[0, 1, 1, 1, 1]]
+        assert out.non_finite.tolist() == [[0, 1, 1, 1, 1]]
         expected = reference.probabilities(logits, **options)  # type: ignore[arg-type]
         assert torch.equal(out.probs[0].cpu() > 0, expected > 0)
         torch.testing.assert_close(out.probs[0].cpu().double(), expected, atol=1e-6, rtol=0)
@@ -84,16 +84,19 @@ def test_numbers_that_are_none_have_no_probability_and_are_reported() -> None:
 
 def test_the_first_of_equal_ones_is_drawn() -> None:
     """Of a row that is read in several pieces."""
-    coins = Coins(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
-    assert sample(torch.full((1, 1, 3000), torch.nan, device=DEVICE), coins=coins).tokens.tolist() == [[0]]  # type: ignore[union-attr]
-    assert race(torch.zeros(1, 1, 3000, device=DEVICE), coins).tolist() == [[0]]
+    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), 0)
+    assert sample_from_logits(torch.full((1, 1, 3000), torch.nan, device=DEVICE), noise=noise).tokens.tolist() == [[0]]  # type: ignore[union-attr]
+    assert sample_gumbel_max(torch.zeros(1, 1, 3000, device=DEVICE), noise).tolist() == [[0]]
 
 
 def test_what_is_not_asked_for_is_not_made() -> None:
     logits = drawn_logits(1, 2, 30).to(DEVICE)
-    coins = Coins(torch.tensor([1], device=DEVICE), torch.arange(2, device=DEVICE)[None], 0)
-    both, token = sample(logits, coins=coins, top_k=5), sample(logits, coins=coins, top_k=5, probs=False)
-    assert token.probs is None and sample(logits).tokens is None
+    noise = NoiseStream(torch.tensor([1], device=DEVICE), torch.arange(2, device=DEVICE)[None], 0)
+    both, token = (
+        sample_from_logits(logits, noise=noise, top_k=5),
+        sample_from_logits(logits, noise=noise, top_k=5, probs=False),
+    )
+    assert token.probs is None and sample_from_logits(logits).tokens is None
     assert torch.equal(both.tokens, token.tokens)  # type: ignore[arg-type]
 
 
@@ -105,11 +108,11 @@ def test_draws_follow_the_probabilities() -> None:
     rows = probs.expand(1, 200, 5).contiguous().to(DEVICE)
     found = torch.zeros(5)
     for seed in range(count // 200):
-        coins = Coins(torch.tensor([seed], device=DEVICE), torch.arange(200, device=DEVICE)[None], 5, step=3)
-        found += race(rows, coins)[0].cpu().bincount(minlength=5)
+        noise = NoiseStream(torch.tensor([seed], device=DEVICE), torch.arange(200, device=DEVICE)[None], 5, step=3)
+        found += sample_gumbel_max(rows, noise)[0].cpu().bincount(minlength=5)
     assert ((found / count - probs).abs() < 5 * (probs * (1 - probs) / count).sqrt()).all()
 
 
 def test_rows_that_no_program_holds_are_refused() -> None:
     with pytest.raises(ValueError, match=f"at most {MAX_VOCAB} tokens, got {MAX_VOCAB + 1}"):
-        sample(torch.zeros(1, MAX_VOCAB + 1))
+        sample_from_logits(torch.zeros(1, MAX_VOCAB + 1))

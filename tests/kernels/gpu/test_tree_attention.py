@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vargen.decoding import Tree
 from vargen.kernels import reference
-from vargen.kernels.attention_tiles import TILES, Tiles, splits_for
+from vargen.kernels.attention_tiles import TILES, Tiles, choose_splits
 from vargen.kernels.tree_attention import tree_attention
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -58,8 +58,8 @@ class Case:
         self.bias = torch.randn(R, P) * 3
         chain_parents = list(range(-1, held - 1))
         self.parents = [chain_parents if chain else random_parents(held, 7 * row) for row in range(R)]
-        per_image = Tree.per_image(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
-        self.words: Tensor | None = None if chain else per_image.words[:, earlier:].contiguous()
+        per_image = Tree.batched(torch.tensor([[max(p, -1) for p in row] for row in self.parents]), held)
+        self.words: Tensor | None = None if chain else per_image.ancestor_bits[:, earlier:].contiguous()
 
     def expected(self, **options: Tensor) -> Tensor:
         return reference.tree_attention(self.q, self.k, self.v, self.length, self.bias, self.parents, self.earlier, **options)
@@ -182,7 +182,7 @@ def test_operands_of_other_strides() -> None:
 def test_grids_have_room_for_large_batches(model: str, rows: int) -> None:
     """CUDA launches at most 65,535 programs along all axes but the first."""
     wide = attention(model, 16, 64, R=rows).launches + commit(model, 6, R=rows).launches
-    assert max(launch.programs for launch in wide) > 65_535
+    assert max(launch.num_programs for launch in wide) > 65_535
     assert all(size <= 65_535 for launch in wide for size in launch.grid[1:])
 
 
@@ -233,10 +233,10 @@ def test_one_tree_for_the_batch_and_a_tree_for_each_image() -> None:
 
 
 def test_splits_are_by_shape_alone_and_never_short() -> None:
-    assert splits_for(24, 1041, 64) == 8
-    assert splits_for(24, 200, 64) == 1
-    assert splits_for(1000, 10**6, 64) == 1
-    assert splits_for(2, 10**6, 64) == 16
+    assert choose_splits(24, 1041, 64) == 8
+    assert choose_splits(24, 200, 64) == 1
+    assert choose_splits(1000, 10**6, 64) == 1
+    assert choose_splits(2, 10**6, 64) == 16
 
 
 @pytest.mark.parametrize(

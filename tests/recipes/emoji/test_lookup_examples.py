@@ -8,10 +8,10 @@ import torch
 from tiny_models import class_pipeline, tiny_vq
 
 from recipes.emoji.dataset import EmojiDataset
-from recipes.emoji.lookup_examples import choose_examples, kept_tokens
+from recipes.emoji.lookup_examples import choose_examples, load_cached_tokens
 from vargen import LlamaGenPipeline
-from vargen.pipelines.examples import FILE, read_examples, write_examples
-from vargen.training.blanks import tokens_digest
+from vargen.pipelines.loading import EXAMPLES_FILE, load_example_tokens, save_example_tokens
+from vargen.training.token_cache import hash_tokens
 
 
 @pytest.fixture(scope="module")
@@ -39,28 +39,28 @@ def test_tokens_that_a_run_kept_are_taken(data, tmp_path, monkeypatch):
     kept = np.stack([everything + 1, np.ones_like(everything)], axis=1).astype(np.uint16)
     kept[10:20] = 0
     kept[21, 0, 8:] = 0  # the run was killed while it wrote
-    np.save(tmp_path / f"tokens-{tokens_digest(vqvae)}-0-8-2.npy", kept)
+    np.save(tmp_path / f"tokens-{hash_tokens(vqvae)}-0-8-2.npy", kept)
     asked = []
     encode = vqvae.encode
     monkeypatch.setattr(vqvae, "encode", lambda pixels: asked.append(len(pixels)) or encode(pixels))
-    assert torch.equal(choose_examples(vqvae, data, 32, kept_tokens(tmp_path, vqvae, 40)), tokens)
+    assert torch.equal(choose_examples(vqvae, data, 32, load_cached_tokens(tmp_path, vqvae, 40)), tokens)
     assert sum(asked) == 1 + 9  # an empty picture; of 10 to 19 two are held out
 
 
 def test_a_run_of_another_tokenizer_or_data_set_is_refused(tmp_path):
     vqvae = tiny_vq()
-    with pytest.raises(ValueError, match="keeps no tokens"):
-        kept_tokens(tmp_path, vqvae, 40)
+    with pytest.raises(ValueError, match="contains no cached tokens"):
+        load_cached_tokens(tmp_path, vqvae, 40)
     np.save(tmp_path / "tokens-0123-0-8-2.npy", np.zeros((40, 1, 16), np.uint16))
     with pytest.raises(ValueError, match="another tokenizer"):
-        kept_tokens(tmp_path, vqvae, 40)
-    own = tmp_path / f"tokens-{tokens_digest(vqvae)}-0-8-2.npy"
+        load_cached_tokens(tmp_path, vqvae, 40)
+    own = tmp_path / f"tokens-{hash_tokens(vqvae)}-0-8-2.npy"
     np.save(own, np.zeros((9, 1, 16), np.uint16))
-    with pytest.raises(ValueError, match="of the 40 pictures"):
-        kept_tokens(tmp_path, vqvae, 40)
+    with pytest.raises(ValueError, match="40"):
+        load_cached_tokens(tmp_path, vqvae, 40)
     own.write_bytes(b"no array")
     with pytest.raises(ValueError, match="damaged"):
-        kept_tokens(tmp_path, vqvae, 40)
+        load_cached_tokens(tmp_path, vqvae, 40)
 
 
 def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
@@ -69,14 +69,14 @@ def test_a_folder_keeps_examples_and_lookup_uses_them(tmp_path):
     pipe.save_pretrained(tmp_path)
     opened = LlamaGenPipeline.from_pretrained(tmp_path, torch_dtype=torch.float32)
     assert torch.equal(opened.examples.long(), pipe.examples) and opened.examples.dtype == torch.int16
-    assert opened.token_model(1.0).examples is opened.examples
+    assert opened.token_model(1.0).example_tokens is opened.examples
     assert LlamaGenPipeline.from_pipe(opened).examples is opened.examples
     opened.set_progress_bar_config(disable=True)
     generator = torch.Generator().manual_seed(1)
     assert opened(class_labels=3, accelerator="lookup", generator=generator, output_type="latent").stats.tokens == 16
     opened.examples = None
     opened.save_pretrained(tmp_path)
-    assert not (tmp_path / FILE).exists()
+    assert not (tmp_path / EXAMPLES_FILE).exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "no tokens", "floats", "another grid", "another vocabulary"])
@@ -88,20 +88,20 @@ def test_damaged_examples_are_named(tmp_path, damage):
     tokens = torch.zeros(5, 9 if damage == "another grid" else 16, dtype=torch.int64)
     if damage == "another vocabulary":
         tokens += 64
-    write_examples(tokens, tmp_path)
+    save_example_tokens(tokens, tmp_path)
     if damage == "cut":
-        (tmp_path / FILE).write_bytes((tmp_path / FILE).read_bytes()[:20])
+        (tmp_path / EXAMPLES_FILE).write_bytes((tmp_path / EXAMPLES_FILE).read_bytes()[:20])
     if damage in ("no tokens", "floats"):
-        save_file({"tokens" if damage == "floats" else "other": torch.zeros(5, 16)}, tmp_path / FILE)
+        save_file({"tokens" if damage == "floats" else "other": torch.zeros(5, 16)}, tmp_path / EXAMPLES_FILE)
     with pytest.raises(ValueError, match="examples"):
         LlamaGenPipeline.from_pretrained(tmp_path)
 
 
 def test_wide_vocabularies_take_wider_numbers(tmp_path):
-    write_examples(torch.tensor([[2**15 - 1]]), tmp_path)
-    assert read_examples(tmp_path).dtype == torch.int16
-    write_examples(torch.tensor([[2**15]]), tmp_path)
-    assert read_examples(tmp_path).tolist() == [[2**15]]
+    save_example_tokens(torch.tensor([[2**15 - 1]]), tmp_path)
+    assert load_example_tokens(tmp_path).dtype == torch.int16
+    save_example_tokens(torch.tensor([[2**15]]), tmp_path)
+    assert load_example_tokens(tmp_path).tolist() == [[2**15]]
 
 
 def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
@@ -115,6 +115,6 @@ def test_the_command_writes_them_beside_the_model(tmp_path, data, monkeypatch):
     done = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path), "--count", "6", "--device", "cpu"])
     assert done.exit_code == 0, done.output
     assert json.loads(done.stdout)["images"] == 6
-    assert torch.equal(read_examples(tmp_path).long(), choose_examples(tiny_vq(), data, 6))
+    assert torch.equal(load_example_tokens(tmp_path).long(), choose_examples(tiny_vq(), data, 6))
     missing = CliRunner().invoke(app, ["lookup-examples", "--model", str(tmp_path / "none")])
     assert missing.exit_code == 2 and "model" in missing.output

@@ -23,12 +23,14 @@ from vargen.compat import without_autocast
 from vargen.decoding.harness import Callback, DecodeOutput, Run, validate_call
 from vargen.decoding.next_scale.protocols import ScaleModel
 from vargen.decoding.next_scale.schedule import ScaleSchedule, Stage
-from vargen.decoding.next_scale.state import Images, Keep
+from vargen.decoding.next_scale.state import FixedTokens, ImageState
 from vargen.decoding.presets import resolve_method
 from vargen.decoding.sampling import Sampling
+from vargen.deprecation import renamed_keywords
 from vargen.values import short_repr
 
 
+@renamed_keywords(given="fixed_scales", keep="fixed_tokens")
 @torch.no_grad()
 @without_autocast
 def decode_scales(
@@ -38,8 +40,8 @@ def decode_scales(
     schedule: str | ScaleSchedule = "plain",
     sampling: Sampling | None = None,
     *,
-    given: Sequence[Tensor] = (),
-    keep: Keep | None = None,
+    fixed_scales: Sequence[Tensor] = (),
+    fixed_tokens: FixedTokens | None = None,
     callback: Callback | None = None,
     profile: bool = False,
 ) -> DecodeOutput:
@@ -51,19 +53,19 @@ def decode_scales(
         seeds: int64 `[B]`. Image i depends only on `seeds[i]` and its condition, not on the rest of the batch.
         schedule: the name of a preset, or a `ScaleSchedule`.
         sampling: temperature and filters. Default: sample from the unfiltered softmax.
-        given: fixed tokens int64 `[B, n]` of the first scales, which are not sampled; for variations of an image.
-        keep: fixed tokens at some positions of a scale; for inpainting.
+        fixed_scales: tokens int64 `[B, n]` of the first scales, which are not sampled; for variations of an image.
+        fixed_tokens: function that returns fixed tokens at some positions of a scale; for inpainting.
         callback: called after every pass with a `Progress`. Returning False stops the run. It may modify the tokens of the last
             generated scale in place.
         profile: on CUDA, synchronize between the parts of a step to measure their seconds.
 
     Returns:
-        Tokens `[B, L]`, coarse to fine (`SKIPPED_TOKEN` for skipped scales), lengths `[B]`, statistics with `by_scale`, and the
-            canvas, the sum of all generated scales.
+        Tokens `[B, L]`, coarse to fine, lengths `[B]`, statistics with `by_scale`, and the canvas, the sum of all generated
+            scales.
 
     Raises:
-        ValueError: if the schedule is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or given tokens are
-            not tokens of the model.
+        ValueError: if the schedule is unknown or cannot run on this model, `top_k` exceeds the vocabulary, or fixed tokens
+            are not tokens of the model.
         TypeError: if the schedule, seeds, sampling or callback has the wrong type.
         NonFiniteLogitsError: if logits are not finite; names the pass and position of the first.
     """
@@ -72,60 +74,47 @@ def decode_scales(
     if isinstance(model, type) or not isinstance(model, ScaleModel):
         raise TypeError(f"model must be a ScaleModel, got {short_repr(model)}")
     validate_call(seeds, sampling, callback)
-    _check_given(given, model, len(seeds))
-    sampling.check_vocabulary(model.vocab)
+    _validate_fixed_scales(fixed_scales, model, len(seeds))
+    sampling.validate_top_k(model.vocab)
     stages = method.bind(model)
     run = Run(model.device, sum(model.scale_tokens), callback, profile)
-    images, players = _loop(run, model, condition, seeds.to(model.device), stages, sampling, given, keep)
-    stats = images.stats(method.name, players.fed)
+    images = ImageState(seeds.to(model.device), model, stages, sampling, fixed_scales, fixed_tokens)
+    models = _ModelStates(model, condition, stages)
+    _run_loop(run, images, models)
+    stats = images.stats(method.name, models.tokens_fed)
     run.close(stats)
     return DecodeOutput(images.tokens, images.length, stats, finished=not run.stopped, canvas=images.canvases[-1])
 
 
-def _loop(
-    run: Run,
-    model: ScaleModel,
-    condition: Any,
-    seeds: Tensor,
-    stages: Sequence[Stage],
-    sampling: Sampling,
-    given: Sequence[Tensor],
-    keep: Keep | None,
-) -> tuple[Images, _Players]:
+def _run_loop(run: Run, images: ImageState, models: _ModelStates) -> None:
     """Run the algorithm. Every pass completes at least one scale of every image."""
-    images = Images(seeds, model, stages, sampling, keep)
-    players = _Players(model, condition, stages)
-    images.begin(given)
-    while images.scale < len(stages) and not run.stopped:
-        stage = stages[images.scale]
-        if stage.model == "none":
-            images.leave_out()
-            continue
+    while images.scale < len(images.stages) and not run.stopped:
+        stage = images.stages[images.scale]
         with run.part("draft"):
-            drafts = images.drafted(players, stage)
+            drafts = images.draft_scales(models, stage)
         with run.part("target"):
-            logits = players.logits(stage.model, [*images.inputs, *drafts.inputs], 1 + len(drafts.inputs), images.guidance())
+            inputs = [*images.inputs, *drafts.inputs]
+            logits = models.run(stage.model, inputs, 1 + len(drafts.inputs), images.list_guidance())
         with run.part("accept"):
             before = images.length
-            scales = images.judged(logits, drafts)
+            scales = images.verify_scales(logits, drafts)
         with run.part("commit"):
-            run.record(*images.report(logits), images.length, images.length - before)
-            images.advance(scales)
-            players.rollback(images.scale)
-    return images, players
+            run.record(*images.summarize_pass(logits), images.length, images.length - before)
+            images.commit_scales(scales)
+            models.rollback(images.scale)
 
 
-class _Players:
+class _ModelStates:
     """The models, their states, and the number of scales in each cache."""
 
     def __init__(self, model: ScaleModel, condition: Any, stages: Sequence[Stage]):
         self.models = {"target": model, "draft": model.draft_model}
         self.condition, self.stages = condition, stages
         self.states: dict[str, Any] = {}
-        self.held: dict[str, int] = {}
-        self.fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
+        self.num_cached: dict[str, int] = {}
+        self.tokens_fed: dict[str, Counter[int]] = {"target": Counter(), "draft": Counter()}
 
-    def logits(self, name: str, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
+    def run(self, name: str, inputs: Sequence[Tensor | None], count: int, guidance: Sequence[float]) -> list[Tensor]:
         """Run one pass of a model over those of `inputs` that are not in its cache.
 
         Returns the logits of the last `count` scales.
@@ -133,11 +122,11 @@ class _Players:
         model = self.models[name]
         assert model is not None
         if name not in self.states:
-            self.states[name], self.held[name] = model.start(self.condition), 0
-        new = range(self.held[name], len(inputs))
-        self.fed[name][sum(model.scale_tokens[k] for k in new)] += 1
+            self.states[name], self.num_cached[name] = model.start(self.condition), 0
+        new = range(self.num_cached[name], len(inputs))
+        self.tokens_fed[name][sum(model.scale_tokens[k] for k in new)] += 1
         logits = model.forward(self.states[name], inputs, count, guidance[:count])
-        self.held[name] = len(inputs)
+        self.num_cached[name] = len(inputs)
         return logits
 
     def rollback(self, scale: int) -> None:
@@ -145,22 +134,26 @@ class _Players:
 
         The states of models that no later scale uses are dropped.
         """
-        needed = {stage.model for stage in self.stages[scale:]} | {"draft" for stage in self.stages[scale:] if stage.drafted}
+        needed = {stage.model for stage in self.stages[scale:]} | {
+            "draft" for stage in self.stages[scale:] if stage.num_drafted
+        }
         for name in [name for name in self.states if name not in needed]:
-            del self.states[name], self.held[name]
-        for name, held in self.held.items():
+            del self.states[name], self.num_cached[name]
+        for name, cached in self.num_cached.items():
             model = self.models[name]
-            if held > scale and model is not None:
+            if cached > scale and model is not None:
                 model.rollback(self.states[name], scale)
-                self.held[name] = scale
+                self.num_cached[name] = scale
 
 
-def _check_given(given: Sequence[Tensor], model: ScaleModel, images: int) -> None:
-    if len(given) > len(model.scale_tokens):
-        raise ValueError(f"given must hold at most the model's {len(model.scale_tokens)} scales, got {len(given)}")
-    for scale, tokens in enumerate(given):
-        wanted, codes = [images, model.scale_tokens[scale]], model.scale_codes[scale]
-        if list(tokens.shape) != wanted or tokens.dtype != torch.int64:
-            raise ValueError(f"given[{scale}] must be int64 {wanted}, got {tokens.dtype} {list(tokens.shape)}")
+def _validate_fixed_scales(fixed_scales: Sequence[Tensor], model: ScaleModel, images: int) -> None:
+    if len(fixed_scales) > len(model.scale_tokens):
+        raise ValueError(
+            f"fixed_scales must hold at most the model's {len(model.scale_tokens)} scales, got {len(fixed_scales)}"
+        )
+    for scale, tokens in enumerate(fixed_scales):
+        shape, codes = [images, model.scale_tokens[scale]], model.scale_codes[scale]
+        if list(tokens.shape) != shape or tokens.dtype != torch.int64:
+            raise ValueError(f"fixed_scales[{scale}] must be int64 {shape}, got {tokens.dtype} {list(tokens.shape)}")
         if tokens.numel() and not 0 <= int(tokens.min()) <= int(tokens.max()) < codes:
-            raise ValueError(f"given[{scale}] must hold tokens from 0 to {codes - 1}")
+            raise ValueError(f"fixed_scales[{scale}] must hold tokens from 0 to {codes - 1}")

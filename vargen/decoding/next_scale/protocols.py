@@ -51,8 +51,8 @@ class ScaleModel(Protocol):
     def canvas(self, batch: int) -> Tensor:
         """Return the canvas before the first scale."""
 
-    def add(self, canvas: Tensor, tokens: Tensor | None, scale: int) -> tuple[Tensor, Tensor | None]:
-        """Add the tokens int64 `[B, n]` of a scale to the canvas, or nothing if None. Does not modify its arguments.
+    def add(self, canvas: Tensor, tokens: Tensor, scale: int) -> tuple[Tensor, Tensor | None]:
+        """Add the tokens int64 `[B, n]` of a scale to the canvas. Does not modify its arguments.
 
         Returns:
             The new canvas, and the transformer input at the next scale, `[B, n', E]`; None after the last scale.

@@ -1,4 +1,4 @@
-"""Schedules of next-scale models as data: which model generates which scales, how, and which scales are drafted or skipped."""
+"""Schedules of next-scale models as data: which model generates which scales, how guided, and which are drafted first."""
 
 from __future__ import annotations
 
@@ -6,74 +6,58 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.method import Method, describe_part
-from vargen.decoding.next_scale.acceptance import ScaleRule, joint
+from vargen.decoding.next_scale.acceptance import ScaleRule, joint_coupling
 from vargen.decoding.next_scale.protocols import ScaleModel
-from vargen.decoding.sampling import Sampling
+from vargen.deprecation import renamed_fields
 from vargen.values import parse_float, parse_int, short_repr
 
-MODELS = ("target", "draft", "none")
+STAGE_MODELS = ("target", "draft")
 
 
+@renamed_fields(drafted="num_drafted")
 @dataclass(frozen=True)
 class Stage:
     """Consecutive scales that are generated in the same way.
 
     Args:
         until: the first scale after this stage, counted from 0, or from the end if negative; None: all remaining scales.
-        model: `"target"`, `"draft"` for the draft model, or `"none"` to skip the scales, which then add nothing.
-        drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them, and
-            samples the next scale if all are accepted.
+        model: `"target"`, or `"draft"` for the draft model.
+        num_drafted: number of scales that the draft model proposes per target pass; 0 disables drafting. A pass verifies them,
+            and samples the next scale if all are accepted.
         rule: verifies drafted scales; see `vargen.decoding.next_scale.acceptance`.
-        guidance: factor on the guidance scale; 0 skips the unconditional rows, which halves the work.
-        temperature: factor on the temperature.
-        top_k: upper limit; the smaller of this and the call's `top_k` applies.
+        guidance: factor on the guidance scale; 0 skips the unconditional rows, which is half of the work.
 
     Raises:
         ValueError, TypeError: if a value is invalid.
     """
 
     until: int | None = None
-    model: Literal["target", "draft", "none"] = "target"
-    drafted: int = 0
-    rule: ScaleRule = joint
+    model: Literal["target", "draft"] = "target"
+    num_drafted: int = 0
+    rule: ScaleRule = joint_coupling
     guidance: float = 1.0
-    temperature: float = 1.0
-    top_k: int | None = None
 
     def __post_init__(self) -> None:
-        if self.model not in MODELS:
-            raise ValueError(f"model must be one of {', '.join(MODELS)}, got {short_repr(self.model)}")
+        if self.model not in STAGE_MODELS:
+            raise ValueError(f"model must be one of {', '.join(STAGE_MODELS)}, got {short_repr(self.model)}")
         if self.until is not None and (parse_int(self.until, -(2**31)) is None or self.until == 0):
             raise ValueError(
                 f"until must be a whole number other than 0, or None for all that remain, got {short_repr(self.until)}"
             )
-        if parse_int(self.drafted, 0) is None:
-            raise ValueError(f"drafted must be a whole number of at least 0, got {short_repr(self.drafted)}")
-        if self.drafted and self.model != "target":
-            raise ValueError(
-                f"drafted scales are judged by the target, so model must be 'target', got {short_repr(self.model)}"
-            )
+        if parse_int(self.num_drafted, 0) is None:
+            raise ValueError(f"num_drafted must be a whole number of at least 0, got {short_repr(self.num_drafted)}")
+        if self.num_drafted and self.model != "target":
+            raise ValueError(f"the target verifies drafted scales, so model must be 'target', got {short_repr(self.model)}")
         if not isinstance(self.rule, ScaleRule):
-            raise TypeError(
-                f"rule must be a ScaleRule, such as joint, token_wise or shared_noise_scales, got {short_repr(self.rule)}"
-            )
-        for name in ("guidance", "temperature"):
-            value = parse_float(getattr(self, name))
-            if value is None or value < 0:
-                raise ValueError(f"{name} must be a finite factor of at least 0, got {short_repr(getattr(self, name))}")
-        if self.top_k is not None and parse_int(self.top_k, 1) is None:
-            raise ValueError(f"top_k must be a whole number of at least 1, or None, got {short_repr(self.top_k)}")
+            raise TypeError(f"rule must be a ScaleRule, such as joint_coupling or shared_noise, got {short_repr(self.rule)}")
+        guidance = parse_float(self.guidance)
+        if guidance is None or guidance < 0:
+            raise ValueError(f"guidance must be a finite factor of at least 0, got {short_repr(self.guidance)}")
 
     @property
     def exact(self) -> bool:
         """Whether its scales follow the target's own distribution."""
-        plain = self.guidance == 1 and self.temperature == 1 and self.top_k is None
-        return self.model == "target" and plain and (not self.drafted or self.rule.exact)
-
-    def sampling(self, asked: Sampling, codes: int) -> Sampling:
-        """Sampling of a scale with `codes` tokens when a call requests `asked`."""
-        limits = [limit for limit in (asked.top_k, self.top_k) if limit is not None and limit < codes]
-        return Sampling(asked.temperature * self.temperature, min(limits, default=None), asked.top_p)
+        return self.model == "target" and self.guidance == 1 and (not self.num_drafted or self.rule.exact)
 
 
 @dataclass(frozen=True)
@@ -113,14 +97,13 @@ class ScaleSchedule(Method):
         for number, stage in enumerate(self.stages, 1):
             for each in fields(stage):
                 value = getattr(stage, each.name)
-                if value != getattr(plain, each.name) or (each.name == "rule" and stage.drafted):
+                if value != getattr(plain, each.name) or (each.name == "rule" and stage.num_drafted):
                     found[f"{each.name} {number}"] = value.__name__ if isinstance(value, ScaleRule) else value
         return found
 
     @property
-    def drafts(self) -> bool:
-        """Whether it needs the draft model."""
-        return any(stage.model == "draft" or stage.drafted for stage in self.stages)
+    def needs_draft_model(self) -> bool:
+        return any(stage.model == "draft" or stage.num_drafted for stage in self.stages)
 
     def spec(self) -> dict[str, Any]:
         """Return the complete method as plain values. Schedules with equal specs generate identical output.
@@ -130,7 +113,7 @@ class ScaleSchedule(Method):
         """
         return {"stages": describe_part(self.stages)}
 
-    def check_scales(self, scales: int) -> tuple[Stage, ...]:
+    def assign_stages(self, scales: int) -> tuple[Stage, ...]:
         """Return the stage of each of `scales` scales.
 
         Raises:
@@ -141,9 +124,7 @@ class ScaleSchedule(Method):
             end = scales if stage.until is None else stage.until + scales * (stage.until < 0)
             if not len(found) < end <= scales:
                 if len(found) == scales:
-                    raise ValueError(
-                        f"stage {number} of {self.name!r} has no scale left: the stages before it draw all {scales} of them"
-                    )
+                    raise ValueError(f"stage {number} of {self.name!r} has no scale left: earlier stages generate all {scales}")
                 allowed = f"{len(found) + 1} to {scales}, or from {len(found) + 1 - scales} to -1 counted from the end"
                 raise ValueError(
                     f"until of stage {number} of {self.name!r} must be from {allowed}, for a model of {scales} scales, got "
@@ -154,13 +135,13 @@ class ScaleSchedule(Method):
             raise ValueError(f"the stages of {self.name!r} end at scale {len(found)} of {scales}: the last needs until=None")
         return tuple(found)
 
-    def fitted(self, scales: int) -> ScaleSchedule:
+    def fit_to_scales(self, scales: int) -> ScaleSchedule:
         """Return the schedule for a model with `scales` scales: a stage that extends past the last scale ends there."""
         ends = [None if stage.until is not None and stage.until >= scales else stage.until for stage in self.stages]
         last = ends.index(None) + 1 if None in ends else len(ends)
         return replace(self, stages=tuple(replace(s, until=end) for s, end in zip(self.stages[:last], ends, strict=False)))
 
-    def resized(self, window: int | str) -> ScaleSchedule:
+    def with_window(self, window: int | str) -> ScaleSchedule:
         """Return this schedule unchanged: it has no window."""
         return self
 
@@ -170,12 +151,14 @@ class ScaleSchedule(Method):
         Raises:
             ValueError: if this model cannot run the schedule; says why.
         """
-        if self.drafts:
+        if self.needs_draft_model:
             small = model.draft_model
             if small is None:
                 raise ValueError(f"{self.name} needs a smaller model of the same image tokenizer: a draft_transformer")
             for name in ("scale_tokens", "scale_codes", "vocab"):
-                own, its = getattr(model, name), getattr(small, name)
-                if own != its:
-                    raise ValueError(f"the draft model must be of the same image tokenizer: its {name} is {its}, not {own}")
-        return self.check_scales(len(model.scale_tokens))
+                expected, found = getattr(model, name), getattr(small, name)
+                if found != expected:
+                    raise ValueError(
+                        f"the draft model must be of the same image tokenizer: its {name} is {found}, not {expected}"
+                    )
+        return self.assign_stages(len(model.scale_tokens))

@@ -1,36 +1,28 @@
-"""A next-token method as data: a drafter, a topology, and an acceptance rule."""
+"""A next-token method as data: a drafter and an acceptance rule."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, field, is_dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.method import Method, describe_part, init_fields, part_name
 from vargen.decoding.next_token.acceptance import FunctionRule, shared_noise
-from vargen.decoding.next_token.protocols import (
-    AcceptanceRule,
-    BranchingDrafter,
-    Drafter,
-    OfferingDrafter,
-    PricedDrafter,
-    SizedDrafter,
-    TokenModel,
-)
+from vargen.decoding.next_token.drafters.base import Sequential
+from vargen.decoding.next_token.protocols import AcceptanceRule, Drafter, TokenModel
 from vargen.values import short_repr
 
-_NEEDS = {
-    "fresh": "it needs drafts that are drawn anew in every pass, each with coins of its own",
-    "replacement": "it needs siblings that are drawn with replacement, as many whatever is drawn",
+_REQUIREMENT_MESSAGES = {
+    "independent-per-pass": "it needs draft tokens that are sampled again in every pass, each with its own uniforms",
+    "with-replacement": "it needs siblings that are sampled with replacement, and whose number does not depend on the samples",
 }
 
 
 @dataclass(frozen=True)
 class Accelerator(Method):
-    """A method for next-token models: a drafter, a topology, and an acceptance rule.
+    """A method for next-token models: a drafter and an acceptance rule.
 
     Attributes:
-        drafter: proposes draft tokens; with None, each pass commits one token.
-        topology: `"chain"` or `"tree"`, the shape of the draft; None uses that of the drafter.
+        drafter: proposes draft tokens. Default: none are proposed, and each pass commits one token.
         acceptance: the rule that verifies the draft.
 
     Raises:
@@ -38,93 +30,67 @@ class Accelerator(Method):
         ValueError: if the parts are incompatible; says why.
     """
 
-    drafter: Drafter | None = None
+    drafter: Drafter = field(default_factory=Sequential)
     acceptance: AcceptanceRule = shared_noise
-    topology: Literal["chain", "tree"] | None = None
     paradigm: ClassVar[Literal["next-token"]] = "next-token"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.topology not in (None, "chain", "tree"):
-            raise ValueError(f"topology must be 'chain', 'tree' or None, got {short_repr(self.topology)}")
-        if isinstance(self.acceptance, type) or not isinstance(self.acceptance, AcceptanceRule):
+        if self.drafter is None:  # the default of vargen 0.1
+            object.__setattr__(self, "drafter", Sequential())
+        if not isinstance(self.acceptance, AcceptanceRule):
             raise TypeError(
-                "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function that "
-                f"acceptance_rule marks as one, got {self.acceptance!r}"
+                "acceptance must be a rule, such as shared_noise, exact or GroupedRule(), or a function decorated with "
+                f"acceptance_rule, got {short_repr(self.acceptance)}"
             )
-        if self.drafter is None:
-            if self.topology not in (None, "chain"):
-                raise ValueError("topology 'tree' needs a drafter that proposes trees; without a drafter nothing is proposed")
-            return
-        if isinstance(self.drafter, type) or not isinstance(self.drafter, Drafter):
-            made = ", a class: call it" if isinstance(self.drafter, type) else ""
-            given = short_repr(self.drafter) + made
-            raise TypeError(f"drafter must be a drafter, such as Jacobi() or Speculative(), or None, got {given}")
-        if self.topology is None:
-            object.__setattr__(self, "topology", self.drafter.topology)
-        self._check_topology(self.drafter)
-        self._check_offers(self.drafter)
-
-    def _check_offers(self, drafter: Drafter) -> None:
-        """Raise ValueError unless the drafter samples the way the rule requires."""
-        offers = drafter.offers if isinstance(drafter, OfferingDrafter) else ()
-        for need in self.acceptance.needs if isinstance(self.acceptance, FunctionRule) else ():
-            if need not in offers and (need != "replacement" or self.topology == "tree"):
-                parts = f"acceptance {part_name(self.acceptance)} cannot go with this {type(drafter).__name__}"
-                raise ValueError(f"{parts}: {_NEEDS[need]}")
-
-    def _check_topology(self, drafter: Drafter) -> None:
-        """Raise ValueError unless the drafter proposes this topology and the rule can verify it."""
-        who = type(drafter).__name__
-        if self.topology == "tree" and drafter.topology == "chain":
-            raise ValueError(f"topology 'tree' cannot go with {who}: it draws one token per position, which is a chain")
-        if self.topology == "chain" and drafter.topology == "tree":
-            raise ValueError(f"topology 'chain' cannot go with {who}: it proposes siblings, which need a tree")
+        if not isinstance(self.drafter, Drafter):
+            hint = ", a class: call it" if isinstance(self.drafter, type) else ""
+            raise TypeError(
+                f"drafter must be a Drafter, such as Jacobi() or Speculative(), got {short_repr(self.drafter)}{hint}"
+            )
+        parts = f"acceptance {part_name(self.acceptance)} cannot be combined with {type(self.drafter).__name__}"
         if self.topology not in self.acceptance.topologies:
             raise ValueError(
-                f"acceptance {part_name(self.acceptance)} cannot judge a {self.topology}: it follows one "
-                f"{self.acceptance.topologies[0]} of drafts, and siblings would each be tested against the full probabilities; "
-                "shared_noise, recursive_rejection, k_seq and traversal judge trees"
+                f"{parts}: it verifies a {self.acceptance.topologies[0]} and would test each sibling against the full target "
+                "distribution; shared_noise, recursive_rejection, k_seq and traversal verify trees"
             )
+        for requirement in self.acceptance.requires:
+            needed = requirement != "with-replacement" or self.topology == "tree"  # a chain has no siblings
+            if needed and requirement not in self.drafter.provides:
+                raise ValueError(f"{parts}: {_REQUIREMENT_MESSAGES[requirement]}")
+
+    @property
+    def topology(self) -> str:
+        """Shape of the drafts: `"chain"` or `"tree"`."""
+        return self.drafter.topology
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` if the output follows the target distribution, otherwise `"relaxed"`."""
         return "exact" if self.acceptance.exact else "relaxed"
 
-    def bind(self, model: TokenModel) -> tuple[Drafter[Any] | None, AcceptanceRule]:
+    def bind(self, model: TokenModel) -> tuple[Drafter, AcceptanceRule]:
         """Return the drafter and the rule for a model.
 
         Raises:
             ValueError: if this model cannot run the method; says why.
         """
-        return self.drafter and self.drafter.bind(model), self.acceptance.bind(model)
+        return self.drafter.bind(model), self.acceptance.bind(model)
 
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the drafts fit a grid of `tokens` tokens. Needs no weights."""
-        if isinstance(self.drafter, SizedDrafter):
-            self.drafter.check_grid(tokens)
-
-    def fitted(self, tokens: int, vocab: int | None = None) -> Accelerator:
+    def fit_to_grid(self, tokens: int, vocab: int | None = None) -> Accelerator:
         """Return the method with its drafts limited to a grid of `tokens` tokens and, if given, to a vocabulary of `vocab`."""
-        drafter: Drafter | None = self.drafter
-        if isinstance(drafter, SizedDrafter):
-            drafter = drafter.fitted(tokens)
-        if vocab is not None and isinstance(drafter, BranchingDrafter):
-            drafter = drafter.narrowed(vocab)
+        drafter = self.drafter.fit_to_grid(tokens)
+        if vocab is not None:
+            drafter = drafter.fit_to_vocab(vocab)
         return self if drafter is self.drafter else replace(self, drafter=drafter)
 
-    def resized(self, window: int | str) -> Accelerator:
-        """Return the method with another window; see `SizedDrafter.resized`.
+    def with_window(self, window: int | str) -> Accelerator:
+        """Return the method with another window; see `Drafter.with_window`.
 
         Raises:
             ValueError: if the window is unknown.
         """
-        return replace(self, drafter=self.drafter.resized(window)) if isinstance(self.drafter, SizedDrafter) else self
-
-    def drafting_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds to draft `drafts` tokens per image, in addition to the target pass."""
-        return self.drafter.cost(model, condition, images, drafts) if isinstance(self.drafter, PricedDrafter) else 0.0
+        return replace(self, drafter=self.drafter.with_window(window))
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -144,4 +110,4 @@ class Accelerator(Method):
         Raises:
             ValueError: if a part cannot be named, such as a lambda.
         """
-        return {"drafter": describe_part(self.drafter), "acceptance": describe_part(self.acceptance), "topology": self.topology}
+        return {"drafter": describe_part(self.drafter), "acceptance": describe_part(self.acceptance)}

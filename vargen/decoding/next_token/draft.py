@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.noise import Noise
-from vargen.kernels.ancestors import packed
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
+from vargen.kernels.attention import pack_bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,20 +29,20 @@ class Tree:
         parents: int64 `[T]` or `[B, T]`, the parent of each slot; -1 for the root.
         depth: int64, shaped like `parents`: distance from the root.
         ancestors: bool `[T, T]` or `[B, T, T]`; `[..., i, j]` is True if slot j is slot i or one of its ancestors.
-        longest: number of slots on the longest path of any image, root included.
-        widest: largest number of children of any slot.
-        chain: whether the tree is a chain, for which models have a faster path.
+        max_path: number of slots on the longest path of any image, root included.
+        max_children: largest number of children of any slot.
+        is_chain: whether the tree is a chain, for which models have a faster path.
     """
 
     parents: Tensor
     depth: Tensor
     ancestors: Tensor
-    longest: int
-    widest: int
-    chain: bool
+    max_path: int
+    max_children: int
+    is_chain: bool
 
     @staticmethod
-    def of(parents: tuple[int, ...], device: torch.device | str = "cpu") -> Tree:
+    def from_parents(parents: tuple[int, ...], device: torch.device | str = "cpu") -> Tree:
         """Build one tree for the whole batch from the parents of the slots, root first.
 
         Raises:
@@ -51,69 +51,70 @@ class Tree:
         return _tree(tuple(parents), torch.device(device))
 
     @staticmethod
-    def of_chain(draft: int, device: torch.device | str = "cpu") -> Tree:
-        """Build a chain: the root and `draft` draft tokens."""
-        return _tree(tuple(range(-1, draft)), torch.device(device))
+    def make_chain(length: int, device: torch.device | str = "cpu") -> Tree:
+        """Build a chain: the root and `length` draft tokens."""
+        return _tree(tuple(range(-1, length)), torch.device(device))
 
     @staticmethod
-    def per_image(parents: Tensor, longest: int, widest: int | None = None) -> Tree:
+    def batched(parents: Tensor, max_path: int, max_children: int | None = None) -> Tree:
         """Build a tree for each image, without reading anything from the device.
 
         Args:
-            parents: int64 `[B, T]`, each row as in `of`; values are not checked.
-            longest: upper bound on the number of slots on the longest path of any row.
-            widest: upper bound on the number of children of any slot, which is the number of rounds that tree rules run. None:
-                T - 1.
+            parents: int64 `[B, T]`, each row as in `from_parents`; values are not checked.
+            max_path: upper bound on the number of slots on the longest path of any row.
+            max_children: upper bound on the number of children of any slot, which is the number of rounds that tree rules run.
+                None: T - 1.
         """
         T = parents.shape[1]
         above = torch.nn.functional.one_hot(parents.clamp(min=0), T).bool()
         above[:, 0] = False  # the root has no parent
         ancestors = above | torch.eye(T, dtype=torch.bool, device=parents.device)
-        for _ in range((longest - 1).bit_length()):  # each product doubles the distance covered
+        for _ in range((max_path - 1).bit_length()):  # each product doubles the distance covered
             ancestors = (ancestors.float() @ ancestors.float()) > 0
-        return Tree(parents, ancestors.sum(-1) - 1, ancestors, longest, T - 1 if widest is None else widest, chain=False)
+        max_children = T - 1 if max_children is None else max_children
+        return Tree(parents, ancestors.sum(-1) - 1, ancestors, max_path, max_children, is_chain=False)
 
     @cached_property
     @normal_tensors()
-    def words(self) -> Tensor:
+    def ancestor_bits(self) -> Tensor:
         """The ancestor mask packed into int64 words, `[T, W]` or `[B, T, W]`.
 
         Bit j % 64 of word j // 64 is `ancestors[..., j]`.
         """
-        return packed(self.ancestors)
+        return pack_bits(self.ancestors)
 
     @cached_property
     @normal_tensors()
-    def elders(self) -> Tensor:
+    def earlier_siblings(self) -> Tensor:
         """bool `[T, T]` or `[B, T, T]`; `[..., i, j]` is True if slot j is an earlier sibling of slot i."""
         return (self.parents[..., :, None] == self.parents[..., None, :]).tril(-1)
 
     @cached_property
     @normal_tensors()
-    def rank(self) -> Tensor:
+    def sibling_rank(self) -> Tensor:
         """int64, shaped like `parents`: number of earlier siblings of each slot."""
-        return self.elders.sum(-1)
+        return self.earlier_siblings.sum(-1)
 
     @cached_property
     @normal_tensors()
     def children(self) -> Tensor:
-        """int64 `[T, widest]` or `[B, T, widest]`: the children of each slot in order, padded with 0."""
+        """int64 `[T, max_children]` or `[B, T, max_children]`: the children of each slot in order, padded with 0."""
         T = self.parents.shape[-1]
-        place = (self.parents * self.widest + self.rank)[..., 1:]  # the root is not a child
+        place = (self.parents * self.max_children + self.sibling_rank)[..., 1:]  # the root is not a child
         slots = torch.arange(1, T, device=place.device).expand_as(place)
-        table = torch.zeros(*place.shape[:-1], T * self.widest, dtype=torch.int64, device=place.device)
-        return table.scatter_(-1, place, slots).unflatten(-1, (T, self.widest))
+        table = torch.zeros(*place.shape[:-1], T * self.max_children, dtype=torch.int64, device=place.device)
+        return table.scatter_(-1, place, slots).unflatten(-1, (T, self.max_children))
 
     @cached_property
     @normal_tensors()
-    def parents_of_rank(self) -> tuple[Tensor, ...]:
+    def slots_with_rank(self) -> tuple[Tensor, ...]:
         """For each rank, the int64 indices of slots that have a child of that rank.
 
         If the batch shares one tree, they are read from the device once. With a tree per image, all slots are returned.
         """
         if self.children.dim() == 2:
             return tuple(column.nonzero()[:, 0] for column in self.children.unbind(1))
-        return (torch.arange(self.children.shape[1], device=self.children.device),) * self.widest
+        return (torch.arange(self.children.shape[1], device=self.children.device),) * self.max_children
 
     @cached_property
     @normal_tensors()
@@ -123,7 +124,7 @@ class Tree:
         Children come before their parent, and an earlier sibling with its whole subtree comes before later siblings.
         """
         size = self.ancestors.sum(-2)  # size of each subtree, its own slot included
-        before = (self.elders * size[..., None, :]).sum(-1)
+        before = (self.earlier_siblings * size[..., None, :]).sum(-1)
         return (self.ancestors * before[..., None, :]).sum(-1) + size - 1
 
 
@@ -140,9 +141,9 @@ def _tree(parents: tuple[int, ...], device: torch.device) -> Tree:
         parents=torch.tensor(parents, device=device),
         depth=depth.to(device),
         ancestors=ancestors.to(device),
-        longest=int(depth.max()) + 1,
-        widest=max((parents.count(slot) for slot in range(len(parents))), default=0),
-        chain=parents == tuple(range(-1, len(parents) - 1)),
+        max_path=int(depth.max()) + 1,
+        max_children=max((parents.count(slot) for slot in range(len(parents))), default=0),
+        is_chain=parents == tuple(range(-1, len(parents) - 1)),
     )
 
 
@@ -174,24 +175,24 @@ class Draft:
         valid: bool `[B, T - 1]`, False where an image has no draft token in a slot (its window is shorter than that of the
             batch, or the grid ends). Rules reject such a slot, spend no relaxation on it, and sample its replacement from the
             target. None: all slots are valid.
-        soft: float32 `[B, T, V]`, the target distribution after each fed slot at temperature 1. The loop adds it for relaxed
-            rules under greedy sampling, where a one-hot p carries no information about similar tokens.
-        kept: bool `[B, T - 1]`, draft tokens that `PooledRule` keeps regardless of their current probabilities. No token may
-            influence whether it is itself kept.
+        unfiltered_probs: float32 `[B, T, V]`, the target distribution after each fed slot at temperature 1. The loop adds it
+            for relaxed rules under greedy sampling, where a one-hot p carries no information about similar tokens.
+        force_accept: bool `[B, T - 1]`, draft tokens that `PooledRule` accepts regardless of their current probabilities. No
+            token may influence its own mark.
     """
 
     tokens: Tensor
     tree: Tree
     probs: Tensor | None = None
     valid: Tensor | None = None
-    soft: Tensor | None = None
-    kept: Tensor | None = None
+    unfiltered_probs: Tensor | None = None
+    force_accept: Tensor | None = None
 
     @classmethod
-    def empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
+    def make_empty(cls, images: int, vocab: int, device: torch.device) -> Draft:
         """Return an empty draft: a pass that feeds the root alone."""
         tokens = torch.zeros(images, 0, dtype=torch.int64, device=device)
-        return cls(tokens, Tree.of_chain(0, device), torch.zeros(images, 0, vocab, device=device))
+        return cls(tokens, Tree.make_chain(0, device), torch.zeros(images, 0, vocab, device=device))
 
 
 @dataclass(frozen=True)
@@ -203,18 +204,18 @@ class Verdict:
         count: int64 `[B]`, number of accepted slots including the root, at least 1. Equals the number of tokens committed.
         next_token: int64 `[B]`, the token after the last accepted slot.
         relaxation: float32 `[B]`, acceptance probability spent beyond the exact rule. None for exact rules, which spend none.
-        drawn: int64 `[B, T]`, a sample from the target distribution after each fed slot, if the rule produces them: the tokens
-            selected by the shared noise, or the accepted draft tokens with replacements for the rejected ones. Drafters may
-            reuse them.
+        sampled: int64 `[B, T]`, a sample from the target distribution after each fed slot, if the rule produces them: the
+            tokens selected by the shared noise, or the accepted draft tokens with replacements for the rejected ones. Drafters
+            may reuse them.
     """
 
     path: Tensor
     count: Tensor
     next_token: Tensor
     relaxation: Tensor | None = None
-    drawn: Tensor | None = None
+    sampled: Tensor | None = None
 
-    def committed(self, fed: Tensor) -> Tensor:
+    def gather_committed(self, fed: Tensor) -> Tensor:
         """Return the tokens after the accepted slots of `fed` `[B, T]`, int64 `[B, A]`; the first `count` are committed."""
         following = fed.gather(1, self.path.roll(-1, dims=1))  # an accepted draft token follows its parent slot
         last = torch.arange(following.shape[1], device=fed.device) == self.count[:, None] - 1
@@ -233,6 +234,8 @@ class Step:
         noise: noise of the pass; its positions are those of the token after each slot.
         count: int64 `[B]`, number of tokens committed: that of the verdict, minus those past the end of the grid; 0 for a
             finished image.
+        tokens: int64 `[B, N + max_width]`, after the commit; valid up to `length`.
+        length: int64 `[B]`, number of tokens committed by this and all earlier passes.
     """
 
     draft: Draft
@@ -241,3 +244,5 @@ class Step:
     verdict: Verdict
     noise: Noise
     count: Tensor
+    tokens: Tensor
+    length: Tensor

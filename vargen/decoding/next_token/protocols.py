@@ -1,12 +1,17 @@
-"""Interfaces of next-token decoding: the model, the drafter, and the acceptance rule.
+"""Base classes of next-token decoding: the model, the drafter, the acceptance rule, and trained draft heads.
 
-Shape suffixes: B images, T tokens fed in one pass, N tokens of the grid, V vocabulary.
+A subclass defines the members without a default. The others describe optional abilities, which by default are absent.
+
+Shape suffixes: B images, R rows of the network (B, times two with CFG), T tokens fed in one pass, N tokens of the grid, D
+feature width, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,97 +20,70 @@ from vargen.decoding.next_token.draft import Draft, Output, Step, Tree, Verdict
 from vargen.decoding.noise import Noise
 from vargen.decoding.sampling import Sampling
 
-State = TypeVar("State")
 
-
-@runtime_checkable
-class TokenModel(Protocol):
-    """A next-token model. CFG rows, caches and conditions are internal to the model.
+class TokenModel:
+    """Base class of next-token models. CFG rows, caches and conditions are internal to the model.
 
     Attributes:
-        codebook: float `[V, C]`, embedding vectors that define the similarity of tokens; None if the model has none.
-        draft_model: a smaller model with the same tokens; None if there is none.
+        vocab: number V of image tokens, which are 0 to V - 1.
+        grid: rows and columns of the token grid, which is generated in raster order.
+        device: where passes run.
+        codebook: float `[V, C]`, embedding vectors that define the similarity of tokens.
+        draft_model: a smaller model with the same tokens.
+        draft_heads: draft heads trained on the model's features, by name, such as `"eagle"`.
+        low_res: a low-resolution model from which draft tokens can be sampled.
+        example_tokens: integers `[M, N]`, tokens of M images, such as training images. The same tensor object is returned as
+            long as its contents are unchanged.
+        num_layers: number of layers that `skip_layers` can skip.
+        capture_blocker: why a CUDA graph cannot capture a pass of this model; None if it can.
         cost_key: identifies what the cost of a pass depends on besides batch size and machine: model sizes, dtype, guidance,
             compilation. None disables caching of measured costs.
     """
 
-    @property
-    def vocab(self) -> int:
-        """Number V of legal image tokens, 0 to V - 1."""
+    vocab: int
+    grid: tuple[int, int]
+    device: torch.device
+    codebook: Tensor | None = None
+    draft_model: TokenModel | None = None
+    draft_heads: Mapping[str, DraftHead] = MappingProxyType({})
+    low_res: LowResModel | None = None
+    example_tokens: Tensor | None = None
+    num_layers: int = 0
+    capture_blocker: str | None = None
+    cost_key: Hashable = None
 
-    @property
-    def grid(self) -> tuple[int, int]:
-        """Rows and columns of the token grid, decoded in raster order."""
-
-    @property
-    def device(self) -> torch.device: ...
-
-    @property
-    def codebook(self) -> Tensor | None: ...
-
-    @property
-    def draft_model(self) -> TokenModel | None: ...
-
-    @property
-    def cost_key(self) -> Hashable: ...
-
-    def prefill(self, condition: Any, max_fed: int) -> tuple[Any, Output]:
+    def prefill(self, condition: Any, max_width: int) -> tuple[Any, Output]:
         """Start B images.
 
-        Returns the state, and an output with one position, which predicts token 0. Later passes feed at most `max_fed` tokens.
+        Returns the state, and an output with one position, which predicts token 0. Later passes feed at most `max_width`
+        tokens.
         """
+        raise NotImplementedError
 
     def forward(self, tokens: Tensor, state: Any, tree: Tree) -> Output:
         """Feed tokens `[B, T]` after those already in the cache of each row.
 
         The output at each slot predicts the token that follows it.
         """
+        raise NotImplementedError
 
     def commit(self, state: Any, path: Tensor, count: Tensor, tree: Tree) -> None:
         """Keep the first `count` slots of `path` from the last pass (see `Verdict`) and discard the others."""
+        raise NotImplementedError
 
     def rollback(self, state: Any, length: Tensor) -> None:
         """Truncate the state of each row to its first `length` `[B]` tokens."""
+        raise NotImplementedError
 
-
-@runtime_checkable
-class MovingModel(Protocol):
-    """A `TokenModel` whose passes may contain operations that a CUDA graph cannot capture."""
-
-    @property
-    def moving(self) -> str | None:
-        """Name of the operation, such as `"weights are moved in a pass"`; None if there is none."""
-
-
-@runtime_checkable
-class LayeredModel(Protocol):
-    """A `TokenModel` that can run with some of its layers skipped."""
-
-    @property
-    def layers(self) -> int:
-        """Number of layers, indexed from 0."""
-
-    def skipping(self, layers: Sequence[int]) -> TokenModel:
-        """Return a view of the model without these layers. It has its own states; weights are not copied.
+    def skip_layers(self, layers: Sequence[int]) -> TokenModel:
+        """Return a view of the model without these layers, numbered from 0. It has its own states and shares the weights.
 
         Raises:
             ValueError: if a layer does not exist, or the model cannot skip layers in its current state; says why.
         """
+        raise ValueError("layers cannot be skipped: this model has no layers to skip")
 
 
-@runtime_checkable
-class ExampleModel(Protocol):
-    """A `TokenModel` that provides tokens of images, such as its training images."""
-
-    @property
-    def examples(self) -> Tensor | None:
-        """Integer tensor `[M, N]`; None if there are none.
-
-        The same tensor object is returned as long as its contents are unchanged.
-        """
-
-
-@runtime_checkable
 class LowResModel(Protocol):
     """Generates an image at low resolution and derives from it the token probabilities of the target model.
 
@@ -136,116 +114,102 @@ class LowResModel(Protocol):
         """
 
 
-@runtime_checkable
-class UpscaledModel(Protocol):
-    """A `TokenModel` that may come with a low-resolution model."""
+class Drafter:
+    """Base class of drafters, which propose draft tokens.
+
+    A drafter keeps no state of its own between images; all state lives in the object that `start` returns.
+
+    Attributes:
+        topology: shape of its drafts: `"chain"` or `"tree"`.
+    """
+
+    topology: str = "chain"
 
     @property
-    def low_res(self) -> LowResModel | None: ...
-
-
-@runtime_checkable
-class Drafter(Protocol[State]):
-    """Proposes draft tokens. Keeps no state of its own between images; all state lives in the object that `start` returns."""
-
-    @property
-    def max_fed(self) -> int:
+    def max_width(self) -> int:
         """Maximum number T of tokens fed in one pass, root included."""
+        raise NotImplementedError
 
     @property
-    def topology(self) -> str:
-        """Shape of its drafts: `"chain"` or `"tree"`."""
+    def provides(self) -> tuple[str, ...]:
+        """Properties of its sampling that rules may require.
 
-    def bind(self, model: TokenModel) -> Drafter[State]:
+        `"independent-per-pass"`: every draft token is sampled again in every pass, with uniforms that no other draft token of
+        this or any other pass depends on. `"with-replacement"`: siblings are sampled independently of each other, and their
+        number does not depend on the samples.
+        """
+        return ()
+
+    def bind(self, model: TokenModel) -> Self:
         """Return the drafter for a model; called before anything is allocated.
 
         Raises:
             ValueError: if it cannot draft for this model; says why.
         """
+        self.validate_grid(model.grid[0] * model.grid[1])
+        return self
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> State:
-        """Return the state of B new images after the prefill, whose output is `first`."""
+    def validate_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the drafts fit, or can be shortened automatically to, a grid of `tokens` tokens."""
 
-    def propose(self, state: State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        """Return the draft of pass `step`.
-
-        Args:
-            tokens: int64 `[B, N + max_fed]`, valid up to `length` `[B]`. The last valid token is the root.
-            step: pass number, used by `Noise`; an int or a device tensor.
-        """
-
-    def observe(self, state: State, step: Step) -> None:
-        """Update the state with the result of the pass."""
-
-
-@runtime_checkable
-class SizedDrafter(Protocol):
-    """A drafter whose drafts have a length that may exceed the grid."""
-
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the drafts fit, or can be shortened to, a grid of `tokens` tokens."""
-
-    def fitted(self, tokens: int) -> Drafter[Any]:
+    def fit_to_grid(self, tokens: int) -> Self:
         """Return the drafter with its drafts limited to a grid of `tokens` tokens."""
+        return self
 
-    def resized(self, window: int | str) -> Drafter[Any]:
+    def fit_to_vocab(self, vocab: int) -> Self:
+        """Return the drafter with at most `vocab` children per slot."""
+        return self
+
+    def with_window(self, window: int | str) -> Self:
         """Return the drafter with another window: the number of tokens fed per pass, or the name of a policy that selects it.
 
         A drafter without a window is returned unchanged.
         """
+        return self
+
+    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+        """Measured seconds to draft `drafts` tokens for each of `images` images, in addition to the target pass."""
+        return 0.0
+
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
+        """Return the state of B new images after the prefill, whose output is `first`."""
+        return None
+
+    def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        """Return the draft of pass `step`.
+
+        Args:
+            tokens: int64 `[B, N + max_width]`, valid up to `length` `[B]`. The last valid token is the root.
+            step: pass number, used by `Noise`; an int or a device tensor.
+        """
+        raise NotImplementedError
+
+    def observe(self, state: Any, step: Step) -> Any:
+        """Return the state for the next pass, given the result of this one."""
+        return state
 
 
-@runtime_checkable
-class PricedDrafter(Protocol):
-    """A drafter whose own cost adds to that of the target passes."""
-
-    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
-        """Measured seconds to draft `drafts` tokens for each of `images` images."""
-
-
-@runtime_checkable
-class BranchingDrafter(Protocol):
-    """A drafter that proposes several children per slot."""
-
-    def narrowed(self, vocab: int) -> Drafter[Any]:
-        """Return the drafter with at most `vocab` children per slot."""
-
-
-@runtime_checkable
-class OfferingDrafter(Protocol):
-    """A drafter that declares how it samples, for rules that need more than q.
-
-    Attributes:
-        offers: `"fresh"` if every draft token is resampled in every pass, with uniforms that no other draft token of this or
-            any other pass depends on; `"replacement"` if siblings are sampled independently of each other and their number does
-            not depend on the samples.
-    """
-
-    @property
-    def offers(self) -> tuple[str, ...]: ...
-
-
-@runtime_checkable
-class AcceptanceRule(Protocol):
-    """A pure function of the target distribution after each fed slot, the draft, the noise, and the relaxation spent so far.
+class AcceptanceRule:
+    """Base class of rules: pure functions of the target distribution after each fed slot, the draft, the noise, and the
+    relaxation spent so far.
 
     Attributes:
         exact: whether the output is distributed as the target.
         topologies: which drafts it can verify, of `"chain"` and `"tree"`.
+        requires: what it requires of the drafter's sampling; see `Drafter.provides`.
     """
 
-    @property
-    def exact(self) -> bool: ...
+    exact: bool
+    topologies: tuple[str, ...] = ("chain",)
+    requires: tuple[str, ...] = ()
 
-    @property
-    def topologies(self) -> tuple[str, ...]: ...
-
-    def bind(self, model: TokenModel) -> AcceptanceRule:
-        """Return the rule for a model, with whatever it needs from it, such as the codebook. Most rules need nothing.
+    def bind(self, model: TokenModel) -> Self:
+        """Return the rule for a model, with whatever it needs from it, such as the codebook.
 
         Raises:
             ValueError: if the model lacks what the rule needs.
         """
+        return self
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """Verify a draft.
@@ -256,25 +220,58 @@ class AcceptanceRule(Protocol):
             noise: its positions `[B, T]` are those of the token after each slot.
             relaxation: float32 `[B]`, relaxation that the image spent in earlier passes. Ignored by exact rules.
         """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class AutoregressiveHead(Protocol):
-    """A trained draft head that extrapolates the target's features one token at a time (EAGLE).
+VerifyFunction = Callable[[Tensor, Draft, Noise, Tensor], Verdict]
+
+
+@dataclass(frozen=True)
+class FunctionRule(AcceptanceRule):
+    """An `AcceptanceRule` given by a single function that needs nothing from the model."""
+
+    function: VerifyFunction
+    exact: bool
+    topologies: tuple[str, ...] = ("chain",)
+    requires: tuple[str, ...] = ()
+
+    @property
+    def __name__(self) -> str:
+        return self.function.__name__
+
+    def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+        return self.function(probs, draft, noise, relaxation)
+
+
+def acceptance_rule(
+    *, exact: bool, topologies: tuple[str, ...] = ("chain",), requires: tuple[str, ...] = ()
+) -> Callable[[VerifyFunction], FunctionRule]:
+    """Decorate a function as an `AcceptanceRule`; see there for the arguments."""
+    return lambda function: FunctionRule(function, exact, topologies, requires)
+
+
+class DraftHead:
+    """Base class of draft heads, which are trained on a target's features.
+
+    Attributes:
+        vocab, grid: those of the target.
+    """
+
+    vocab: int
+    grid: tuple[int, int]
+
+
+class AutoregressiveHead(DraftHead):
+    """A draft head that extrapolates the target's features one token at a time (EAGLE).
 
     Slot j takes a token and the feature that predicted it, and outputs what predicts the next token. The input features are the
     target's own for tokens that the target has processed, and the head's outputs after that. CFG rows and caches are internal
     to the head, as are the target's final norm and output layer, which produce the logits.
     """
 
-    @property
-    def vocab(self) -> int: ...
-
-    @property
-    def grid(self) -> tuple[int, int]: ...
-
-    def start(self, images: int, max_fed: int) -> Any:
-        """Return the empty state of B images. At most `max_fed` slots are fed between two commits."""
+    def start(self, images: int, max_width: int) -> Any:
+        """Return the empty state of B images. At most `max_width` slots are fed between two commits."""
+        raise NotImplementedError
 
     def forward(self, tokens: Tensor, features: Tensor, state: Any, tree: Tree) -> Output:
         """Feed tokens `[B, T]` with features `[R, T, D]`.
@@ -282,42 +279,25 @@ class AutoregressiveHead(Protocol):
         They are the last T slots of `tree`; the earlier slots were fed by previous calls since the last commit. Returns logits
         `[B, T, V]` after guidance and features `[R, T, D]`, which predict the token after each slot.
         """
+        raise NotImplementedError
 
     def commit(self, state: Any, count: Tensor) -> None:
         """Keep the first `count` `[B]` of the slots fed since the last commit and discard the others."""
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ParallelHeads(Protocol):
-    """Trained draft heads that predict several tokens ahead from one feature of the target (Medusa)."""
+class ParallelHeads(DraftHead):
+    """Draft heads that predict several tokens ahead from one feature of the target (Medusa).
 
-    @property
-    def vocab(self) -> int: ...
+    Attributes:
+        num_heads: number h of tokens predicted ahead.
+    """
 
-    @property
-    def grid(self) -> tuple[int, int]: ...
-
-    @property
-    def heads(self) -> int:
-        """Number h of tokens predicted ahead."""
+    num_heads: int
 
     def forward(self, tokens: Tensor, features: Tensor, position: Tensor) -> Tensor:
         """Logits `[B, h, V]` after guidance for the h tokens that follow tokens `[B]` at positions `[B]`.
 
         The target sampled these tokens from its features `[R, 1, D]`. The h predictions are independent of each other.
         """
-
-
-@runtime_checkable
-class HeadedModel(Protocol):
-    """A `TokenModel` that may come with draft heads trained on its features.
-
-    Attributes:
-        eagle, medusa: the draft heads; None if absent.
-    """
-
-    @property
-    def eagle(self) -> AutoregressiveHead | None: ...
-
-    @property
-    def medusa(self) -> ParallelHeads | None: ...
+        raise NotImplementedError

@@ -6,10 +6,9 @@ decoder state is immutable, so continuing from the previous state discards the b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,58 +17,26 @@ from vargen.compat import without_autocast
 from vargen.decoding.harness import Clock
 from vargen.decoding.pass_costs import block_threads
 from vargen.decoding.presets import resolve_method
-from vargen.decoding.video.denoising import BlockGenerator, Lazy, make_block_noise
-from vargen.decoding.video.method import VideoMethod
-from vargen.decoding.video.policies import Router, SingleModel, validate_threshold
+from vargen.decoding.video.denoising import BlockGenerator, make_block_noise
+from vargen.decoding.video.method import VideoDecisions, VideoMethod
+from vargen.decoding.video.policies import SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.scoring import BlockDecoder, BlockPixels, Score, Scored, View, scored
+from vargen.decoding.video.request import BlockCallback, BlockProgress, VideoBlock, VideoRequest
+from vargen.decoding.video.scoring import BlockDecoder, BlockDecoderState, BlockScorer, BlockView, ScoreResult, score_block
 from vargen.decoding.video.stats import BlockRecord, VideoStats
-from vargen.device import threads
-from vargen.modes import normal_tensors
-from vargen.values import parse_int, short_repr
+from vargen.device import limit_threads, normal_tensors
+from vargen.values import short_repr
 
 
 class NonFiniteLatentsError(RuntimeError):
     """A model returned NaN or infinite latents; no frame is returned."""
 
 
-class Progress(NamedTuple):
-    """State passed to a callback after every pass: the current block, the number of blocks, and the total number of passes."""
-
-    block: int
-    blocks: int
-    passes: int
-
-
-Callback = Callable[[Progress], bool | None]
-
-
-@dataclass(frozen=True)
-class Block:
-    """A finished block.
-
-    Attributes:
-        number: from 0.
-        latents: float32 `[F, C, Y, X]`.
-        frames: float32 `[F', 3, Y, X]` in [0, 1].
-        row: record of how it was generated.
-    """
-
-    number: int
-    latents: Tensor
-    frames: Tensor
-    row: BlockRecord
-
-    def __repr__(self) -> str:
-        latents, frames = list(self.latents.shape), list(self.frames.shape)
-        return f"Block(number={self.number}, maker={self.row.maker!r}, latents={latents}, frames={frames})"
-
-
-class _Stopped(Exception):
+class _StopRequested(Exception):
     """A callback or `cancel` ends the run."""
 
 
-class BlockStream(Iterator[Block]):
+class BlockStream(Iterator[VideoBlock]):
     """Iterator over the blocks of a video during generation; see `decode_video`.
 
     Attributes:
@@ -77,59 +44,45 @@ class BlockStream(Iterator[Block]):
         target, drafter: the generators of the two models; None after the end of the video, and if the method has no drafter.
     """
 
-    def __init__(
-        self,
-        model: BlockModel,
-        condition: Any,
-        seed: int,
-        routing: VideoMethod,
-        blocks: int,
-        decoder: BlockDecoder,
-        preview: BlockDecoder | None,
-        score: Score | None,
-        given: Sequence[Tensor],
-        callback: Callback | None,
-        profile: bool,
-    ):
-        self.model, self.seed, self.routing, self.blocks = model, seed, routing, blocks
-        self.score, self.callback = score, callback
-        self.stats = VideoStats(routing.name, seed, threads=torch.get_num_threads())
-        self.router: Router = routing.policy.start(seed)
-        self._full = BlockPixels(decoder)
-        self._cheap = BlockPixels(preview) if preview is not None and routing.policy.scored else None
-        self._clock = Clock(model.device, profile)
-        self._condition, self._given = condition, given
-        self._number = self._run = self._rejected = self._off = 0
-        self._cancelled = False
-        self._threads: int | None = None  # number of CPU threads, selected by measurement
+    def __init__(self, request: VideoRequest):
+        self.request, self.method, self.blocks = request, request.method, int(request.blocks)
+        self.stats = VideoStats(self.method.name, int(request.seed), threads=torch.get_num_threads())
         self.target: BlockGenerator | None = None
         self.drafter: BlockGenerator | None = None
+        self._condition, self._score = request.condition, request.score
+        self._decisions = VideoDecisions(self.method, int(request.seed))
+        self._full = BlockDecoderState(request.decoder)
+        previews = request.preview if self.method.policy.needs_scores else None
+        self._preview = None if previews is None else BlockDecoderState(previews)
+        self._number = 0
+        self._cancelled = False
+        self._threads: int | None = None  # number of CPU threads, selected by measurement
 
     # -- control during generation -------------------------------------------------------------------------------------------
 
     @property
     def tau(self) -> float | None:
         """The current threshold, None if the method has none. A new value applies from the next decision on."""
-        return self.router.tau
+        return self._decisions.policy.tau
 
     @tau.setter
     def tau(self, value: float) -> None:
-        if self.router.tau is None:
-            raise ValueError(f"tau cannot be set: accelerator {self.routing.name!r} compares no score with a threshold")
-        self.router.tau = validate_threshold(value)
+        if self.tau is None:
+            raise ValueError(f"tau cannot be set: accelerator {self.method.name!r} compares no score with a threshold")
+        self._decisions.policy.tau = validate_threshold(value)
 
-    def switch(self, condition: Any, score: Score | None = None) -> None:
-        """Switch to another prompt from the next block on; finished blocks are unchanged. `score` must be for the new prompt.
+    def change_prompt(self, condition: Any, score: BlockScorer | None = None) -> None:
+        """Use another prompt from the next block on; finished blocks are unchanged. `score` must be for the new prompt.
 
         Raises:
             ValueError: if the method scores drafts, and no `score` is given.
         """
-        if score is None and self.score is not None:
+        if score is None and self._score is not None:
             raise ValueError("score must be given with a new prompt: the old one scores the old prompt")
-        self._condition, self.score = condition, score
+        self._condition, self._score = condition, score
         with torch.no_grad():
-            for _, follower in self._followers():
-                follower.switch(condition)
+            for generator in self._generators().values():
+                generator.change_prompt(condition)
 
     def cancel(self) -> None:
         """End the run within one pass; the current block is discarded."""
@@ -143,16 +96,16 @@ class BlockStream(Iterator[Block]):
 
     # -- generation ----------------------------------------------------------------------------------------------------------
 
-    def __next__(self) -> Block:
+    def __next__(self) -> VideoBlock:
         if self._number >= self.blocks:
             self.close()
             raise StopIteration
         try:
             if self._cancelled:
-                raise _Stopped
+                raise _StopRequested
             with torch.no_grad(), normal_tensors():
-                return self._next()
-        except _Stopped:
+                return self._advance()
+        except _StopRequested:
             self.stats.stopped = True
             self.close()
             raise StopIteration from None
@@ -161,163 +114,133 @@ class BlockStream(Iterator[Block]):
             raise
 
     @without_autocast
-    def _next(self) -> Block:
+    def _advance(self) -> VideoBlock:
         if self.target is None:
-            self._threads = block_threads(self.model, self._condition)
-        with nullcontext() if self._threads is None else threads(self._threads):
+            self._threads = block_threads(self.request.model, self._condition)
+        with nullcontext() if self._threads is None else limit_threads(self._threads):
             self.stats.threads = torch.get_num_threads()
-            return self._block()
+            return self._make_block()
 
-    def _block(self) -> Block:
-        started, before = self._clock.now(), dict(self._clock.parts)
-        passes, fed = self._passes(), self._fed()
+    def _make_block(self) -> VideoBlock:
+        self._clock = Clock(self.request.model.device, self.request.profile)
+        passes, blocks_fed = self._count_passes(), self._count_blocks_fed()
         if self.target is None:
             self._start()
-        row = BlockRecord(self._number, self.stats.seed)
-        latents, frames = self._made(row)
-        self._see(latents, last=self._number + 1 == self.blocks)
-        row.seconds = self._clock.now() - started
-        row.seconds_by_part = {k: v - before.get(k, 0.0) for k, v in self._clock.parts.items() if v > before.get(k, 0.0)}
-        row.passes = {name: count - passes.get(name, 0) for name, count in self._passes().items()}
-        row.fed = {name: count - fed.get(name, 0) for name, count in self._fed().items()}
-        self.router.observe(row)
-        self._count(row)
-        self.stats.blocks.append(row)
-        self.stats.seconds += row.seconds
+        record = BlockRecord(self._number, self.stats.seed)
+        latents, frames = self._generate(record)
+        self._add_finished(latents, last=self._number + 1 == self.blocks)
+        record.seconds = self._clock.read() - self._clock.started
+        record.seconds_by_part = {name: seconds for name, seconds in self._clock.parts.items() if seconds > 0}
+        record.passes = {name: count - passes.get(name, 0) for name, count in self._count_passes().items()}
+        record.blocks_fed = {name: count - blocks_fed.get(name, 0) for name, count in self._count_blocks_fed().items()}
+        self._decisions.observe(record)
+        self.stats.blocks.append(record)
+        self.stats.seconds += record.seconds
         self._number += 1
-        return Block(row.number, latents[0], frames, row)
+        return VideoBlock(record.number, latents[0], frames, record)
 
     def _start(self) -> None:
-        frames = self.blocks * self.model.block_shape[0] + sum(latents.shape[1] for latents in self._given)
-        rest = (frames, self.routing.fused, self._on_pass)
-        self.target = BlockGenerator(self.model, self._condition, self.routing.commit, *rest)
-        if self.routing.drafts and self.model.draft_model is not None:
-            self.drafter = BlockGenerator(self.model.draft_model, self._condition, Lazy(), *rest)
-        for latents in (each.to(self.model.device, torch.float32) for each in self._given):
-            self._see(latents, last=False)
-            self._full.keep(latents)
-            if self._cheap is not None:
-                self._cheap.keep(latents)
+        model, given = self.request.model, self.request.given
+        frames = self.blocks * model.block_shape[0] + sum(latents.shape[1] for latents in given)
+        self.target = BlockGenerator(model, self._condition, frames, self.method.lazy, self._after_pass)
+        if self.method.needs_draft_model and model.draft_model is not None:
+            self.drafter = BlockGenerator(model.draft_model, self._condition, frames, on_pass=self._after_pass)
+        for latents in (each.to(model.device, torch.float32) for each in given):
+            self._add_finished(latents, last=False)
+            self._full.accept(latents)
+            if self._preview is not None:
+                self._preview.accept(latents)
 
-    def _made(self, row: BlockRecord) -> tuple[Tensor, Tensor]:
+    def _generate(self, record: BlockRecord) -> tuple[Tensor, Tensor]:
         """Run the algorithm for one block: latents `[1, F, C, Y, X]` and frames `[F', 3, Y, X]`."""
         draft = None
-        if self._drafting(row):
-            draft = self._draw("draft")
-            if self._accepted(row, draft):
-                row.maker = "draft"
-                return draft, self._kept(draft, row)
-        first = self._refined_from(row, draft)
-        latents = self._draw("target", first, draft if first else None)
-        row.maker = "refined" if first else "target"
-        if row.number == 0 and self.routing.policy.reference:
-            row.score, row.scores, row.note = self._scored(latents, row.number)
-        return latents, self._kept(latents, row)
+        if self._should_draft(record):
+            draft = self._denoise("draft")
+            if self._verify_draft(record, draft):
+                record.source = "draft"
+                return draft, self._accept(draft, record)
+        first = self.method.refine if draft is not None and bool(draft.isfinite().all()) else 0
+        latents = self._denoise("target", first, draft if first else None)
+        record.source = "refined" if first else "target"
+        if record.number == 0 and self.method.policy.needs_reference_score:
+            record.score, record.scores, record.failure = self._score_latents(latents)
+        return latents, self._accept(latents, record)
 
-    def _drafting(self, row: BlockRecord) -> bool:
-        """Return whether the block is drafted; if not, set the reason in `row`."""
-        routing = self.routing
-        if self.drafter is None or row.number in routing.forced:
-            row.verdict = "forced" if self.drafter is not None else "undrafted"
-        elif routing.longest_run is not None and self._run >= routing.longest_run:
-            row.verdict = "forced"
-        elif self._off or not self.router.drafts(row.number):
-            row.verdict = "undrafted"
-        else:
-            return True
-        return False
+    def _should_draft(self, record: BlockRecord) -> bool:
+        reason = "undrafted" if self.drafter is None else self._decisions.reason_not_to_draft(record.number)
+        if reason is not None:
+            record.outcome = reason
+        return reason is None
 
-    def _draw(self, who: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
-        follower = self.target if who == "target" else self.drafter
-        assert follower is not None
-        shape, device = follower.model.block_shape, follower.model.device
-        if not self.routing.fused:
-            with self._part("commit"):
-                follower.prepare()
-        with self._part(who):
-            return follower.draw(lambda step: make_block_noise(self.seed, self._number, step, shape, device), first, draft)
-
-    def _accepted(self, row: BlockRecord, draft: Tensor) -> bool:
-        """Verify a draft and record the verdict in `row`."""
-        row.tau = self.router.tau
-        if not isinstance(self.routing.policy, SingleModel) and not bool(draft.isfinite().all()):
-            row.note, stands = "the drafter's latents are not finite", False
-        elif self.routing.policy.scored:
-            row.score, row.scores, row.note = self._scored(draft, row.number)
-            stands = row.score is not None and self.router.accepts(row.number, row.score)
-        else:
-            stands = self.router.accepts(row.number, None)
-        row.verdict = "accepted" if stands else "rejected"
-        return stands
-
-    def _scored(self, latents: Tensor, number: int) -> Scored:
-        assert self.score is not None
-        pixels = self._cheap or self._full
-        with self._part("decode"):
-            frames = pixels.decoded(latents).frames
-        with self._part("score"):
-            return scored(self.score, self.routing.aggregate, View(number, latents[0], frames, pixels.last))
-
-    def _refined_from(self, row: BlockRecord, draft: Tensor | None) -> int:
-        """Return the step at which the target starts; 0 generates the block from noise."""
-        margin = self.routing.refine_margin
-        if draft is None or not bool(draft.isfinite().all()):
-            return 0
-        if margin is not None and (row.score is None or row.tau is None or row.score < row.tau - margin):
-            return 0
-        return self.routing.refine
-
-    def _kept(self, latents: Tensor, row: BlockRecord) -> Tensor:
-        """Keep a block and return its frames."""
-        if not bool(latents.isfinite().all()):
-            who = "drafter" if row.maker == "draft" else "target"
-            raise NonFiniteLatentsError(
-                f"the {who} drew NaN or infinite latents in block {row.number} of {self.blocks}; nothing is made of them. "
-                "Check the checkpoint, or run with torch_dtype=torch.float32"
+    def _denoise(self, name: str, first: int = 0, draft: Tensor | None = None) -> Tensor:
+        generator = self._generators()[name]
+        shape, device = generator.model.block_shape, generator.model.device
+        with self._clock.measure("commit"):
+            generator.update_cache()
+        with self._clock.measure(name):
+            return generator.generate(
+                lambda step: make_block_noise(int(self.request.seed), self._number, step, shape, device), first, draft
             )
-        with self._part("decode"):
-            if self._cheap is not None:
-                self._cheap.keep(latents)
-            return self._full.keep(latents)
 
-    def _see(self, latents: Tensor, last: bool) -> None:
+    def _verify_draft(self, record: BlockRecord, draft: Tensor) -> bool:
+        """Return whether a draft is accepted, and record the outcome."""
+        policy = self._decisions.policy
+        record.tau = policy.tau
+        if not isinstance(self.method.policy, SingleModel) and not bool(draft.isfinite().all()):
+            record.failure, accepted = "the drafter's latents are not finite", False
+        elif self.method.policy.needs_scores:
+            record.score, record.scores, record.failure = self._score_latents(draft)
+            accepted = record.score is not None and policy.should_accept(record.number, record.score)
+        else:
+            accepted = policy.should_accept(record.number, None)
+        record.outcome = "accepted" if accepted else "rejected"
+        return accepted
+
+    def _score_latents(self, latents: Tensor) -> ScoreResult:
+        assert self._score is not None
+        decoder = self._preview or self._full
+        with self._clock.measure("decode"):
+            frames = decoder.decode(latents).frames
+        with self._clock.measure("score"):
+            view = BlockView(self._number, latents[0], frames, decoder.last_frame)
+            return score_block(self._score, self.method.aggregate, view)
+
+    def _accept(self, latents: Tensor, record: BlockRecord) -> Tensor:
+        """Advance the decoders past the block and return its frames."""
+        if not bool(latents.isfinite().all()):
+            model = "drafter" if record.source == "draft" else "target"
+            raise NonFiniteLatentsError(
+                f"the {model} generated NaN or infinite latents in block {record.number} of {self.blocks}; no frame is decoded "
+                "from them. Check the checkpoint, or run with torch_dtype=torch.float32"
+            )
+        with self._clock.measure("decode"):
+            if self._preview is not None:
+                self._preview.accept(latents)
+            return self._full.accept(latents)
+
+    def _add_finished(self, latents: Tensor, last: bool) -> None:
         """Pass a finished block to both models; each decides when to update its cache."""
-        with self._part("commit"):
-            for _, follower in self._followers():
-                follower.see(latents, last)
+        with self._clock.measure("commit"):
+            for generator in self._generators().values():
+                generator.add_finished(latents, last)
 
-    def _count(self, row: BlockRecord) -> None:
-        """Count consecutive accepted drafts and consecutive rejections."""
-        self._run = self._run + 1 if row.verdict == "accepted" else 0
-        self._off = max(0, self._off - 1) if row.verdict == "undrafted" else self._off
-        if row.verdict in ("accepted", "rejected"):
-            self._rejected = self._rejected + 1 if row.verdict == "rejected" else 0
-            if self.routing.off_after is not None and self._rejected >= self.routing.off_after:
-                self._off, self._rejected = self.routing.off_blocks, self.routing.off_after - 1  # the next pauses again
-
-    def _followers(self) -> list[tuple[str, BlockGenerator]]:
+    def _generators(self) -> dict[str, BlockGenerator]:
         named = (("target", self.target), ("draft", self.drafter))
-        return [(name, follower) for name, follower in named if follower is not None]
+        return {name: generator for name, generator in named if generator is not None}
 
-    def _passes(self) -> dict[str, int]:
-        return {name: follower.passes for name, follower in self._followers()}
+    def _count_passes(self) -> dict[str, int]:
+        return {name: generator.passes for name, generator in self._generators().items()}
 
-    def _fed(self) -> dict[str, int]:
-        return {name: follower.fed for name, follower in self._followers()}
+    def _count_blocks_fed(self) -> dict[str, int]:
+        return {name: generator.blocks_fed for name, generator in self._generators().items()}
 
-    def _part(self, name: str) -> Any:
-        return self._clock.part(name)
-
-    def _on_pass(self) -> None:
+    def _after_pass(self) -> None:
         with normal_tensors():
-            made = Progress(self._number, self.blocks, sum(self._passes().values()))
-            if self.callback is not None and self.callback(made) is False:
+            progress = BlockProgress(self._number, self.blocks, sum(self._count_passes().values()))
+            if self.request.callback is not None and self.request.callback(progress) is False:
                 self._cancelled = True
         if self._cancelled:
-            raise _Stopped
-
-
-MAX_BLOCKS = 1_000_000
+            raise _StopRequested
 
 
 def decode_video(
@@ -329,9 +252,9 @@ def decode_video(
     blocks: int,
     decoder: BlockDecoder,
     preview: BlockDecoder | None = None,
-    score: Score | None = None,
+    score: BlockScorer | None = None,
     given: Sequence[Tensor] = (),
-    callback: Callback | None = None,
+    callback: BlockCallback | None = None,
     profile: bool = False,
 ) -> BlockStream:
     """Generate a video of `blocks` blocks, one at a time, as the result is iterated.
@@ -356,20 +279,6 @@ def decode_video(
     """
     if isinstance(model, type) or not isinstance(model, BlockModel):
         raise TypeError(f"model must be a BlockModel, got {short_repr(model)}")
-    routing = resolve_method(method, VideoMethod.paradigm)
-    if parse_int(blocks, 1, MAX_BLOCKS) is None:
-        raise ValueError(f"blocks must be a whole number from 1 to {MAX_BLOCKS}, got {short_repr(blocks)}")
-    if parse_int(seed, -(2**63), 2**63 - 1) is None:
-        raise ValueError(f"seed must be a whole number of 64 bits, got {short_repr(seed)}")
-    for name, function in (("callback", callback), ("score", score)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function or None, got {short_repr(function)}")
-    for latents in given:
-        if not isinstance(latents, Tensor) or latents.ndim != 5 or latents.shape[2:] != torch.Size(model.block_shape[1:]):
-            raise ValueError(f"given must be latents [1, F, *{list(model.block_shape[1:])}], got {_shape(latents)}")
-    routing.check(model, score is not None)
-    return BlockStream(model, condition, int(seed), routing, int(blocks), decoder, preview, score, given, callback, profile)
-
-
-def _shape(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else short_repr(value)
+    chosen = resolve_method(method, VideoMethod.paradigm)
+    request = VideoRequest(model, condition, seed, chosen, blocks, decoder, preview, score, given, callback, profile)
+    return BlockStream(request)

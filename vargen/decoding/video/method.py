@@ -6,16 +6,22 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal
 
 from vargen.decoding.method import Method, describe_part
-from vargen.decoding.video.denoising import Commit, Lazy
 from vargen.decoding.video.policies import Policy, SingleModel, validate_threshold
 from vargen.decoding.video.protocols import BlockModel
-from vargen.decoding.video.scoring import Aggregator, lowest
+from vargen.decoding.video.scoring import Aggregator, min_score
+from vargen.decoding.video.stats import BlockOutcome, BlockRecord
+from vargen.deprecation import renamed_fields
 from vargen.values import parse_int, short_repr
 
 _ALWAYS: Policy = SingleModel()
-_LAZY: Commit = Lazy()
 
 
+@renamed_fields(
+    forced="target_blocks",
+    longest_run="max_accepted_in_row",
+    off_after="pause_after_rejections",
+    off_blocks="pause_blocks",
+)
 @dataclass(frozen=True)
 class VideoMethod(Method):
     """A method for block-wise video models.
@@ -23,61 +29,60 @@ class VideoMethod(Method):
     Attributes:
         policy: which blocks are drafted, and which drafts are accepted.
         aggregate: reduces scores of frames to one number.
-        forced: blocks that the target always generates; block 0 sets the composition of the video.
-        longest_run: after this many consecutive accepted drafts, the target generates a block, which bounds drift; None: no
-            limit.
-        off_after: after this many consecutive rejections, drafting pauses for `off_blocks` blocks; None: never.
+        target_blocks: blocks that the target always generates; block 0 sets the composition of the video.
+        max_accepted_in_row: after this many consecutive accepted drafts, the target generates a block, which bounds drift;
+            None: no limit.
+        pause_after_rejections: after this many consecutive rejections, drafting pauses for `pause_blocks` blocks; None: never.
         refine: the target finishes a rejected draft from this step, after noise is added to the level of that step; 0 generates
             the block from noise.
-        refine_margin: refine only drafts that miss the threshold by at most this much; None: all.
-        commit: when the target's cache is updated with finished blocks.
-        fused: whether cache updates share the pass of the next block's first step, in both models.
+        lazy: whether the target's cache is updated only when the target is needed, instead of after every block.
 
     Raises:
         TypeError, ValueError: if a part is invalid; names it.
     """
 
     policy: Policy = _ALWAYS
-    aggregate: Aggregator = lowest
-    forced: tuple[int, ...] = (0,)
-    longest_run: int | None = None
-    off_after: int | None = None
-    off_blocks: int = 8
+    aggregate: Aggregator = min_score
+    target_blocks: tuple[int, ...] = (0,)
+    max_accepted_in_row: int | None = None
+    pause_after_rejections: int | None = None
+    pause_blocks: int = 8
     refine: int = 0
-    refine_margin: float | None = None
-    commit: Commit = _LAZY
-    fused: bool = False
+    lazy: bool = True
     paradigm: ClassVar[Literal["video"]] = "video"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, kind, example in (("policy", Policy, "Threshold()"), ("commit", Commit, "Lazy()")):
-            value = getattr(self, name)
-            if isinstance(value, type) or not isinstance(value, kind):
-                raise TypeError(f"{name} must be one such as {example}, got {short_repr(value)}")
+        if not isinstance(self.policy, Policy):
+            raise TypeError(f"policy must be one such as Threshold(), got {short_repr(self.policy)}")
         if isinstance(self.aggregate, type) or not callable(self.aggregate):
-            raise TypeError(f"aggregate must be a function of scores, such as lowest or mean, got {short_repr(self.aggregate)}")
-        if not isinstance(self.forced, tuple | list) or any(parse_int(block, 0) is None for block in self.forced):
-            raise ValueError(f"forced must be numbers of blocks, from 0, got {short_repr(self.forced)}")
-        object.__setattr__(self, "forced", tuple(self.forced))
-        for name, least in (("longest_run", 1), ("off_after", 1), ("off_blocks", 1), ("refine", 0)):
+            raise TypeError(f"aggregate must be a function of scores, such as min_score, got {short_repr(self.aggregate)}")
+        blocks = self.target_blocks
+        if not isinstance(blocks, tuple | list) or any(parse_int(block, 0) is None for block in blocks):
+            raise ValueError(f"target_blocks must be numbers of blocks, from 0, got {short_repr(blocks)}")
+        object.__setattr__(self, "target_blocks", tuple(blocks))
+        limits = (("max_accepted_in_row", 1), ("pause_after_rejections", 1), ("pause_blocks", 1), ("refine", 0))
+        for name, least in limits:
             value = getattr(self, name)
-            if parse_int(value, least) is None and not (value is None and name in ("longest_run", "off_after")):
+            if parse_int(value, least) is None and not (
+                value is None and name in ("max_accepted_in_row", "pause_after_rejections")
+            ):
                 raise ValueError(f"{name} must be a whole number of at least {least}, got {short_repr(value)}")
-        if self.refine_margin is not None:
-            validate_threshold(self.refine_margin, "refine_margin")
-        if not isinstance(self.fused, bool):
-            raise TypeError(f"fused must be True or False, got {short_repr(self.fused)}")
+        if not isinstance(self.lazy, bool):
+            raise TypeError(f"lazy must be True or False, got {short_repr(self.lazy)}")
 
     @property
-    def drafts(self) -> bool:
-        """Whether it needs the small model."""
+    def needs_draft_model(self) -> bool:
         return not (isinstance(self.policy, SingleModel) and not self.policy.draft)
+
+    @property
+    def needs_scorer(self) -> bool:
+        return self.policy.needs_scores or self.policy.needs_reference_score
 
     @property
     def kind(self) -> Literal["exact", "relaxed"]:
         """`"exact"` if every block is what the target would generate alone, otherwise `"relaxed"`."""
-        return "exact" if not self.drafts and self.commit.exact else "relaxed"
+        return "relaxed" if self.needs_draft_model else "exact"
 
     @property
     def threshold(self) -> float | None:
@@ -97,26 +102,26 @@ class VideoMethod(Method):
         policy: Any = self.policy
         return replace(self, policy=replace(policy, tau=value))
 
-    def check(self, model: BlockModel, scored: bool) -> None:
-        """Raise ValueError unless a model, with a scorer if `scored`, can run the method."""
+    def validate_models(self, model: BlockModel, has_scorer: bool) -> None:
+        """Raise ValueError if the models, or the missing scorer, do not allow to run the method."""
         draft = model.draft_model
-        if self.drafts and draft is None:
+        if self.needs_draft_model and draft is None:
             raise ValueError(f"accelerator {self.name!r} needs a model to draft with, and this one has none")
-        if self.drafts and draft is not None and draft.block_shape != model.block_shape:
+        if self.needs_draft_model and draft is not None and draft.block_shape != model.block_shape:
             raise ValueError(
                 f"the drafter's blocks have latents {list(draft.block_shape)}, the target's {list(model.block_shape)} "
                 "[F, C, Y, X]: latents cross between them, so they must be equal"
             )
         if self.refine >= len(model.levels) and self.refine:
             raise ValueError(f"refine must be below the target's {len(model.levels)} steps, got {self.refine}")
-        if (self.policy.scored or self.policy.reference) and not scored:
+        if self.needs_scorer and not has_scorer:
             raise ValueError(f"accelerator {self.name!r} needs a scorer, and none is given")
 
     @property
     def settings(self) -> dict[str, Any]:
         """The non-default parameters, for display."""
         plain = VideoMethod()
-        found = {f"policy {name}": value for name, value in _plain(self.policy).items()}
+        found = {f"policy {name}": value for name, value in _list_fields(self.policy).items()}
         for each in fields(self):
             value = getattr(self, each.name)
             if each.name not in ("name", "policy", "summary", "source", "experimental") and value != getattr(plain, each.name):
@@ -126,11 +131,44 @@ class VideoMethod(Method):
 
     def spec(self) -> dict[str, Any]:
         """Return the complete method as plain values; see `Accelerator.spec`."""
-        said = [each.name for each in fields(self) if each.name not in ("name", "summary", "source", "experimental")]
-        return {name: describe_part(getattr(self, name)) for name in said}
+        named = [each.name for each in fields(self) if each.name not in ("name", "summary", "source", "experimental")]
+        return {name: describe_part(getattr(self, name)) for name in named}
 
 
-def _plain(part: Any) -> dict[str, Any]:
+def _list_fields(part: Any) -> dict[str, Any]:
     """Return the fields of a policy that are set."""
     found = {each.name: getattr(part, each.name) for each in fields(part)} if hasattr(part, "__dataclass_fields__") else {}
     return {name: value for name, value in found.items() if value is not None and value != ()}
+
+
+class VideoDecisions:
+    """Decisions of a method in one video: those of its policy, within the limits that the method sets.
+
+    Attributes:
+        policy: state of the policy.
+    """
+
+    def __init__(self, method: VideoMethod, seed: int):
+        self.method, self.policy = method, method.policy.start(seed)
+        self._accepted_in_row = self._rejected_in_row = self._paused_blocks = 0
+
+    def reason_not_to_draft(self, block: int) -> BlockOutcome | None:
+        """Return the outcome to record if the block is not drafted; None if it is."""
+        method = self.method
+        limit = method.max_accepted_in_row
+        if block in method.target_blocks or (limit is not None and self._accepted_in_row >= limit):
+            return "forced"
+        return "undrafted" if self._paused_blocks or not self.policy.should_draft(block) else None
+
+    def observe(self, record: BlockRecord) -> None:
+        """Update the policy and the counts with a finished block."""
+        self.policy.observe(record)
+        self._accepted_in_row = self._accepted_in_row + 1 if record.outcome == "accepted" else 0
+        if record.outcome == "undrafted":
+            self._paused_blocks = max(0, self._paused_blocks - 1)
+        if record.outcome in ("accepted", "rejected"):
+            self._rejected_in_row = self._rejected_in_row + 1 if record.outcome == "rejected" else 0
+            limit = self.method.pause_after_rejections
+            if limit is not None and self._rejected_in_row >= limit:
+                # One rejection after a pause starts the next one.
+                self._paused_blocks, self._rejected_in_row = self.method.pause_blocks, limit - 1

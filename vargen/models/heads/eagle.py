@@ -10,19 +10,19 @@ Shape suffixes: R rows (images, times two under guidance), T slots, D width, H h
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
+from vargen.device import normal_tensors
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.kv_cache import KVCache
 from vargen.models.llamagen import MAX_GRID
 from vargen.models.llamagen_blocks import Linear, TransformerBlock, build_rotary_2d, rotation
-from vargen.modes import normal_tensors
 
 ensure_torchvision()
 
@@ -44,6 +44,11 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
     Raises:
         ValueError: for a grid size outside 1 to 256, or a width that is not divisible by the heads and the two rotary axes.
     """
+
+    target_settings: ClassVar[tuple[str, ...]] = (  # copied from the target
+        "dim", "vocab_size", "grid_size", "n_head", "multiple_of", "ffn_dim_multiplier", "norm_eps", "rope_base",
+    )  # fmt: skip
+    trains_features: ClassVar[bool] = True  # whether the loss also compares features with the target's
 
     feature_scale: Tensor
     token_scale: Tensor
@@ -184,3 +189,20 @@ class EagleDrafter(TransposableWeights, ModelMixin, ConfigMixin):
             outputs.append(output)
             given = F.pad(output[:, :-1], (0, 0, 1, 0))
         return outputs
+
+    def training_outputs(self, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+        """Return for each draft s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s.
+
+        The target has processed the tokens up to i.
+
+        Args:
+            features, embeddings: of the target, `[R, N, D]`; row j of the features predicts token j.
+            steps: number of consecutive drafts.
+        """
+        above, columns = None, self.config.grid_size
+        if self.config.above:
+            above, start = torch.zeros_like(features), max(columns - 1, 0)
+            offset = max(columns - 2, 0)
+            above[:, start:] = features[:, start - offset : features.shape[1] - offset]
+        unrolled = self.unrolled(features, embeddings, min(steps, features.shape[1] - 1), above)
+        return [output[:, s:-1] for s, output in enumerate(unrolled)]

@@ -9,13 +9,15 @@ Shape suffixes: R rows (images, times two under guidance), T slots, D width, h h
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vargen.compat import ensure_torchvision
 from vargen.kernels.dispatch import is_eager_cpu
-from vargen.kernels.few_rows import TransposableWeights, transpose_linear_weights
+from vargen.kernels.linear import TransposableWeights, transpose_linear_weights
 from vargen.models.llamagen_blocks import Linear
 
 ensure_torchvision()
@@ -67,6 +69,10 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         ValueError: for fewer than one head.
     """
 
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"heads": ("ahead.",), "blocks": ("ahead.0.blocks.",)}
+    target_settings: ClassVar[tuple[str, ...]] = ("dim", "vocab_size", "grid_size")  # copied from the target
+    trains_features: ClassVar[bool] = False  # whether the loss also compares features with the target's
+
     feature_scale: Tensor
     token_scale: Tensor
 
@@ -86,3 +92,8 @@ class MedusaDrafter(TransposableWeights, ModelMixin, ConfigMixin):
         given = torch.cat([features / self.feature_scale, embeddings / self.token_scale], dim=-1)
         given = given.to(self.feature_scale.dtype)
         return torch.stack([head(given) for head in self.ahead], dim=2) * self.feature_scale
+
+    def training_outputs(self, features: Tensor, embeddings: Tensor, steps: int) -> list[Tensor]:
+        """Return for each head s the features `[R, N - 1 - s, D]` whose row i predicts token i + 1 + s; see `EagleDrafter`."""
+        ahead, last = self(features, embeddings), features.shape[1] - 1
+        return [ahead[:, : last - s, s] for s in range(min(self.config.heads, last))]

@@ -10,6 +10,8 @@ N = R C.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,6 +72,7 @@ class TokenUpsampler(QuantizedStorageMixin, ConfigMixin):
     """
 
     kept = ("embedding.weight",)
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {"blocks": ("low.",)}
 
     @register_to_config
     def __init__(

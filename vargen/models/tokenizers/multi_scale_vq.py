@@ -69,6 +69,11 @@ class MultiScaleVQModel(QuantizedStorageMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock", "ConvBlock", "TransformerBlock"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {  # of both architectures
+        "num_res_blocks": ("encoder.down.0.block.", "encoder.levels.0."),
+        "transformer_blocks": ("encoder.trunk.blocks.",),
+        "shared_phi": ("quantize.quant_resi.qresi_ls.",),
+    }
 
     kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "ema_vocab_hit_SV")
 

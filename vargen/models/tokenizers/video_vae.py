@@ -157,6 +157,10 @@ class CausalVideoVAE(QuantizedStorageMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ConvBlock", "TransformerBlock", "CausalMix"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "conv_blocks": ("encoder.levels.0.",),
+        "transformer_blocks": ("encoder.trunk.blocks.",),
+    }
     kept: ClassVar[tuple[str, ...]] = ("latent_mean", "latent_std")
     latent_mean: Tensor
     latent_std: Tensor

@@ -109,6 +109,11 @@ class VQModel(QuantizedStorageMixin, ConfigMixin):
     """
 
     _no_split_modules: ClassVar[list[str]] = ["ResnetBlock", "AttnBlock"]
+    layer_prefixes: ClassVar[dict[str, tuple[str, ...]]] = {
+        "num_res_blocks": ("encoder.conv_blocks.0.res.",),
+        "encoder_ch_mult": ("encoder.conv_blocks.",),
+        "decoder_ch_mult": ("decoder.conv_blocks.",),
+    }
 
     kept: ClassVar[tuple[str, ...]] = ("quantize.embedding.weight", "codebook_used")
 

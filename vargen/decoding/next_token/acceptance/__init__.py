@@ -1,34 +1,32 @@
 """Acceptance rules: pure, batched functions from the target distribution and a draft to a `Verdict`."""
 
-from vargen.decoding.next_token.acceptance.base import FunctionRule, acceptance_rule
 from vargen.decoding.next_token.acceptance.exact import (
-    chances,
     dense_draft_probs,
-    exact,
-    judged,
-    probability,
+    gather_p_and_q,
+    gather_prob,
     resample_rejected,
-    residual,
+    residual_weights,
     shared_noise,
+    speculative_sampling,
+    verify_chain,
 )
 from vargen.decoding.next_token.acceptance.grouped import GroupedRule
-from vargen.decoding.next_token.acceptance.multi_draft import k_seq, recursive_rejection
 from vargen.decoding.next_token.acceptance.neighborhood import NeighborhoodRule
 from vargen.decoding.next_token.acceptance.pooled import PooledRule
 from vargen.decoding.next_token.acceptance.relaxed import RatioRule, RelaxedRule, TypicalRule, cap_to_budget, sum_relaxation
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, SiblingRule, Siblings, verify_siblings
-from vargen.decoding.next_token.acceptance.traversal import traversal
-from vargen.decoding.next_token.protocols import AcceptanceRule
+from vargen.decoding.next_token.acceptance.tree_rules import k_seq, recursive_rejection, traversal
+from vargen.decoding.next_token.protocols import AcceptanceRule, FunctionRule, acceptance_rule
 
 # Rules by the name used in method strings, each with its default settings.
 RULES: dict[str, AcceptanceRule] = {
-    "exact": exact,
+    "speculative-sampling": speculative_sampling,
     "shared-noise": shared_noise,
     "recursive-rejection": recursive_rejection,
     "k-seq": k_seq,
     "traversal": traversal,
     "grouped": GroupedRule(),
-    "neighbourhood": NeighborhoodRule(),
+    "neighborhood": NeighborhoodRule(),
     "pooled": PooledRule(),
     "typical": TypicalRule(),
     "ratio": RatioRule(),
@@ -48,17 +46,17 @@ __all__ = [
     "TypicalRule",
     "acceptance_rule",
     "cap_to_budget",
-    "chances",
     "dense_draft_probs",
-    "exact",
-    "judged",
+    "gather_p_and_q",
+    "gather_prob",
     "k_seq",
-    "probability",
     "recursive_rejection",
     "resample_rejected",
-    "residual",
+    "residual_weights",
     "shared_noise",
+    "speculative_sampling",
     "sum_relaxation",
     "traversal",
+    "verify_chain",
     "verify_siblings",
 ]

@@ -9,33 +9,33 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.base import acceptance_rule
-from vargen.decoding.next_token.acceptance.siblings import followed
+from vargen.decoding.next_token.acceptance.siblings import follow_accepted
 from vargen.decoding.next_token.draft import Draft, Verdict
+from vargen.decoding.next_token.protocols import acceptance_rule
 from vargen.decoding.noise import Noise, Purpose
 
 
 @acceptance_rule(exact=True)
-def exact(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+def speculative_sampling(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
     """Speculative sampling: accept draft token d if u < p(d) / q(d); at the first rejection, sample from norm((p - q)+).
 
     Leviathan et al. 2023, algorithm 1; Chen et al. 2023, theorem 1. If the whole draft is accepted, the next token is sampled
     from p. The output is distributed as the target provided that q is the distribution the draft was actually sampled from.
     Arguments: see `AcceptanceRule`.
     """
-    if fused.applies(probs):
-        return fused.judged_chain(probs, draft, noise)
-    p, q = chances(probs, draft)
-    coins = noise.uniform(Purpose.ACCEPT)[:, :-1]
-    return judged(coins * q < p, probs, draft, noise)
+    if fused.is_available(probs):
+        return fused.verify_chain(probs, draft, noise)
+    p, q = gather_p_and_q(probs, draft)
+    uniforms = noise.uniform(Purpose.ACCEPT)[:, :-1]
+    return verify_chain(uniforms * q < p, probs, draft, noise)
 
 
-def chances(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
+def gather_p_and_q(probs: Tensor, draft: Draft) -> tuple[Tensor, Tensor]:
     """Return the probabilities of each draft token under p and q, `[B, T - 1]` each. q of a deterministic draft is 1."""
-    return probability(probs[:, :-1], draft.tokens), probability(draft.probs, draft.tokens)
+    return gather_prob(probs[:, :-1], draft.tokens), gather_prob(draft.probs, draft.tokens)
 
 
-def probability(probs: Tensor | None, tokens: Tensor) -> Tensor:
+def gather_prob(probs: Tensor | None, tokens: Tensor) -> Tensor:
     """Look up the probabilities of tokens `[B, S]` in `probs` `[B, S, V]`; ones for a deterministic proposal (None)."""
     return torch.ones(tokens.shape, device=tokens.device) if probs is None else probs.gather(2, tokens[..., None])[..., 0]
 
@@ -45,38 +45,40 @@ def dense_draft_probs(probs: Tensor, draft: Draft) -> Tensor:
     return draft.probs if draft.probs is not None else torch.zeros_like(probs[:, 1:]).scatter_(2, draft.tokens[..., None], 1.0)
 
 
-def residual(p: Tensor, q: Tensor) -> Tensor:
+def residual_weights(p: Tensor, q: Tensor) -> Tensor:
     """Unnormalized residual (p - q)+, `[..., V]`; p itself where the residual is zero (p equals q up to rounding)."""
-    left = (p - q).clamp_min_(0)
-    return torch.where(left.sum(-1, keepdim=True) > 0, left, p)
+    difference = (p - q).clamp_min_(0)
+    return torch.where(difference.sum(-1, keepdim=True) > 0, difference, p)
 
 
-def resample_rejected(probs: Tensor, draft: Draft, noise: Noise, kept: Tensor, anew: Tensor | None = None) -> Tensor:
+def resample_rejected(
+    probs: Tensor, draft: Draft, noise: Noise, accepted: Tensor, force_resample: Tensor | None = None
+) -> Tensor:
     """Replace rejected draft tokens, at all slots at once.
 
-    Returns one token per slot, int64 `[B, T]`. A kept draft token is returned unchanged; a rejected one is replaced by a sample
-    from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: the slot has no valid
-    draft token, `anew` is set, or the slot is the last.
+    Returns one token per slot, int64 `[B, T]`. An accepted draft token is returned unchanged; a rejected one is replaced by a
+    sample from the residual distribution norm((p - q)+). The token is sampled from p itself in three cases: the slot has no
+    valid draft token, `force_resample` is set, or the slot is the last.
 
-    If draft tokens are kept with probability min(1, p / q), the old and new tokens form a maximal coupling, and every returned
-    token is distributed as p.
+    If draft tokens are accepted with probability min(1, p / q), the old and new tokens form a maximal coupling, and every
+    returned token is distributed as p.
 
     Args:
-        kept: bool `[B, T - 1]`, which draft tokens are accepted.
-        anew: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
+        accepted: bool `[B, T - 1]`, which draft tokens are accepted.
+        force_resample: bool `[B, T - 1]`, which are resampled from p in any case; None: none.
     """
-    coupled = torch.ones_like(kept) if draft.valid is None else draft.valid
-    if anew is not None:
-        coupled = coupled & ~anew
-    left = probs.clone()  # updated in place to save memory: V is large
-    left[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
-    empty = left[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
-    drawn = noise.draw(left, Purpose.REDRAW)
-    drawn[:, :-1] = torch.where(kept & coupled | empty, draft.tokens, drawn[:, :-1])
-    return drawn
+    coupled = torch.ones_like(accepted) if draft.valid is None else draft.valid
+    if force_resample is not None:
+        coupled = coupled & ~force_resample
+    weights = probs.clone()  # updated in place to save memory: V is large
+    weights[:, :-1].addcmul_(dense_draft_probs(probs, draft), coupled[..., None].to(probs.dtype), value=-1).clamp_(min=0)
+    empty = weights[:, :-1].sum(-1) <= 0  # p equals q up to rounding: keep the draft token
+    sampled = noise.sample(weights, Purpose.RESAMPLE)
+    sampled[:, :-1] = torch.where(accepted & coupled | empty, draft.tokens, sampled[:, :-1])
+    return sampled
 
 
-def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
+def verify_chain(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Return the verdict on a chain, given which draft tokens passed their own test, `accepted` bool `[B, T - 1]`.
 
     Tokens up to the first rejection are committed, and the next token is sampled from the residual there. After a fully
@@ -90,11 +92,11 @@ def judged(accepted: Tensor, probs: Tensor, draft: Draft, noise: Noise) -> Verdi
     target = probs[at, row]
     if T > 1:
         slot = row.clamp(max=T - 2)
-        refused = row < T - 1
+        rejected = row < T - 1
         if draft.valid is not None:
-            refused = refused & draft.valid[at, slot]
-        target = torch.where(refused[:, None], residual(target, dense_draft_probs(probs, draft)[at, slot]), target)
-    next_token = noise.at(row).draw(target[:, None], Purpose.RESIDUAL)[:, 0]
+            rejected = rejected & draft.valid[at, slot]
+        target = torch.where(rejected[:, None], residual_weights(target, dense_draft_probs(probs, draft)[at, slot]), target)
+    next_token = noise.at(row).sample(target[:, None], Purpose.RESIDUAL)[:, 0]
     path = torch.arange(T, device=probs.device).expand(B, T)
     return Verdict(path=path, count=count, next_token=next_token)
 
@@ -107,14 +109,14 @@ def shared_noise(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) 
     a draft token is accepted exactly when it equals that token. With an empty draft this is sequential sampling. The draft
     probabilities q are not used. Arguments: see `AcceptanceRule`.
     """
-    drawn = noise.draw(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
-    if fused.applies(probs):
-        return fused.matched(drawn, draft)
+    sampled = noise.sample(probs, Purpose.TOKEN)  # [B, T]: the token after each slot
+    if fused.is_available(probs):
+        return fused.verify_shared_noise(sampled, draft)
     tree = draft.tree
-    agrees = drawn.new_ones(drawn.shape).bool()
-    agrees[:, 1:] = draft.tokens == drawn.gather(1, tree.parents[..., 1:].expand(len(drawn), -1))
-    if tree.widest > 1:  # siblings may hold the same token: accept only the first
-        agrees = agrees & ~(agrees[:, None, :] & tree.elders).any(-1)
-    path, count, _ = followed(agrees, tree)
+    agrees = sampled.new_ones(sampled.shape).bool()
+    agrees[:, 1:] = draft.tokens == sampled.gather(1, tree.parents[..., 1:].expand(len(sampled), -1))
+    if tree.max_children > 1:  # siblings may hold the same token: accept only the first
+        agrees = agrees & ~(agrees[:, None, :] & tree.earlier_siblings).any(-1)
+    path, count, _ = follow_accepted(agrees, tree)
     last = path.gather(1, count[:, None] - 1)
-    return Verdict(path=path, count=count, next_token=drawn.gather(1, last)[:, 0], drawn=drawn)
+    return Verdict(path=path, count=count, next_token=sampled.gather(1, last)[:, 0], sampled=sampled)

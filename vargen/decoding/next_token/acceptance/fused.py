@@ -13,49 +13,51 @@ from vargen.decoding.noise import Noise
 from vargen.kernels.dispatch import supports_rows
 
 
-def applies(probs: Tensor) -> bool:
+def is_available(probs: Tensor) -> bool:
     """Return whether kernels verify drafts for these probabilities `[B, T, V]`."""
     return supports_rows(probs) and not torch.is_grad_enabled()
 
 
-def judged_chain(
+def verify_chain(
     probs: Tensor,
     draft: Draft,
     noise: Noise,
-    wanted: Tensor | None = None,
+    accept_prob: Tensor | None = None,
     relaxation: Tensor | None = None,
     budget: float | None = None,
     tightening: float = 0.0,
 ) -> Verdict:
-    """Verdict of `exact` on a chain or, given acceptance probabilities `wanted` `[B, T - 1]`, of a relaxed rule."""
-    from vargen.kernels.accept_chain import verify_chain
+    """Verdict of `speculative_sampling` on a chain, or of a relaxed rule, given its acceptance probabilities `[B, T - 1]`."""
+    from vargen.kernels.verify_chain import verify_chain
 
     given = (probs, draft.tokens, draft.probs, draft.valid, noise.seeds, noise.position, noise.step)
-    count, next_token, spent = verify_chain(*given, wanted=wanted, relaxation=relaxation, budget=budget, tightening=tightening)
+    count, next_token, spent = verify_chain(
+        *given, accept_prob=accept_prob, relaxation=relaxation, budget=budget, tightening=tightening
+    )
     path = torch.arange(probs.shape[1], device=probs.device).expand(len(probs), -1)
     return Verdict(path, count, next_token, relaxation=spent)
 
 
-def walked(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
+def verify_recursive_rejection(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `recursive_rejection`."""
-    from vargen.kernels.accept_tree import verify_recursive_rejection
+    from vargen.kernels.verify_tree import verify_recursive_rejection
 
-    given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.longest)
+    given = (probs, draft.tokens, draft.probs, draft.valid, draft.tree.children, draft.tree.max_path)
     return Verdict(*verify_recursive_rejection(*given, noise.seeds, noise.position, noise.step))
 
 
-def matched(drawn: Tensor, draft: Draft) -> Verdict:
+def verify_shared_noise(sampled: Tensor, draft: Draft) -> Verdict:
     """Verdict of `shared_noise`, given the tokens int64 `[B, T]` that the noise selects after each slot."""
-    from vargen.kernels.accept_tree import verify_shared_noise
+    from vargen.kernels.verify_tree import verify_shared_noise
 
-    path, count, next_token = verify_shared_noise(drawn, draft.tokens, draft.tree.children, draft.tree.longest)
-    return Verdict(path, count, next_token, drawn=drawn)
+    path, count, next_token = verify_shared_noise(sampled, draft.tokens, draft.tree.children, draft.tree.max_path)
+    return Verdict(path, count, next_token, sampled=sampled)
 
 
-def traversed(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
+def verify_traversal(probs: Tensor, draft: Draft, noise: Noise) -> Verdict:
     """Verdict of `traversal`."""
-    from vargen.kernels.accept_traversal import verify_traversal
+    from vargen.kernels.verify_traversal import verify_traversal
 
     tree = draft.tree
     given = (probs, draft.tokens, draft.probs, draft.valid, tree.children, tree.parents, tree.depth, tree.postorder)
-    return Verdict(*verify_traversal(*given, tree.longest, noise.seeds, noise.position, noise.step))
+    return Verdict(*verify_traversal(*given, tree.max_path, noise.seeds, noise.position, noise.step))

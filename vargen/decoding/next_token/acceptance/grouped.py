@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.exact import probability
+from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -41,24 +41,10 @@ class GroupedRule(RelaxedRule):
         ValueError: if a value is out of range.
     """
 
-    size: int = 14
-    delta: float = 0.15
-    distance: float | None = None
+    size: int = number_field(14, 1, is_integer=True, meaning="the number of tokens in a group")
+    delta: float = number_field(0.15, 0, 1, open_below=True)
+    distance: float | None = number_field(None, 0, open_below=True, optional=True)
     codebook: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # `[V, C]`, set by `bind`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size, delta, distance = parse_int(self.size, 1), parse_float(self.delta), parse_float(self.distance)
-        if size is None:
-            raise ValueError(f"size, the tokens of a group, must be a whole number of at least 1, got {short_repr(self.size)}")
-        if delta is None or not 0 < delta <= 1:
-            raise ValueError(
-                f"delta must be in (0, 1], where 1 groups whatever the probabilities, got {short_repr(self.delta)}"
-            )
-        if self.distance is not None and (distance is None or not distance > 0):
-            raise ValueError(f"distance must be above 0, or None to group whatever the codes, got {short_repr(self.distance)}")
-        for name, value in (("size", size), ("delta", delta), ("distance", distance)):
-            object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> GroupedRule:
         """Return the rule with the model's codebook.
@@ -67,12 +53,12 @@ class GroupedRule(RelaxedRule):
             ValueError: if `distance` is set and the model has no codebook.
         """
         if self.distance is not None and model.codebook is None:
-            raise ValueError("distance needs a model with a codebook; pass distance=None to group whatever the codes")
+            raise ValueError("distance needs a model with a codebook; distance=None groups tokens without it")
         bound = replace(self)
         object.__setattr__(bound, "codebook", model.codebook)
         return bound
 
-    def members(self, p: Tensor, tokens: Tensor) -> Tensor:
+    def group_members(self, p: Tensor, tokens: Tensor) -> Tensor:
         """int64 `[B, T - 1, G]`: the groups of `tokens` `[B, T - 1]` under `p`.
 
         Excluded members are replaced by the draft token itself.
@@ -90,16 +76,16 @@ class GroupedRule(RelaxedRule):
             joins &= gap.square().sum(-1) < self.distance
         return torch.where(joins, member, tokens[..., None])
 
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        if fused.applies(p):
-            from vargen.kernels.accept_wanted import grouped_accept_prob
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        if fused.is_available(p):
+            from vargen.kernels.relaxed_probs import grouped_accept_prob
 
             codes = self.codebook.float().t() if self.distance is not None and self.codebook is not None else None
             return grouped_accept_prob(p, q, tokens, self.size, self.delta, self.distance, codes)
-        member = self.members(p, tokens)
+        member = self.group_members(p, tokens)
         joined = member != tokens[..., None]
-        group_p = probability(p, tokens) + (p.gather(2, member) * joined).sum(2)
-        group_q = probability(q, tokens)
+        group_p = gather_prob(p, tokens) + (p.gather(2, member) * joined).sum(2)
+        group_q = gather_prob(q, tokens)
         if q is not None:
             group_q = group_q + (q.gather(2, member) * joined).sum(2)
         return torch.where(group_q > 0, group_p / group_q, 0.0)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.exact import probability
+from vargen.decoding.next_token.acceptance.exact import gather_prob
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.protocols import TokenModel
+from vargen.device import normal_tensors
 from vargen.files import atomic_file, cache_folder
-from vargen.modes import normal_tensors
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -50,26 +50,17 @@ class NeighborhoodRule(RelaxedRule):
         ValueError: if a value is out of range, or neither bound is set.
     """
 
-    size: int = 10
-    ratio: float | None = 5.0
-    delta: float | None = None
-    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
+    size: int = number_field(10, 1, is_integer=True, meaning="the maximum number of neighbors")
+    ratio: float | None = number_field(5.0, 1, open_below=True, optional=True)
+    delta: float | None = number_field(None, 0, 1, open_below=True, optional=True)
+    neighbor_table: Tensor | None = field(
+        default=None, init=False, repr=False, compare=False
+    )  # int16 or int32 `[V, K]`; see `bind`
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        size, ratio, delta = parse_int(self.size, 1), parse_float(self.ratio), parse_float(self.delta)
-        if size is None:
-            raise ValueError(
-                f"size, most neighbours of a token, must be a whole number of at least 1, got {short_repr(self.size)}"
-            )
-        if self.ratio is not None and (ratio is None or ratio <= 1):
-            raise ValueError(f"ratio must be above 1, or None to bound by delta alone, got {short_repr(self.ratio)}")
-        if self.delta is not None and (delta is None or not 0 < delta <= 1):
-            raise ValueError(f"delta must be in (0, 1], or None to bound by ratio alone, got {short_repr(self.delta)}")
-        if ratio is None and delta is None:
-            raise ValueError("a neighbourhood needs a bound of its mass: ratio, delta or both, got None for both")
-        for name, value in (("size", size), ("ratio", ratio), ("delta", delta)):
-            object.__setattr__(self, name, value)
+        if self.ratio is None and self.delta is None:
+            raise ValueError("ratio, delta or both must be a number, which bounds the neighborhood, got None for both")
 
     def bind(self, model: TokenModel) -> NeighborhoodRule:
         """Return the rule with the neighbor table of the model's codebook, which is computed on first use.
@@ -78,38 +69,38 @@ class NeighborhoodRule(RelaxedRule):
             ValueError: if the model has no codebook, or an invalid one.
         """
         bound = replace(self)
-        object.__setattr__(bound, "nearest", build_neighbor_table(require_codebook(model), self.size))
+        object.__setattr__(bound, "neighbor_table", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
-    def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
+    def neighbor_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
         """Total neighbor probability p(A) of `tokens` `[B, S]` under p `[B, S, V]`: float `[B, S]`."""
-        if self.nearest is None:
-            raise ValueError("this rule is bound to no model: call bind(model) first")
-        reached = p.gather(2, self.nearest[tokens].long()).cumsum(2)
+        if self.neighbor_table is None:
+            raise ValueError("the rule has no neighbor table: call bind(model) first")
+        reached = p.gather(2, self.neighbor_table[tokens].long()).cumsum(2)
         within = torch.ones_like(reached, dtype=torch.bool)
         if self.ratio is not None:
-            within &= reached <= (self.ratio - 1) * probability(p, tokens)[..., None]
+            within &= reached <= (self.ratio - 1) * gather_prob(p, tokens)[..., None]
         if self.delta is not None:
             within &= reached <= self.delta
         return (reached * within).amax(2)
 
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        if self.nearest is not None and fused.applies(p):
-            from vargen.kernels.accept_wanted import neighborhood_accept_prob
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        if self.neighbor_table is not None and fused.is_available(p):
+            from vargen.kernels.relaxed_probs import neighborhood_accept_prob
 
-            return neighborhood_accept_prob(p, q, tokens, self.nearest, self.ratio, self.delta)
-        own_p, own_q = probability(p, tokens), probability(q, tokens)
-        return torch.where(own_p > 0, (own_p + self.mass(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
+            return neighborhood_accept_prob(p, q, tokens, self.neighbor_table, self.ratio, self.delta)
+        own_p, own_q = gather_prob(p, tokens), gather_prob(q, tokens)
+        return torch.where(own_p > 0, (own_p + self.neighbor_prob(p, tokens)) / own_q.clamp_min(1e-30), 0.0)
 
-    def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
-        own = probability(soft, tokens)
-        others = soft.scatter(2, tokens[..., None], 0.0).amax(2)
-        return ((own > 0) & (own + self.mass(soft, tokens) >= others)).to(p.dtype)
+    def greedy_accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor, unfiltered_probs: Tensor) -> Tensor:
+        own = gather_prob(unfiltered_probs, tokens)
+        others = unfiltered_probs.scatter(2, tokens[..., None], 0.0).amax(2)
+        return ((own > 0) & (own + self.neighbor_prob(unfiltered_probs, tokens) >= others)).to(p.dtype)
 
 
 logger = logging.getLogger("vargen")
 
-_AT_ONCE = 2**24  # number of distances in memory at a time
+_MAX_DISTANCES = 2**24  # number of distances in memory at a time
 
 
 def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
@@ -128,7 +119,7 @@ def build_neighbor_table(codebook: Tensor, count: int) -> Tensor:
         raise ValueError(f"codebook must be a matrix [V, C] of finite numbers and at least 2 codes, got {list(codebook.shape)}")
     codes = codebook.detach().to("cpu", torch.float32).contiguous()
     count = min(count, len(codes) - 1)
-    return _kept(_Codes(codes, digest(codes)), count).to(codebook.device)
+    return _load_or_build(_CodebookKey(codes, hash_codebook(codes)), count).to(codebook.device)
 
 
 def require_codebook(model: TokenModel) -> Tensor:
@@ -138,25 +129,25 @@ def require_codebook(model: TokenModel) -> Tensor:
         ValueError: if there is none, or it belongs to another vocabulary.
     """
     if model.codebook is None:
-        raise ValueError("neighbourhoods need a model with a codebook, whose vectors say how alike two tokens are")
+        raise ValueError("this rule needs a model with a codebook, whose vectors define which tokens are similar")
     if len(model.codebook) != model.vocab:
         raise ValueError(f"the codebook must have a vector for each of the {model.vocab} tokens, got {len(model.codebook)}")
     return model.codebook
 
 
-def digest(codebook: Tensor) -> str:
+def hash_codebook(codebook: Tensor) -> str:
     """Return a hash of the values and shape of a float32 codebook on the CPU."""
     return hashlib.sha256(f"{list(codebook.shape)}".encode() + codebook.numpy().tobytes()).hexdigest()[:16]
 
 
-class _Codes:
+class _CodebookKey:
     """A codebook as a cache key; equal to any other codebook with the same digest."""
 
     def __init__(self, codes: Tensor, name: str):
         self.codes, self.name = codes, name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Codes) and other.name == self.name
+        return isinstance(other, _CodebookKey) and other.name == self.name
 
     def __hash__(self) -> int:
         return hash(self.name)
@@ -164,19 +155,19 @@ class _Codes:
 
 @lru_cache(maxsize=4)
 @normal_tensors()
-def _kept(book: _Codes, count: int) -> Tensor:
+def _load_or_build(book: _CodebookKey, count: int) -> Tensor:
     path = cache_folder() / "neighbours" / f"{book.name}.npz"
-    found = _read(path, book, count)
+    found = _read_cache(path, book, count)
     if found is None:
-        found = _made(book.codes, count)
-        _write(path, book, found)
+        found = _build_table(book.codes, count)
+        _write_cache(path, book, found)
     return found[:, :count].contiguous()
 
 
-def _made(codes: Tensor, count: int) -> Tensor:
+def _build_table(codes: Tensor, count: int) -> Tensor:
     table = torch.empty(len(codes), count, dtype=torch.int16 if len(codes) <= 2**15 else torch.int32)
     high = codes.double()
-    for rows in torch.arange(len(codes)).split(max(1, _AT_ONCE // len(codes))):
+    for rows in torch.arange(len(codes)).split(max(1, _MAX_DISTANCES // len(codes))):
         # Without matrix products: their rounding separates equal distances, differently on every machine.
         gap = torch.cdist(high[rows], high, compute_mode="donot_use_mm_for_euclid_dist")
         gap[torch.arange(len(rows)), rows] = torch.inf  # exclude the token itself; a duplicate code may be at distance 0
@@ -192,7 +183,7 @@ def _made(codes: Tensor, count: int) -> Tensor:
 # -- disk cache -------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path, book: _Codes, count: int) -> Tensor | None:
+def _read_cache(path: Path, book: _CodebookKey, count: int) -> Tensor | None:
     """Load a table of this codebook with at least `count` columns; None if the file is missing, invalid, or another table."""
     try:
         with np.load(path, allow_pickle=False) as stored:
@@ -206,9 +197,9 @@ def _read(path: Path, book: _Codes, count: int) -> Tensor | None:
     return torch.from_numpy(table)
 
 
-def _write(path: Path, book: _Codes, table: Tensor) -> None:
+def _write_cache(path: Path, book: _CodebookKey, table: Tensor) -> None:
     try:
         with atomic_file(path) as temporary, open(temporary, "wb") as file:
             np.savez(file, codebook=book.name, nearest=table.numpy())
     except OSError as error:  # the cache folder is not writable
-        logger.debug("the table of nearest codes is not kept: %s", error)
+        logger.debug("the neighbor table is not cached: %s", error)

@@ -13,14 +13,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.acceptance.exact import probability, resample_rejected
+from vargen.decoding.next_token.acceptance.exact import gather_prob, resample_rejected
 from vargen.decoding.next_token.acceptance.neighborhood import build_neighbor_table, require_codebook
 from vargen.decoding.next_token.acceptance.relaxed import RelaxedRule
 from vargen.decoding.next_token.acceptance.siblings import Siblings
 from vargen.decoding.next_token.draft import Draft, Verdict
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import parse_float, parse_int, short_repr
+from vargen.values import number_field
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,8 @@ class PooledRule(RelaxedRule):
     whether they pass or not (the paper's local expansion). Tokens before it are left alone: their p does not depend on it, and
     letting a later token decide about an earlier one would bias the output.
 
-    Draft tokens that the drafter marks in `Draft.kept`, as `Wavefront` does, are always accepted; this counts as relaxation.
+    Draft tokens that the drafter marks in `Draft.force_accept`, as `Wavefront` does, are always accepted, which counts as
+    relaxation.
 
     Args:
         size: number of neighbors, at least 0; limited by the size of the codebook.
@@ -53,25 +54,13 @@ class PooledRule(RelaxedRule):
 
     topologies = ("chain",)
 
-    size: int = 10
-    threshold: float = 0.3
-    radius: int = 0
-    nearest: Tensor | None = field(default=None, init=False, repr=False, compare=False)  # int16 or int32 `[V, K]`; see `bind`
+    size: int = number_field(10, 0, is_integer=True, meaning="the number of neighbors")
+    threshold: float = number_field(0.3, 0, open_below=True)
+    radius: int = number_field(0, 0, is_integer=True)
+    neighbor_table: Tensor | None = field(
+        default=None, init=False, repr=False, compare=False
+    )  # int16 or int32 `[V, K]`; see `bind`
     columns: int = field(default=0, init=False, repr=False, compare=False)  # of the grid, set by `bind`
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        size, threshold, radius = parse_int(self.size, 0), parse_float(self.threshold), parse_int(self.radius, 0)
-        if size is None:
-            raise ValueError(
-                f"size, the neighbours of a token, must be a whole number of at least 0, got {short_repr(self.size)}"
-            )
-        if threshold is None or threshold <= 0:
-            raise ValueError(f"threshold, the mass that lets a draft stand, must be above 0, got {short_repr(self.threshold)}")
-        if radius is None:
-            raise ValueError(f"radius must be a whole number of at least 0 (the draft alone), got {short_repr(self.radius)}")
-        for name, value in (("size", size), ("threshold", threshold), ("radius", radius)):
-            object.__setattr__(self, name, value)
 
     def bind(self, model: TokenModel) -> PooledRule:
         """Return the rule with the grid and the neighbor table of the model's codebook, which is computed on first use."""
@@ -81,51 +70,53 @@ class PooledRule(RelaxedRule):
         bound = replace(self)
         object.__setattr__(bound, "columns", columns)
         if self.size and self.threshold <= 1:
-            object.__setattr__(bound, "nearest", build_neighbor_table(require_codebook(model), self.size))
+            object.__setattr__(bound, "neighbor_table", build_neighbor_table(require_codebook(model), self.size))
         return bound
 
-    def mass(self, p: Tensor, tokens: Tensor) -> Tensor:
+    def pooled_prob(self, p: Tensor, tokens: Tensor) -> Tensor:
         """Total probability of `tokens` `[B, S]` and their neighbors under p `[B, S, V]`: float `[B, S]`."""
-        own = probability(p, tokens)
-        return own if self.nearest is None else own + p.gather(2, self.nearest[tokens].long()).sum(2)
+        own = gather_prob(p, tokens)
+        return own if self.neighbor_table is None else own + p.gather(2, self.neighbor_table[tokens].long()).sum(2)
 
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        return (self.mass(p, tokens) >= self.threshold).to(p.dtype)
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        return (self.pooled_prob(p, tokens) >= self.threshold).to(p.dtype)
 
-    def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
-        granted = super().granted(siblings, depth)
-        return granted if siblings.kept is None else torch.where(siblings.kept, 1 - siblings.exact_chance, granted)
+    def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
+        relaxation = super().relaxation(siblings, depth)
+        if siblings.force_accept is None:
+            return relaxation
+        return torch.where(siblings.force_accept, 1 - siblings.exact_accept_prob, relaxation)
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
-        """See `AcceptanceRule`. `Verdict.drawn` holds the draft tokens, with rejected ones replaced."""
-        verdict, drafted, granted = self.along_chain(probs, draft, noise, relaxation)
-        kept, again = self._standing(verdict, drafted, granted, draft, noise)
-        drawn = resample_rejected(probs, draft, noise, kept, again)
-        return replace(verdict, drawn=drawn, relaxation=(granted * ~again).sum(1))
+        """See `AcceptanceRule`. `Verdict.sampled` holds the draft tokens, with rejected ones replaced."""
+        verdict, drafted, spent = self.verify_chain(probs, draft, noise, relaxation)
+        accepted, near = self._split_accepted(verdict, drafted, spent, draft, noise)
+        sampled = resample_rejected(probs, draft, noise, accepted, near)
+        return replace(verdict, sampled=sampled, relaxation=(spent * ~near).sum(1))
 
-    def _standing(
-        self, verdict: Verdict, drafted: Siblings, granted: Tensor, draft: Draft, noise: Noise
+    def _split_accepted(
+        self, verdict: Verdict, drafted: Siblings, spent: Tensor, draft: Draft, noise: Noise
     ) -> tuple[Tensor, Tensor]:
-        """Return two masks over draft tokens, bool `[B, S]` each: which are kept, and which lie close after a rejected one.
+        """Return two masks over draft tokens, bool `[B, S]` each: which are accepted, and which are close after a rejected one.
 
         Entries of committed tokens are undefined.
         """
-        slot = torch.arange(granted.shape[1], device=granted.device)
-        kept = noise.uniform(Purpose.REDRAW_ACCEPT)[:, :-1] < drafted.exact_chance + granted
+        slot = torch.arange(spent.shape[1], device=spent.device)
+        accepted = noise.uniform(Purpose.RESAMPLE_ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
         if draft.valid is not None:
-            kept &= draft.valid
-        reached = slot < verdict.count[:, None] - 1  # accepted
+            accepted &= draft.valid
+        committed = slot < verdict.count[:, None] - 1
         if not self.radius:
-            return kept, torch.zeros_like(kept)
+            return accepted, torch.zeros_like(accepted)
         first = slot == verdict.count[:, None] - 1  # rejected by the verdict, which used other uniforms
-        refused = (first | ~kept) & ~reached
+        rejected = (first | ~accepted) & ~committed
         if draft.valid is not None:
-            refused &= draft.valid
-        return kept, self._near(refused, noise.position[:, :-1]) & ~reached & ~first
+            rejected &= draft.valid
+        return accepted, self._is_near_rejected(rejected, noise.position[:, :-1]) & ~committed & ~first
 
-    def _near(self, refused: Tensor, position: Tensor) -> Tensor:
+    def _is_near_rejected(self, rejected: Tensor, position: Tensor) -> Tensor:
         """bool `[B, S]`: positions after a rejected one in raster order, within `radius` rows and columns of it."""
         row, column = position // self.columns, position % self.columns
         down, across = row[:, :, None] - row[:, None, :], column[:, :, None] - column[:, None, :]  # from one to another
-        behind = position[:, :, None] > position[:, None, :]
-        return (behind & (down <= self.radius) & (across.abs() <= self.radius) & refused[:, None, :]).any(2)
+        after = position[:, :, None] > position[:, None, :]
+        return (after & (down <= self.radius) & (across.abs() <= self.radius) & rejected[:, None, :]).any(2)

@@ -1,6 +1,6 @@
 """Relaxation: acceptance beyond the exact probability min(1, p / q), implemented once for all relaxed rules.
 
-A relaxed rule specifies the probability f(x) with which it wants to accept draft token x. The base class spends the excess f(x)
+A relaxed rule specifies the probability f(x) with which it accepts draft token x. The base class spends the excess f(x)
 - min(1, p(x) / q(x)) where it is positive, tapers it with depth, limits it by the budget, and sums it.
 
 Where f is at least the exact acceptance probability, (p - q f)+ equals (p - q)+, so the residual of the exact rule is optimal
@@ -15,23 +15,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.acceptance import fused
-from vargen.decoding.next_token.acceptance.exact import judged, probability
+from vargen.decoding.next_token.acceptance.exact import gather_prob, verify_chain
 from vargen.decoding.next_token.acceptance.siblings import SiblingDecision, Siblings, verify_siblings
 from vargen.decoding.next_token.draft import Draft, Tree, Verdict
-from vargen.decoding.next_token.protocols import TokenModel
+from vargen.decoding.next_token.protocols import AcceptanceRule
 from vargen.decoding.noise import Noise, Purpose
-from vargen.values import parse_float, short_repr
+from vargen.values import number_field, validate_fields
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelaxedRule:
-    """Base class of relaxed rules. A subclass defines `wanted`, its acceptance probability for a draft token.
+class RelaxedRule(AcceptanceRule):
+    """Base class of relaxed rules. A subclass defines `accept_prob`, its acceptance probability for a draft token.
 
     Args:
         budget: maximum relaxation per image, at least 0; once it is spent, the rule is exact. None: no limit.
@@ -43,25 +42,16 @@ class RelaxedRule:
         ValueError: if a value is out of range.
     """
 
-    exact: ClassVar[bool] = False
-    topologies: ClassVar[tuple[str, ...]] = ("chain", "tree")
+    exact = False
+    topologies = (*AcceptanceRule.topologies, "tree")
 
-    budget: float | None = None
-    tightening: float = 0.0
+    budget: float | None = number_field(None, 0, optional=True, meaning="the maximum relaxation per image")
+    tightening: float = number_field(0.0, 0)
 
     def __post_init__(self) -> None:
-        budget, tightening = parse_float(self.budget), parse_float(self.tightening)
-        if self.budget is not None and (budget is None or budget < 0):
-            raise ValueError(f"budget must be at least 0 (exact), or None for no limit, got {short_repr(self.budget)}")
-        if tightening is None or tightening < 0:
-            raise ValueError(f"tightening must be at least 0 (all drafts alike), got {short_repr(self.tightening)}")
-        object.__setattr__(self, "budget", budget)
-        object.__setattr__(self, "tightening", tightening)
+        validate_fields(self)
 
-    def bind(self, model: TokenModel) -> Self:
-        return self
-
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         """Probability f of accepting each draft token of `tokens` `[B, S]`, clamped to between the exact probability and 1.
 
         Args:
@@ -69,19 +59,21 @@ class RelaxedRule:
         """
         raise NotImplementedError
 
-    def wanted_greedily(self, p: Tensor, q: Tensor | None, tokens: Tensor, soft: Tensor) -> Tensor:
-        """Like `wanted`, for greedy sampling: p is one-hot, and `soft` `[B, S, V]` is the target distribution at temperature 1.
+    def greedy_accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor, unfiltered_probs: Tensor) -> Tensor:
+        """Like `accept_prob`, for greedy sampling, where p is one-hot. Rules without a greedy form use p.
 
-        Rules without a greedy form use p.
+        Args:
+            unfiltered_probs: float32 `[B, S, V]`, the target distribution at temperature 1.
         """
-        return self.wanted(p, q, tokens)
+        return self.accept_prob(p, q, tokens)
 
-    def granted(self, siblings: Siblings, depth: Tensor) -> Tensor:
+    def relaxation(self, siblings: Siblings, depth: Tensor) -> Tensor:
         """Relaxation of each draft token, `[B, S]`, tapered with depth but not yet limited by the budget."""
-        p, q, token, soft = siblings.p, siblings.q, siblings.token, siblings.soft
-        wanted = self.wanted(p, q, token) if soft is None else self.wanted_greedily(p, q, token, soft)
-        extra = (wanted.clamp(max=1.0) - siblings.exact_chance).clamp_min(0)
-        return extra * (-self.tightening * (depth - 1)).exp() if self.tightening else extra
+        args = (siblings.p, siblings.q, siblings.token)
+        unfiltered = siblings.unfiltered_probs
+        accept_prob = self.accept_prob(*args) if unfiltered is None else self.greedy_accept_prob(*args, unfiltered)
+        excess = (accept_prob.clamp(max=1.0) - siblings.exact_accept_prob).clamp_min(0)
+        return excess * (-self.tightening * (depth - 1)).exp() if self.tightening else excess
 
     def __call__(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
         """See `AcceptanceRule`; `relaxation` counts toward the budget.
@@ -89,57 +81,58 @@ class RelaxedRule:
         As in `recursive_rejection`, a later sibling is tested against the p that remains after the rejection of earlier
         siblings.
         """
-        if not draft.tree.chain:
-            test = partial(self._test, draft.tree)
-            return verify_siblings(test, probs, draft, noise, relaxation, self.budget)
-        if fused.applies(probs) and type(self).granted is RelaxedRule.granted and draft.tokens.shape[1]:
-            given = (probs[:, :-1], draft.probs, draft.tokens)
-            wanted = self.wanted(*given) if draft.soft is None else self.wanted_greedily(*given, draft.soft[:, :-1])
-            return fused.judged_chain(probs, draft, noise, wanted, relaxation, self.budget, self.tightening)
-        verdict, _, granted = self.along_chain(probs, draft, noise, relaxation)
-        return replace(verdict, relaxation=sum_relaxation(granted, verdict, draft))
+        if not draft.tree.is_chain:
+            rule = partial(self._decide_sibling, draft.tree)
+            return verify_siblings(rule, probs, draft, noise, relaxation, self.budget)
+        if fused.is_available(probs) and type(self).relaxation is RelaxedRule.relaxation and draft.tokens.shape[1]:
+            args = (probs[:, :-1], draft.probs, draft.tokens)
+            unfiltered = None if draft.unfiltered_probs is None else draft.unfiltered_probs[:, :-1]
+            accept_prob = self.accept_prob(*args) if unfiltered is None else self.greedy_accept_prob(*args, unfiltered)
+            return fused.verify_chain(probs, draft, noise, accept_prob, relaxation, self.budget, self.tightening)
+        verdict, _, spent = self.verify_chain(probs, draft, noise, relaxation)
+        return replace(verdict, relaxation=sum_relaxation(spent, verdict, draft))
 
-    def along_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
+    def verify_chain(self, probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> tuple[Verdict, Siblings, Tensor]:
         """Return the verdict on a chain without its relaxation, the draft tokens, and the relaxation of each, `[B, T - 1]`."""
         slot = torch.arange(1, probs.shape[1], device=probs.device)[None]
-        soft = None if draft.soft is None else draft.soft[:, :-1]
-        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, soft=soft, kept=draft.kept)
-        granted = cap_to_budget(self.granted(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
-        accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_chance + granted
-        return judged(accepted, probs, draft, noise), drafted, granted  # as on a tree, but without its copies of p
+        unfiltered = None if draft.unfiltered_probs is None else draft.unfiltered_probs[:, :-1]
+        drafted = Siblings(probs[:, :-1], draft.probs, draft.tokens, slot, None, unfiltered, draft.force_accept)
+        spent = cap_to_budget(self.relaxation(drafted, draft.tree.depth[1:]), draft, relaxation, self.budget)
+        accepted = noise.uniform(Purpose.ACCEPT)[:, :-1] < drafted.exact_accept_prob + spent
+        return verify_chain(accepted, probs, draft, noise), drafted, spent  # as on a tree, but without its copies of p
 
-    def _test(self, tree: Tree, siblings: Siblings) -> SiblingDecision:
+    def _decide_sibling(self, tree: Tree, siblings: Siblings) -> SiblingDecision:
         depth = tree.depth.expand(len(siblings.token), -1).gather(1, siblings.slot.expand_as(siblings.token))
-        extra = self.granted(siblings, depth)
-        if siblings.room is not None:
-            extra = torch.minimum(extra, siblings.room)
-        return SiblingDecision(siblings.exact_chance + extra, siblings.left, extra)
+        relaxation = self.relaxation(siblings, depth)
+        if siblings.max_relaxation is not None:
+            relaxation = torch.minimum(relaxation, siblings.max_relaxation)
+        return SiblingDecision(siblings.exact_accept_prob + relaxation, siblings.residual, relaxation)
 
 
-def cap_to_budget(granted: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
+def cap_to_budget(excess: Tensor, draft: Draft, relaxation: Tensor, budget: float | None) -> Tensor:
     """Limit the relaxation of each draft token of a chain, float `[B, T - 1]`.
 
     Invalid draft tokens get none, and the sum along the chain does not exceed the remaining budget.
 
     Args:
-        granted: float `[B, T - 1]`, nonnegative, relaxation before the limit.
+        excess: float `[B, T - 1]`, nonnegative, relaxation before the limit.
         relaxation: float32 `[B]`, spent in earlier passes.
         budget: maximum relaxation per image; None: no limit.
     """
     if draft.valid is not None:
-        granted = granted * draft.valid
+        excess = excess * draft.valid
     if budget is None:
-        return granted
-    total = torch.minimum(granted.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])
+        return excess
+    total = torch.minimum(excess.cumsum(1), (budget - relaxation).clamp_min(0)[:, None])
     return total.diff(dim=1, prepend=torch.zeros_like(total[:, :1]))
 
 
-def sum_relaxation(granted: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
+def sum_relaxation(spent: Tensor, verdict: Verdict, draft: Draft) -> Tensor:
     """Relaxation of a pass, float `[B]`: the sum over the draft tokens that were tested, including the first rejected one."""
-    examined = torch.arange(granted.shape[1], device=granted.device) < verdict.count[:, None]
+    tested = torch.arange(spent.shape[1], device=spent.device) < verdict.count[:, None]
     if draft.valid is not None:
-        examined = examined & draft.valid
-    return (granted * examined).sum(1)
+        tested = tested & draft.valid
+    return (spent * tested).sum(1)
 
 
 @dataclass(frozen=True)
@@ -158,17 +151,10 @@ class RatioRule(RelaxedRule):
         ValueError: if a value is out of range.
     """
 
-    ratio: float = 2.0
+    ratio: float = number_field(2.0, 1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ratio = parse_float(self.ratio)
-        if ratio is None or ratio < 1:
-            raise ValueError(f"ratio must be at least 1, which is exact, got {short_repr(self.ratio)}")
-        object.__setattr__(self, "ratio", ratio)
-
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
-        return self.ratio * probability(p, tokens) / probability(q, tokens).clamp_min(1e-30)
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+        return self.ratio * gather_prob(p, tokens) / gather_prob(q, tokens).clamp_min(1e-30)
 
 
 @dataclass(frozen=True)
@@ -189,19 +175,9 @@ class TypicalRule(RelaxedRule):
         ValueError: if a value is out of range.
     """
 
-    epsilon: float = 0.09
-    alpha: float = 0.3
+    epsilon: float = number_field(0.09, 0, 1, open_below=True)
+    alpha: float = number_field(0.3, 0, open_below=True)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        epsilon, alpha = parse_float(self.epsilon), parse_float(self.alpha)
-        if epsilon is None or not 0 < epsilon <= 1:
-            raise ValueError(f"epsilon must be in (0, 1], got {short_repr(self.epsilon)}")
-        if alpha is None or alpha <= 0:
-            raise ValueError(f"alpha must be above 0, got {short_repr(self.alpha)}")
-        object.__setattr__(self, "epsilon", epsilon)
-        object.__setattr__(self, "alpha", alpha)
-
-    def wanted(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+    def accept_prob(self, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
         entropy = -(p * p.clamp_min(1e-30).log()).sum(-1)
-        return (probability(p, tokens) > (self.alpha * (-entropy).exp()).clamp(max=self.epsilon)).to(p.dtype)
+        return (gather_prob(p, tokens) > (self.alpha * (-entropy).exp()).clamp(max=self.epsilon)).to(p.dtype)

@@ -1,7 +1,7 @@
 """Drafters, which propose tokens together with their probabilities."""
 
-from vargen.decoding.next_token.drafters.base import Sequential
-from vargen.decoding.next_token.drafters.draft_model import LayerSkip, Speculative, best_layers
+from vargen.decoding.next_token.drafters.base import ChainDrafter, Sequential, TreeDrafter
+from vargen.decoding.next_token.drafters.draft_model import LayerSkip, Speculative
 from vargen.decoding.next_token.drafters.draft_model_tree import SpeculativeTree
 from vargen.decoding.next_token.drafters.eagle import Eagle
 from vargen.decoding.next_token.drafters.jacobi import Jacobi
@@ -12,6 +12,7 @@ from vargen.decoding.next_token.drafters.recycle import Recycle
 from vargen.decoding.next_token.drafters.wavefront import Wavefront
 
 __all__ = [
+    "ChainDrafter",
     "Eagle",
     "Jacobi",
     "JacobiTree",
@@ -22,6 +23,6 @@ __all__ = [
     "Sequential",
     "Speculative",
     "SpeculativeTree",
+    "TreeDrafter",
     "Wavefront",
-    "best_layers",
 ]

@@ -1,73 +1,134 @@
-"""Base classes of drafters: `Sequential`, which proposes nothing, and `TreeDrafter`."""
+"""Base classes of drafters by the shape of their drafts: none at all, a chain, or a tree."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from vargen.decoding.next_token.draft import Draft, Output, Step
-from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.shapes import AutoTree, TreeShape
+from vargen.decoding.next_token.draft import Draft, Output
+from vargen.decoding.next_token.protocols import Drafter, TokenModel
+from vargen.decoding.next_token.trees.search import TreeController, search_best_tree
+from vargen.decoding.next_token.trees.shapes import AutoTree, StaticTree, TreeShape, parse_shape
+from vargen.decoding.pass_costs import candidate_widths, measure_pass_costs
 from vargen.decoding.sampling import Sampling
 from vargen.values import short_repr
 
 
 @dataclass(frozen=True)
-class Sequential:
+class Sequential(Drafter):
     """Empty draft: each pass feeds the last token and commits the next one."""
 
-    max_fed: int = 1
-    topology: str = "chain"
-
-    def bind(self, model: TokenModel) -> Sequential:
-        return self
+    @property
+    def max_width(self) -> int:
+        return 1
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Draft:
-        return Draft.empty(len(seeds), model.vocab, torch.device(model.device))
+        return Draft.make_empty(len(seeds), model.vocab, torch.device(model.device))
 
     def propose(self, state: Draft, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         return state
 
-    def observe(self, state: Draft, step: Step) -> None:
-        pass
 
+class ChainDrafter(Drafter):
+    """Base class of drafters that propose a chain: frozen dataclasses with a field `length`, the draft tokens per pass."""
 
-class TreeDrafter:
-    """Base class of tree drafters: frozen dataclasses with a field `shape`, which `tree` resolves; see `SizedDrafter`."""
-
-    @property
-    @abstractmethod
-    def tree(self) -> TreeShape | AutoTree:
-        """The resolved shape."""
+    length: int | Literal["auto"]
 
     @property
-    def max_fed(self) -> int:
-        return self.tree.nodes + 1
+    def max_width(self) -> int:
+        assert isinstance(self.length, int)
+        return self.length + 1
 
-    def check_grid(self, tokens: int) -> None:
+    def validate_grid(self, tokens: int) -> None:
+        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
+        if not isinstance(self.length, str) and self.length >= tokens:
+            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {self.length}")
+
+    def fit_to_grid(self, tokens: int) -> Self:
+        changed: Any = self
+        return replace(changed, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
+
+
+class TreeDrafter(Drafter):
+    """Base class of drafters that propose a tree: frozen dataclasses with a field `shape`."""
+
+    topology: str = "tree"
+    shape: Any
+
+    @property
+    def tree_shape(self) -> TreeShape | AutoTree:
+        """The shape, also if it was given by a name or by parents."""
+        return parse_shape(self.shape)
+
+    @property
+    def max_width(self) -> int:
+        return self.tree_shape.nodes + 1
+
+    def bind(self, model: TokenModel) -> Self:
+        """Return the drafter; an automatic tree is limited to the grid.
+
+        Raises:
+            ValueError: if the tree does not fit the grid, or a slot has more children than there are tokens.
+        """
+        tokens, children = model.grid[0] * model.grid[1], self.tree_shape.children
+        if children > model.vocab:
+            raise ValueError(f"children of a tree must be at most the vocabulary of {model.vocab} tokens, got {children}")
+        self.validate_grid(tokens)
+        return self.fit_to_grid(tokens)
+
+    def validate_grid(self, tokens: int) -> None:
         """Raise ValueError unless the longest path of the tree fits after the first token of a grid of `tokens` tokens."""
-        if self.tree.depth >= tokens and not isinstance(self.tree, AutoTree):  # automatic trees shrink
+        depth = self.tree_shape.depth
+        if depth >= tokens and not isinstance(self.tree_shape, AutoTree):  # automatic trees are shortened
             raise ValueError(
-                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, "
-                f"got {short_repr(self.tree.depth)}"
+                f"depth of a tree must be from 1 to {tokens - 1}, one less than the grid's tokens, got {short_repr(depth)}"
             )
 
-    def fitted(self, tokens: int) -> Self:
-        """Return the drafter with a tree that fits after the first token of a grid of `tokens` tokens."""
-        return self._shaped(self.tree.cut(tokens - 1)) if self.tree.depth >= tokens else self
+    def fit_to_grid(self, tokens: int) -> Self:
+        return self._with_shape(self.tree_shape.limit_depth(tokens - 1)) if self.tree_shape.depth >= tokens else self
 
-    def narrowed(self, vocab: int) -> Self:
-        """Return the drafter with at most `vocab` children per slot."""
-        return self._shaped(self.tree.narrowed(vocab)) if self.tree.children > vocab else self
+    def fit_to_vocab(self, vocab: int) -> Self:
+        return self._with_shape(self.tree_shape.limit_children(vocab)) if self.tree_shape.children > vocab else self
 
-    def resized(self, window: int | str) -> Self:
-        """Return this drafter unchanged: windows apply only to Jacobi chains."""
-        return self
-
-    def _shaped(self, shape: Any) -> Self:
+    def _with_shape(self, shape: TreeShape | AutoTree) -> Self:
         changed: Any = self
         return replace(changed, shape=shape)
+
+    def make_controller(
+        self,
+        model: TokenModel,
+        condition: Any,
+        images: int,
+        drafting: Callable[[tuple[int, ...]], float] = lambda parents: 0.0,
+        fixed_cost: float = 0.0,
+    ) -> TreeController | None:
+        """Return the controller that selects the tree of each pass; None if the shape is not automatic.
+
+        Args:
+            drafting: seconds to draft a tree, as a function of its parents.
+            fixed_cost: seconds that drafting takes in every pass, also if nothing is drafted.
+        """
+        shape = self.tree_shape
+        if not isinstance(shape, AutoTree):
+            return None
+        costs = measure_pass_costs(model, condition, images, candidate_widths(shape.nodes + 1))
+        seconds = {width: cost + fixed_cost for width, cost in costs.items()}
+        return TreeController(shape, seconds, drafting, choose_once=model.device.type != "cpu")
+
+    def next_shape(self, controller: TreeController | None) -> TreeShape | None:
+        """Return the tree of the next pass; None if drafting does not pay off."""
+        if controller is None:
+            assert not isinstance(self.tree_shape, AutoTree)
+            return self.tree_shape
+        return None if len(controller.parents) == 1 else StaticTree(controller.parents)
+
+    def representative_shape(self, drafts: int) -> TreeShape:
+        """Return the tree whose cost is measured: the drafter's own, or a typical automatic one of `drafts` draft tokens."""
+        shape = self.tree_shape
+        if isinstance(shape, AutoTree):
+            return StaticTree(search_best_tree([shape.acceptance], drafts, shape.depth))
+        return shape

@@ -8,20 +8,22 @@ Shape suffixes: B images, S draft tokens, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.draft_length import GeometricEstimate, WidthController
-from vargen.decoding.next_token.protocols import LayeredModel, TokenModel
+from vargen.decoding.next_token.drafters.base import ChainDrafter
+from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.noise import Noise, Purpose
 from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling, to_probs
 from vargen.values import parse_float, parse_int, short_repr
 
-_LONGEST = 8  # maximum number of draft tokens of an automatic chain
+MAX_AUTO_LENGTH = 8  # maximum number of draft tokens of an automatic chain
 
 
 def _drafting(small: dict[int, float], drafts: int) -> float:
@@ -32,25 +34,25 @@ def _drafting(small: dict[int, float], drafts: int) -> float:
     return small[2] + (drafts - 1) * small[1] if drafts else 0.0
 
 
+@register_state
 @dataclass
-class _State:
-    model: TokenModel
-    held: Any
+class DraftModelState:
+    cache: Any
     sampling: Sampling
     seeds: Tensor
-    total: int
+    num_tokens: int
     length: int
-    choice: WidthController | None
+    controller: WidthController | None
 
 
 @dataclass(frozen=True)
-class Speculative:
+class Speculative(ChainDrafter):
     """Draft a chain with a smaller model.
 
     Args:
         length: draft tokens per pass, at least 1; each takes one pass of the draft model. `"auto"` selects up to 8, maximizing
             tokens per second according to measured pass costs of both models and recent acceptance; where drafting does not pay
-            off, it stops. This depends on timing and on the batch, like the window `Auto`: the distribution is unchanged, but
+            off, it stops. This depends on timing and on the batch, like an `AutoWindow`: the distribution is unchanged, but
             an image is reproducible only with the rule `shared_noise`. On a GPU the length is fixed before the first pass.
         model: the draft model. None: `draft_model` of the target, set by pipelines with a `draft_transformer`.
         shared_noise: sample draft tokens with the shared noise, which couples them to those of the target; for the rule
@@ -64,7 +66,6 @@ class Speculative:
     length: int | Literal["auto"] = 4
     model: TokenModel | None = None
     shared_noise: bool = False
-    topology: str = field(default="chain", init=False)
 
     def __post_init__(self) -> None:
         if self.model is not None and (isinstance(self.model, type) or not isinstance(self.model, TokenModel)):
@@ -75,26 +76,22 @@ class Speculative:
             return
         length = parse_int(self.length, 1)
         if length is None:
-            given = short_repr(self.length)
-            raise ValueError(
-                f"length, the drafted tokens of a pass, must be a whole number of at least 1, or 'auto', got {given}"
-            )
+            raise ValueError(f"length must be a whole number of at least 1, or 'auto', got {short_repr(self.length)}")
         object.__setattr__(self, "length", length)
 
     @property
-    def longest(self) -> int:
-        return _LONGEST if isinstance(self.length, str) else self.length
+    def max_length(self) -> int:
+        return MAX_AUTO_LENGTH if isinstance(self.length, str) else self.length
 
     @property
-    def max_fed(self) -> int:
-        return self.longest + 1
+    def max_width(self) -> int:
+        return self.max_length + 1
 
     @property
-    def offers(self) -> tuple[str, ...]:
-        """See `OfferingDrafter`."""
-        return () if self.shared_noise else ("fresh",)
+    def provides(self) -> tuple[str, ...]:
+        return () if self.shared_noise else ("independent-per-pass",)
 
-    def small_model(self, model: TokenModel) -> TokenModel:
+    def require_draft_model(self, model: TokenModel) -> TokenModel:
         """Return the draft model for `model`.
 
         Raises:
@@ -113,84 +110,79 @@ class Speculative:
             )
         return small
 
-    def bind(self, model: TokenModel) -> Speculative:
-        """Return this drafter.
+    def bind(self, model: TokenModel) -> Self:
+        """Return the drafter with its draft model.
 
         Raises:
             ValueError: if there is no matching draft model, or the chain does not fit after the first token of the grid.
         """
-        self.small_model(model)
-        self.check_grid(model.grid[0] * model.grid[1])
-        return self
+        draft_model, bound = self.require_draft_model(model), replace(super().bind(model))
+        object.__setattr__(bound, "model", draft_model)
+        return bound
 
-    def check_grid(self, tokens: int) -> None:
-        """Raise ValueError unless the chain fits after the first token of a grid of `tokens` tokens."""
-        if not isinstance(self.length, str) and self.length >= tokens:
-            given = short_repr(self.length)
-            raise ValueError(f"length must be from 1 to {tokens - 1}, one less than the grid's tokens, got {given}")
-
-    def fitted(self, tokens: int) -> Speculative:
-        """Return the drafter with a chain that fits after the first token of a grid of `tokens` tokens."""
-        return replace(self, length=tokens - 1) if not isinstance(self.length, str) and self.length >= tokens else self
-
-    def resized(self, window: int | str) -> Speculative:
+    def with_window(self, window: int | str) -> Self:
         """Set the length to `"auto"` if `window` is; numbers apply to windows and leave a chain unchanged."""
         return replace(self, length="auto") if window == "auto" else self
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        small, choice, length = self.small_model(model), None, self.longest
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> DraftModelState:
+        draft_model, controller, length = self.model, None, self.max_length
+        assert draft_model is not None
         if isinstance(self.length, str):
             images = len(seeds)
-            costs = measure_pass_costs(model, condition, images, range(1, _LONGEST + 2))
-            drafting = measure_pass_costs(small, condition, images, [1, 2])
+            costs = measure_pass_costs(model, condition, images, range(1, MAX_AUTO_LENGTH + 2))
+            drafting = measure_pass_costs(draft_model, condition, images, [1, 2])
             steps = {fed: seconds + _drafting(drafting, fed - 1) for fed, seconds in costs.items()}
-            choice = WidthController(steps, GeometricEstimate())
-            length = choice.next() - 1
-        held, _ = small.prefill(condition, max(2, self.longest))
-        return _State(small, held, sampling, seeds, model.grid[0] * model.grid[1], length, choice)
+            controller = WidthController(steps, GeometricEstimate())
+            length = controller.choose() - 1
+            if model.device.type != "cpu":  # the length is fixed
+                controller = None
+        cache, _ = draft_model.prefill(condition, max(2, self.max_length))
+        return DraftModelState(cache, sampling, seeds, model.grid[0] * model.grid[1], length, controller)
 
-    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the draft model's passes for a chain of `drafts` tokens."""
-        return _drafting(measure_pass_costs(self.small_model(model), condition, images, [1, 2]), drafts)
+        return _drafting(measure_pass_costs(self.require_draft_model(model), condition, images, [1, 2]), drafts)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+    def propose(self, state: DraftModelState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         """Feed the last two committed tokens, then every draft token except the last.
 
         Two, because the draft model has not processed the last draft token of a fully accepted chain.
         """
-        model, held, device = state.model, state.held, tokens.device
+        model, cache, device = self.model, state.cache, tokens.device
+        assert model is not None
         if state.length == 0:
-            return Draft.empty(len(tokens), model.vocab, device)
+            return Draft.make_empty(len(tokens), model.vocab, device)
         start = (length - 2).clamp(min=0)
-        model.rollback(held, start)
+        model.rollback(cache, start)
         pair = tokens.gather(1, start[:, None] + torch.arange(2, device=device))
         root = (length - 1 - start)[:, None]  # slot of the root: 0 when only one token is committed
-        two, one = Tree.of_chain(1, device), Tree.of_chain(0, device)
-        logits = model.forward(pair, held, two).logits
+        two, one = Tree.make_chain(1, device), Tree.make_chain(0, device)
+        logits = model.forward(pair, cache, two).logits
         logits = logits.gather(1, root[..., None].expand(-1, -1, logits.shape[-1]))
-        model.commit(held, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
+        model.commit(cache, torch.arange(2, device=device).expand(len(tokens), 2), root[:, 0] + 1, two)
         purpose = Purpose.TOKEN if self.shared_noise else Purpose.DRAFT
         drafted: list[Tensor] = []
         probs: list[Tensor] = []
         position = length[:, None]
         for drafts in range(state.length):
             if drafts:
-                logits = model.forward(drafted[-1], held, one).logits
-                model.commit(held, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
+                logits = model.forward(drafted[-1], cache, one).logits
+                model.commit(cache, torch.zeros_like(length)[:, None], torch.ones_like(length), one)
             probs.append(to_probs(logits, state.sampling))
-            drafted.append(Noise(state.seeds, position + drafts, step).draw(probs[-1], purpose))
+            drafted.append(Noise(state.seeds, position + drafts, step).sample(probs[-1], purpose))
         slots = torch.arange(state.length, device=device)
-        valid = length[:, None] + slots < state.total
-        return Draft(torch.cat(drafted, 1), Tree.of_chain(state.length, device), torch.cat(probs, 1), valid)
+        valid = length[:, None] + slots < state.num_tokens
+        return Draft(torch.cat(drafted, 1), Tree.make_chain(state.length, device), torch.cat(probs, 1), valid)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: DraftModelState, step: Step) -> DraftModelState:
         """Update the controller.
 
         Draft tokens need no handling: the next proposal rolls the cache back to the committed tokens.
         """
-        if state.choice and step.count.device.type == "cpu":
-            state.choice.observe(step.verdict.count, step.noise.position[:, 0] < state.total)
-            state.length = state.choice.next() - 1
+        if state.controller is None:
+            return state
+        state.controller.observe(step.verdict.count, step.noise.position[:, 0] < state.num_tokens)
+        return replace(state, length=state.controller.choose() - 1)
 
 
 @dataclass(frozen=True)
@@ -202,8 +194,7 @@ class LayerSkip(Speculative):
     Args:
         length, shared_noise: see `Speculative`.
         skip: fraction of layers to skip, between 0 and 1 exclusive, spread evenly while keeping the first two and the last,
-            which matter most. Alternatively explicit layer indices from 0, `(3, 5, 6)` or `"3+5+6"`; `best_layers` finds them
-            for a model.
+            which matter most. Alternatively explicit layer indices from 0, `(3, 5, 6)` or `"3+5+6"`.
 
     Raises:
         ValueError: if the fraction or the indices are invalid. `bind` raises it if the model cannot skip layers, or lacks
@@ -221,71 +212,32 @@ class LayerSkip(Speculative):
             found = [_layer(part) for part in parts] if isinstance(parts, list | tuple) else []
             if not found or None in found or len(set(found)) < len(found):
                 given = short_repr(self.skip)
-                raise ValueError(f"skip must be a share of the layers, or layers, each once, as in '3+5+6', got {given}")
+                raise ValueError(f"skip must be a fraction of the layers, or layers, each once, as in '3+5+6', got {given}")
             object.__setattr__(self, "skip", tuple(found))
             return
         if not 0 < share < 1:
-            raise ValueError(
-                f"skip, the share of the layers left out, must be above 0 and below 1, got {short_repr(self.skip)}"
-            )
+            raise ValueError(f"skip, a fraction of the layers, must be above 0 and below 1, got {short_repr(self.skip)}")
         object.__setattr__(self, "skip", share)
 
-    def layers(self, count: int) -> tuple[int, ...]:
+    def select_layers(self, count: int) -> tuple[int, ...]:
         """Return the indices of the skipped layers out of `count`."""
         if isinstance(self.skip, tuple):
             return self.skip
         assert isinstance(self.skip, float)
         first, last = min(2, count - 2), count - 2
-        left_out = max(1, min(round(self.skip * count), last - first + 1))
-        return tuple(torch.linspace(last, first, left_out).round().int().sort().values.tolist())
+        num_skipped = max(1, min(round(self.skip * count), last - first + 1))
+        return tuple(torch.linspace(last, first, num_skipped).round().int().sort().values.tolist())
 
-    def small_model(self, model: TokenModel) -> TokenModel:
+    def require_draft_model(self, model: TokenModel) -> TokenModel:
         """Return the target without the skipped layers.
 
         Raises:
             ValueError: if it cannot skip layers, or lacks these.
         """
-        if not isinstance(model, LayeredModel) or model.layers < 3:
-            raise ValueError("skipping layers needs a model that can, and has at least three of them")
-        return model.skipping(self.layers(model.layers))
+        if model.num_layers < 3:
+            raise ValueError(f"skip needs a model with at least three layers that can be skipped, got {model.num_layers}")
+        return model.skip_layers(self.select_layers(model.num_layers))
 
 
 def _layer(given: Any) -> int | None:
     return int(given) if isinstance(given, str) and given.isdecimal() and len(given) < 9 else parse_int(given, 0)
-
-
-def best_layers(
-    model: LayeredModel, condition: Any, tokens: Tensor, sampling: Sampling, most: int
-) -> list[tuple[tuple[int, ...], float]]:
-    """Search for the layers to skip, greedily: add the layer whose removal keeps acceptance highest.
-
-    SWIFT (Xia et al. 2024) searches for layers whose drafts match the generated tokens. Here the objective is the mean
-    acceptance rate, the sum of min(p, q), over the positions of images that the model generated. The search takes at most n (n
-    - 1) / 2 passes over whole images for n layers.
-
-    Args:
-        condition: of the images, B rows.
-        tokens: int64 `[B, N]`.
-        most: largest number of layers to skip.
-
-    Returns:
-        For each number of layers from 1, their sorted indices and the acceptance rate.
-    """
-
-    def probs(each: Any) -> Tensor:
-        state, _ = each.prefill(condition, tokens.shape[1])
-        return to_probs(each.forward(tokens, state, Tree.of_chain(tokens.shape[1] - 1, tokens.device)).logits, sampling)
-
-    target = probs(model)
-    found: list[tuple[tuple[int, ...], float]] = []
-    skipped: tuple[int, ...] = ()
-    for _ in range(min(most, model.layers - 1)):
-        accepted = {
-            layer: float(torch.minimum(target, probs(model.skipping((*skipped, layer)))).sum(-1).mean())
-            for layer in range(model.layers)
-            if layer not in skipped
-        }
-        best = max(accepted, key=lambda layer: accepted[layer])
-        skipped = tuple(sorted((*skipped, best)))
-        found.append((skipped, accepted[best]))
-    return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,93 +19,72 @@ from torch import Tensor
 from vargen.decoding.next_token.draft import Draft, Output, Step, Tree
 from vargen.decoding.next_token.drafters.base import TreeDrafter
 from vargen.decoding.next_token.drafters.initial import InitialDraft
-from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi
+from vargen.decoding.next_token.drafters.jacobi import Coupling, Jacobi, JacobiState
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
-from vargen.decoding.next_token.trees.expand import check_vocabulary
-from vargen.decoding.next_token.trees.search import AlwaysTree, TreeController, sizes
+from vargen.decoding.next_token.trees.children import exclude_earlier_siblings
+from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, StaticTree, parse_shape
 from vargen.decoding.noise import Noise, Purpose
-from vargen.decoding.pass_costs import measure_pass_costs
 from vargen.decoding.sampling import Sampling
-from vargen.modes import normal_tensors
+from vargen.device import normal_tensors
 
 
+@register_state
 @dataclass
-class _State:
-    """State of B images.
+class JacobiTreeState:
+    """State of B images: that of the window of first candidates, and of what selects the tree, unless it is fixed."""
 
-    `chain`: state of `drafter`, which drafts the first candidates in a window set by `window`. `choice`: controller that
-    selects the tree of each pass. `parents`: the current tree.
-    """
-
-    seeds: Tensor
-    total: int
-    drafter: Jacobi
-    chain: Any
-    window: _Led
-    choice: TreeController | AlwaysTree
-    parents: tuple[int, ...] = (-1,)
+    chain: JacobiState
+    controller: TreeController | None
 
 
-@dataclass
-class _Led:
-    """The window of first candidates (a `Window`), whose width follows the depth of the current tree."""
-
-    max_fed: int
-    shrinks: bool = True
-    present: int = 2
-
-    def start(self, model: TokenModel, condition: Any, images: int) -> _Led:
-        return self
-
-    def widths(self, length: Tensor) -> tuple[None, int]:
-        return None, self.present
-
-    def observe(self, count: Tensor, active: Tensor) -> None: ...
-
-
-class _Plan(NamedTuple):
+class _WindowPlan(NamedTuple):
     """Index tables of a tree shape, on the device.
 
     Attributes:
         tree: the shape.
         depth, rank: int64 `[T - 1]`, of each draft token; depth counts from 0.
-        younger: int64, the draft tokens that have earlier siblings.
-        first: int64 `[L]`, the slot of the first candidate of each position, along the path of first children.
-        onwards: int64 `[T, L + 1]`, for each last accepted slot: the slot whose output predicts each depth. It follows first
-            children, and continues along those of the root where these end.
-        several: number of leading positions that may have more than one candidate.
+        later_siblings: int64, the draft tokens that have earlier siblings.
+        first_children: int64 `[L]`, the slot of the first candidate of each position, along the path of first children.
+        continuation_slots: int64 `[T, L + 1]`, for each last accepted slot: the slot whose output predicts each depth. It
+            follows first children, and continues along those of the root where these end.
+        num_branching: number of leading positions that may have more than one candidate.
     """
 
     tree: Tree
     depth: Tensor
     rank: Tensor
-    younger: Tensor
-    first: Tensor
-    onwards: Tensor
-    several: int
+    later_siblings: Tensor
+    first_children: Tensor
+    continuation_slots: Tensor
+    num_branching: int
 
 
 @lru_cache(maxsize=16)
 @normal_tensors()
-def _plan(parents: tuple[int, ...], device: torch.device) -> _Plan:
-    shape = Tree.of(parents)
-    depth, rank, children = shape.depth.tolist(), shape.rank.tolist(), shape.children[:, 0].tolist() if shape.widest else [0]
+def _plan_window(parents: tuple[int, ...], device: torch.device) -> _WindowPlan:
+    shape = Tree.from_parents(parents)
+    depth, rank, children = (
+        shape.depth.tolist(),
+        shape.sibling_rank.tolist(),
+        shape.children[:, 0].tolist() if shape.max_children else [0],
+    )
     first = [0]
     while children[first[-1]]:
         first.append(children[first[-1]])
-    onwards = []
+    continuation_slots = []
     for slot in range(len(parents)):
         row, at = list(first), slot
         for step in range(depth[slot], len(first)):
             row[step] = at
             at = children[at] or first[min(step + 1, len(first) - 1)]
-        onwards.append(row)
-    several = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
-    tree = Tree.of(parents, device)
-    reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], onwards))
-    younger = (shape.rank[1:] > 0).nonzero()[:, 0].to(device)
-    return _Plan(tree, tree.depth[1:] - 1, tree.rank[1:], younger, reached, table, several)
+        continuation_slots.append(row)
+    num_branching = max((depth[slot] for slot in range(1, len(parents)) if rank[slot] > 0), default=0)
+    tree = Tree.from_parents(parents, device)
+    reached, table = (torch.tensor(rows, dtype=torch.int64, device=device) for rows in (first[1:], continuation_slots))
+    later_siblings = (shape.sibling_rank[1:] > 0).nonzero()[:, 0].to(device)
+    return _WindowPlan(tree, tree.depth[1:] - 1, tree.sibling_rank[1:], later_siblings, reached, table, num_branching)
 
 
 @dataclass(frozen=True)
@@ -127,106 +106,94 @@ class JacobiTree(TreeDrafter):
 
     shape: StaticTree | AutoTree | str | tuple[int, ...]
     coupling: Literal["independent", "maximal", "gumbel"] | Coupling = "maximal"
-    initial: Literal["uniform", "left", "above", "previous", "mixture"] | InitialDraft = "uniform"
-    topology: str = field(default="tree", init=False)
+    initial: Literal["uniform"] | InitialDraft = "uniform"
+    jacobi: Jacobi = field(init=False, repr=False, compare=False)  # drafts the first candidates; `bind` binds it, too
 
     def __post_init__(self) -> None:
-        tree = self.tree
-        if isinstance(tree, StaticTree) and (reached := len(_plan(tree.slots, torch.device("cpu")).first)) != tree.depth:
+        tree = self.tree_shape
+        reached = tree.depth
+        if isinstance(tree, StaticTree):
+            reached = len(_plan_window(tree.parents_tuple, torch.device("cpu")).first_children)
+        if reached != tree.depth:
             raise ValueError(
                 f"first children of a JacobiTree must reach its depth of {tree.depth}, got a shape where they end at {reached}"
             )
-        Jacobi(2, self.coupling, self.initial)
+        object.__setattr__(self, "jacobi", Jacobi(2, self.coupling, self.initial))
 
     @property
-    def tree(self) -> StaticTree | AutoTree:
-        """The resolved shape."""
+    def tree_shape(self) -> StaticTree | AutoTree:
         tree = parse_shape(self.shape)
         if isinstance(tree, DynamicTree):
             raise TypeError("shape of a JacobiTree must be a StaticTree or an AutoTree, got a DynamicTree")
         return tree
 
-    def bind(self, model: TokenModel) -> JacobiTree:
-        """Return this drafter; an automatic tree is limited to the grid."""
-        tokens = model.grid[0] * model.grid[1]
-        check_vocabulary(self.tree, model.vocab)
-        self.check_grid(tokens)
-        return self.fitted(tokens)
+    def bind(self, model: TokenModel) -> Self:
+        bound = replace(super().bind(model))
+        object.__setattr__(bound, "jacobi", self.jacobi.bind(model))
+        return bound
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        tree, window = self.tree, _Led(self.tree.depth + 1)
-        drafter = Jacobi(window, self.coupling, self.initial)
-        chain = drafter.start(model, condition, seeds, sampling, first)
-        choice: TreeController | AlwaysTree
-        if isinstance(tree, AutoTree):
-            seconds = measure_pass_costs(model, condition, len(seeds), sizes(tree))
-            choice = TreeController(tree, seconds, settled=model.device.type != "cpu")
-        else:
-            choice = AlwaysTree(tree.slots)
-        return _State(seeds, model.grid[0] * model.grid[1], drafter, chain, window, choice)
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> JacobiTreeState:
+        controller = self.make_controller(model, condition, len(seeds))
+        return JacobiTreeState(self.jacobi.start(model, condition, seeds, sampling, first), controller)
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        state.parents = state.choice.next()
-        plan = _plan(state.parents, tokens.device)
-        state.window.present = len(plan.first) + 1
-        chain = state.drafter.propose(state.chain, tokens, length, step)
-        if len(state.parents) == 1:
+    def _next_parents(self, state: JacobiTreeState) -> tuple[int, ...]:
+        shape = self.next_shape(state.controller)
+        return shape.parents_tuple if isinstance(shape, StaticTree) else (-1,)
+
+    def propose(self, state: JacobiTreeState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        parents = self._next_parents(state)
+        plan = _plan_window(parents, tokens.device)
+        chain = self.jacobi.propose_window(state.chain, len(plan.first_children) + 1, tokens, length, step)
+        if len(parents) == 1:
             return chain
         assert chain.probs is not None and chain.valid is not None
-        noise = Noise(state.seeds, length[:, None] + torch.arange(plan.several, device=tokens.device), step)
-        candidates, there = self._candidates(chain, noise, plan)  # padded to the same number at every position
-        drafted, valid = candidates[:, plan.depth, plan.rank], there[:, plan.depth, plan.rank]
+        noise = Noise(state.chain.seeds, length[:, None] + torch.arange(plan.num_branching, device=tokens.device), step)
+        candidates, exists = self._candidates(chain, noise, plan)  # padded to the same number at every position
+        drafted, valid = candidates[:, plan.depth, plan.rank], exists[:, plan.depth, plan.rank]
         probs = chain.probs[:, plan.depth]
-        if len(plan.younger):
-            rows = plan.younger
-            elder = candidates[:, plan.depth[rows]], plan.rank[rows]
-            probs = probs.index_copy_(1, rows, _less_elders(probs[:, rows], *elder))
+        if len(plan.later_siblings):
+            rows = plan.later_siblings
+            earlier = torch.arange(candidates.shape[-1], device=rows.device) < plan.rank[rows, None]
+            siblings = candidates[:, plan.depth[rows]]
+            probs = probs.index_copy_(1, rows, exclude_earlier_siblings(probs[:, rows], drafted[:, rows], siblings, earlier))
         return Draft(drafted, plan.tree, probs, valid & chain.valid[:, plan.depth])
 
-    def _candidates(self, chain: Draft, noise: Noise, plan: _Plan) -> tuple[Tensor, Tensor]:
+    def _candidates(self, chain: Draft, noise: Noise, plan: _WindowPlan) -> tuple[Tensor, Tensor]:
         """Return the candidates of each position, `[B, L, K]`, that of the window first, and which of them exist."""
         assert chain.probs is not None
-        tokens, K, several = chain.tokens[..., None], plan.tree.widest, plan.several
+        tokens, K, num_branching = chain.tokens[..., None], plan.tree.max_children, plan.num_branching
         if K == 1:
             return tokens, torch.ones_like(tokens, dtype=torch.bool)
         V = chain.probs.shape[-1]
         purpose = Purpose.TOKEN if self.coupling == "gumbel" else Purpose.CHOICE
-        others = chain.probs[:, :several].scatter(2, tokens[:, :several], 0.0) / noise.exponential(V, purpose)
+        others = chain.probs[:, :num_branching].scatter(2, tokens[:, :num_branching], 0.0) / noise.exponential(V, purpose)
         value, further = others.topk(K - 1, dim=-1)
-        pad = (0, 0, 0, tokens.shape[1] - several)
+        pad = (0, 0, 0, tokens.shape[1] - num_branching)
         further, value = torch.nn.functional.pad(further, pad), torch.nn.functional.pad(value, pad)
         return torch.cat([tokens, further], -1), torch.cat([torch.ones_like(tokens, dtype=torch.bool), value > 0], -1)
 
-    def observe(self, state: _State, step: Step) -> None:
+    def observe(self, state: JacobiTreeState, step: Step) -> JacobiTreeState:
         """Pass a chain to the window: for each depth, the slot that predicts it, and the first candidates."""
-        plan, verdict, draft = _plan(state.parents, step.probs.device), step.verdict, step.draft
-        state.choice.observe(step, state.total)
-        if len(state.parents) == 1:
-            return
+        parents, verdict, draft = self._next_parents(state), step.verdict, step.draft
+        plan = _plan_window(parents, step.probs.device)
+        if state.controller is not None:
+            state.controller.observe(step, state.chain.num_tokens)
+        if len(parents) == 1:
+            return replace(state, chain=self.jacobi.observe(state.chain, step))
         image = torch.arange(len(step.probs), device=step.probs.device)[:, None]
         last = verdict.path.gather(1, verdict.count[:, None] - 1)[:, 0]
-        slots = plan.onwards[last]  # [B, L + 1]
-        L, first = len(plan.first), plan.first - 1
+        slots = plan.continuation_slots[last]  # [B, L + 1]
+        L, first = len(plan.first_children), plan.first_children - 1
         assert draft.probs is not None and draft.valid is not None
-        chain = Draft(draft.tokens[:, first], Tree.of_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
+        chain = Draft(draft.tokens[:, first], Tree.make_chain(L, first.device), draft.probs[:, first], draft.valid[:, first])
         position = step.noise.position[:, :1] + torch.arange(L + 1, device=first.device)
-        drawn = None if verdict.drawn is None else verdict.drawn.gather(1, slots)
+        sampled = None if verdict.sampled is None else verdict.sampled.gather(1, slots)
         seen = replace(
             step,
             draft=chain,
             probs=step.probs[image, slots],
             features=None,
-            verdict=replace(verdict, drawn=drawn),
+            verdict=replace(verdict, sampled=sampled),
             noise=replace(step.noise, position=position),
         )
-        state.drafter.observe(state.chain, seen)
-
-
-def _less_elders(q: Tensor, candidates: Tensor, rank: Tensor) -> Tensor:
-    """Remove from q `[B, S, V]` the candidates `[B, S, K]` of lower rank than the draft token's `[S]`, and renormalize."""
-    K = candidates.shape[-1]
-    elder = torch.arange(K, device=rank.device) < rank[:, None]  # [S, K]
-    own = candidates.gather(2, rank[:, None].expand(len(candidates), -1, 1))
-    kept = q.gather(2, own)
-    left = q.scatter(2, torch.where(elder, candidates, own), 0.0).scatter(2, own, kept)
-    return left / left.sum(-1, keepdim=True).clamp_min(1e-30)
+        return replace(state, chain=self.jacobi.observe(state.chain, seen))

@@ -15,76 +15,76 @@ import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
-from vargen.decoding.next_token.drafters.heads import Features, HeadDrafter, there
-from vargen.decoding.next_token.protocols import ParallelHeads, TokenModel
-from vargen.decoding.next_token.trees.expand import Frontier, grow
+from vargen.decoding.next_token.drafters.heads import FeatureBuffer, HeadDrafter, require_features
+from vargen.decoding.next_token.graphs import register_state
+from vargen.decoding.next_token.protocols import DraftHead, ParallelHeads, TokenModel
+from vargen.decoding.next_token.trees.expand import Frontier, grow_tree
 from vargen.decoding.next_token.trees.search import TreeController
 from vargen.decoding.next_token.trees.shapes import AutoTree, DynamicTree, TreeShape
 from vargen.decoding.noise import Noise
-from vargen.decoding.pass_costs import timed
+from vargen.decoding.pass_costs import time_call
 from vargen.decoding.sampling import Sampling, to_probs
-from vargen.values import short_repr
+from vargen.deprecation import renamed_fields
 
 
+@register_state
 @dataclass
-class _State:
-    model: ParallelHeads
-    features: Features
+class MedusaState:
+    features: FeatureBuffer
     sampling: Sampling
     seeds: Tensor
-    total: int
-    choice: TreeController | None = None
+    num_tokens: int
+    controller: TreeController | None = None
 
 
+@renamed_fields(drawing="child_sampling")
 @dataclass(frozen=True)
 class Medusa(HeadDrafter):
     """Draft chains and trees with Medusa heads, at most as deep as there are heads; see `HeadDrafter`."""
 
     shape: TreeShape | AutoTree | str | int | tuple[int, ...] = field(default_factory=lambda: DynamicTree(nodes=15, depth=3))
     kind: ClassVar[str] = "medusa"
-    protocol: ClassVar[type] = ParallelHeads
+    head_class: ClassVar[type[DraftHead]] = ParallelHeads
 
     def bind(self, model: TokenModel) -> Self:
-        heads = self.trained(model).heads
-        if isinstance(self.tree, AutoTree) and self.tree.depth > heads:
-            return replace(self, shape=self.tree.cut(heads)).bind(model)
-        if self.tree.depth > heads:
-            raise ValueError(
-                f"depth of a tree must be from 1 to the drafter's {heads} heads, got {short_repr(self.tree.depth)}"
-            )
-        return super().bind(model)
+        heads, shape = self.find_head(model).num_heads, self.tree_shape
+        if shape.depth <= heads:
+            return super().bind(model)
+        if isinstance(shape, AutoTree):
+            return self._with_shape(shape.limit_depth(heads)).bind(model)
+        raise ValueError(f"depth of a tree must be from 1 to the number of heads, {heads}, got {shape.depth}")
 
-    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> _State:
-        images, heads = len(seeds), self.trained(model)
-        spent = _seconds(heads, first, images) if isinstance(self.tree, AutoTree) else 0.0
-        choice = self.choice(model, condition, images, 0.0, lambda parents: spent)
-        return _State(heads, Features.first(first, images), sampling, seeds, model.grid[0] * model.grid[1], choice)
+    def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> MedusaState:
+        images, num_tokens = len(seeds), model.grid[0] * model.grid[1]
+        seconds = _measure_head_seconds(self.model, first, images) if isinstance(self.tree_shape, AutoTree) else 0.0
+        controller = self.make_controller(model, condition, images, lambda parents: seconds)
+        return MedusaState(FeatureBuffer.from_prefill(first, images), sampling, seeds, num_tokens, controller)
 
-    def cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
+    def measure_cost(self, model: TokenModel, condition: Any, images: int, drafts: int) -> float:
         """Measured seconds of the heads for a draft; tree construction is excluded."""
-        return _seconds(self.trained(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
+        return _measure_head_seconds(self.find_head(model), model.prefill(condition, 1)[1], images) if drafts else 0.0
 
-    def propose(self, state: _State, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
-        tree = self.chosen(state.choice)
+    def propose(self, state: MedusaState, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
+        tree = self.next_shape(state.controller)
         if tree is None:
-            return Draft.empty(len(tokens), state.model.vocab, tokens.device)
+            return Draft.make_empty(len(tokens), self.model.vocab, tokens.device)
         root = tokens.gather(1, length[:, None] - 1)[:, 0]
-        logits = state.model.forward(root, state.features.last(), length - 1)[:, : tree.depth]
+        logits = self.model.forward(root, state.features.gather_last(), length - 1)[:, : tree.depth]
         probs = to_probs(logits, state.sampling)
 
         def expand(frontier: Frontier) -> Tensor:
             return probs[:, frontier.depth, None].expand(-1, frontier.tokens.shape[1], -1)
 
-        return grow(expand, tree, self.drawing, root, Noise(state.seeds, length[:, None], step), state.total)
+        return grow_tree(expand, tree, self.child_sampling, root, Noise(state.seeds, length[:, None], step), state.num_tokens)
 
-    def observe(self, state: _State, step: Step) -> None:
-        state.features.observe(step)
-        if state.choice is not None:
-            state.choice.observe(step, state.total)
+    def observe(self, state: MedusaState, step: Step) -> MedusaState:
+        if state.controller is not None:
+            state.controller.observe(step, state.num_tokens)
+        return replace(state, features=state.features.observe(step))
 
 
-def _seconds(heads: ParallelHeads, first: Output, images: int) -> float:
+def _measure_head_seconds(heads: ParallelHeads, first: Output, images: int) -> float:
     """Measure the seconds of one evaluation of the heads."""
-    features = there(first.features)
+    features = require_features(first.features)
     root = torch.zeros(images, dtype=torch.int64, device=features.device)
-    return min(timed(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))
+    return min(time_call(lambda: heads.forward(root, features, root), features.device)[0] for _ in range(4))

@@ -10,40 +10,41 @@ Shape suffixes: B images, T tokens fed in one pass, S = T - 1 draft tokens, N to
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vargen.decoding.next_token.draft import Draft, Output, Step
-from vargen.decoding.next_token.drafters.jacobi import Jacobi
+from vargen.decoding.next_token.drafters.jacobi import Jacobi, JacobiState
+from vargen.decoding.next_token.graphs import register_state
 from vargen.decoding.next_token.protocols import TokenModel
 from vargen.decoding.sampling import Sampling
-from vargen.values import parse_int, short_repr
+from vargen.values import number_field, short_repr, validate_fields
 
 
+@register_state
 @dataclass
-class _State:
-    """The state of the window, and a mask of kept positions, bool `[B, N + 1]`; the last entry is for positions past the
-    grid."""
+class WavefrontState:
+    """State of B images: that of the window, and a mask of settled positions.
 
-    jacobi: Any
-    kept: Tensor
-    rows: int
-    columns: int
-    length: Tensor
+    `settled` is bool `[B, N + 1]`; its last entry is for positions past the grid.
+    """
+
+    jacobi: JacobiState
+    settled: Tensor
 
 
 @dataclass(frozen=True)
 class Wavefront(Jacobi):
     """A Jacobi window over several rows, each of which is settled from left to right.
 
-    A token is marked as kept once it was sampled with a settled left neighbor and with the row above settled for `reach` more
-    columns. Only rules that respect the mark (`PooledRule`) keep it.
+    A token is settled once it was sampled with a settled left neighbor and with the row above settled for `reach` more columns.
+    Only rules that respect this (`PooledRule`) keep it.
 
     Args:
-        window, coupling, initial: see `Jacobi`; the coupling must be `"judged"`, which keeps what the rule keeps.
+        window, coupling, initial: see `Jacobi`; the coupling must be `"from-verdict"`, which keeps what the rule keeps.
         reach: number of columns, at least 0, that the row above must be ahead.
 
     Raises:
@@ -51,39 +52,34 @@ class Wavefront(Jacobi):
     """
 
     window: Any = 48
-    coupling: Any = "judged"
-    reach: int = field(default=4)
+    coupling: Any = "from-verdict"
+    reach: int = number_field(4, 0, is_integer=True)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        reach = parse_int(self.reach, 0)
-        if reach is None:
-            raise ValueError(f"reach, in columns, must be a whole number of at least 0, got {short_repr(self.reach)}")
-        if self.coupling != "judged":
-            raise ValueError(f"coupling of a wavefront must be 'judged', got {short_repr(self.coupling)}")
-        object.__setattr__(self, "reach", reach)
+        validate_fields(self)
+        if self.coupling != "from-verdict":
+            raise ValueError(f"coupling of a wavefront must be 'from-verdict', got {short_repr(self.coupling)}")
 
     def start(self, model: TokenModel, condition: Any, seeds: Tensor, sampling: Sampling, first: Output) -> Any:
-        rows, columns = model.grid
-        kept = torch.zeros(len(seeds), rows * columns + 1, dtype=torch.bool, device=seeds.device)
-        inner = super().start(model, condition, seeds, sampling, first)
-        return _State(inner, kept, rows, columns, torch.ones_like(seeds))
+        settled = torch.zeros(len(seeds), model.grid[0] * model.grid[1] + 1, dtype=torch.bool, device=seeds.device)
+        return WavefrontState(super().start(model, condition, seeds, sampling, first), settled)
 
     def propose(self, state: Any, tokens: Tensor, length: Tensor, step: int | Tensor) -> Draft:
         draft = super().propose(state.jacobi, tokens, length, step)
         position = length[:, None] + torch.arange(draft.tokens.shape[1], device=length.device)
-        state.length = length
-        return replace(draft, kept=state.kept.gather(1, position.clamp(max=state.rows * state.columns)))
+        return replace(draft, force_accept=state.settled.gather(1, position.clamp(max=state.jacobi.num_tokens)))
 
-    def observe(self, state: Any, step: Step) -> None:
-        """Mark the tokens that this pass sampled with enough settled context as kept."""
-        N, columns, device = state.rows * state.columns, state.columns, step.count.device
+    def observe(self, state: Any, step: Step) -> Any:
+        """Mark the tokens that this pass sampled with enough settled context as settled."""
+        N, columns, device = state.jacobi.num_tokens, state.jacobi.columns, step.count.device
+        length = step.noise.position[:, :1]  # before the pass
         place = torch.arange(N, device=device)
         column = place % columns
-        settled = state.kept[:, :N] | (place < state.length[:, None])  # as of the time they were fed
+        settled = state.settled[:, :N] | (place < length)  # as of the time they were fed
         left = settled[:, (place - 1).clamp(min=0)] | (column == 0)
         above = place - columns + (columns - 1 - column).clamp(max=self.reach)  # rightmost that must be settled
         over = settled[:, above.clamp(min=0)] | (place < columns)
-        fed = place < state.length[:, None] + step.probs.shape[1]
-        state.kept[:, :N] |= left & over & fed
-        super().observe(state.jacobi, step)
+        fed = place < length + step.probs.shape[1]
+        state.settled[:, :N] |= left & over & fed
+        return replace(state, jacobi=super().observe(state.jacobi, step))

@@ -19,12 +19,12 @@ from torch import Tensor
 from vargen.decoding.next_token.acceptance.siblings import count_sibling_acceptance
 from vargen.decoding.next_token.draft import Step
 from vargen.decoding.next_token.draft_length import WidthController
-from vargen.decoding.next_token.trees.shapes import AutoTree
+from vargen.decoding.next_token.trees.shapes import AutoTree, compute_depths, rates_by_rank
 
-Rates = Sequence[Sequence[float]]  # by depth and rank; those of the last depth apply to all deeper levels
+SiblingRates = Sequence[Sequence[float]]  # by depth and rank; those of the last depth apply to all deeper levels
 
 
-def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tuple[int, ...]:
+def search_best_tree(rates: SiblingRates, nodes: int, depth: int | None = None) -> tuple[int, ...]:
     """Return the parents of the tree of `nodes` draft tokens that commits the most tokens in expectation.
 
     Args:
@@ -52,9 +52,7 @@ def search_best_tree(rates: Rates, nodes: int, depth: int | None = None) -> tupl
 
 def _sort_by_level(parents: list[int]) -> tuple[int, ...]:
     """Reorder the slots of a tree level by level, keeping the order of siblings."""
-    depth = [0]
-    for parent in parents[1:]:
-        depth.append(depth[parent] + 1)
+    depth = compute_depths(parents)
     order, place = [0], {0: 0}
     for step in range(1, max(depth) + 1):
         level = [slot for slot in range(len(parents)) if depth[slot] == step]
@@ -64,57 +62,24 @@ def _sort_by_level(parents: list[int]) -> tuple[int, ...]:
     return (-1, *(place[parents[slot]] for slot in order[1:]))
 
 
-def compute_expected_tokens(parents: Sequence[int], rates: Rates) -> float:
+def compute_expected_tokens(parents: Sequence[int], rates: SiblingRates) -> float:
     """Expected number of tokens that a pass over the tree commits, including the one after the accepted path."""
-    reach, depth, children = [1.0], [0], [0] * len(parents)
+    reach, depth, children = [1.0], compute_depths(parents), [0] * len(parents)
     for parent in parents[1:]:
         row = rates[min(depth[parent], len(rates) - 1)]
         rank, children[parent] = children[parent], children[parent] + 1
         reach.append(reach[parent] * (row[rank] if rank < len(row) else 0.0))
-        depth.append(depth[parent] + 1)
     return sum(reach)
 
 
-def tree_by_cost(
-    rates: Rates,
-    seconds: Mapping[int, float],
-    drafting: Callable[[tuple[int, ...]], float] = lambda parents: 0.0,
-    depth: int | None = None,
-    beside: float = 1.0,
-) -> tuple[int, ...]:
-    """Return the parents of the tree that maximizes tokens per second.
-
-    It is a chain, or the root alone, if a larger tree does not pay off.
-
-    Args:
-        rates: see `search_best_tree`.
-        seconds: of a target pass, by the number of tokens it feeds, including 1.
-        drafting: seconds to draft a tree.
-        depth: maximum distance from the root.
-        beside: fraction of a drafting step that is spent in passes.
-    """
-    deepest = max(seconds) - 1 if depth is None else depth
-    found: tuple[int, ...] = (-1,)
-    most = 1 / seconds[1]
-    for fed in sorted(seconds):
-        for steps in range(1, min(deepest, fed - 1) + 1):
-            parents = search_best_tree(rates, fed - 1, steps)
-            if len(parents) == fed:
-                rate = beside * compute_expected_tokens(parents, rates) / (seconds[fed] + drafting(parents))
-                if rate > most:
-                    found, most = parents, rate
-    return found
-
-
-FED = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)  # candidate numbers of tokens per pass
-_DEPTHS = 4  # depths with separate rates; deeper slots use those of the last
-_MEMORY = 0.9
-_WEIGHT = 8.0  # weight of the prior acceptance rates, in slots
-_HOPED = (0.85, 0.08, 0.03)  # acceptance rates at which drafting is worth a trial
+_TRACKED_DEPTHS = 4  # depths with separate rates; deeper slots use those of the last
+_EMA_DECAY = 0.9
+_PRIOR_WEIGHT = 8.0  # weight of the prior acceptance rates, in slots
+_OPTIMISTIC_RATES = (0.85, 0.08, 0.03)  # acceptance rates at which drafting is worth a trial
 
 
 @dataclass
-class Ranks:
+class SiblingRateEstimate:
     """Expected tokens of the best tree of each size (`AcceptanceEstimate`), from recent acceptance by depth and rank."""
 
     policy: AutoTree
@@ -123,8 +88,8 @@ class Ranks:
     accepted: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        rates = [self.policy.acceptance[min(rank, len(self.policy.acceptance) - 1)] for rank in range(self.policy.children)]
-        self.offered = torch.full((_DEPTHS, len(rates)), _WEIGHT, device="cpu")
+        rates = rates_by_rank(self.policy.acceptance, self.policy.children)
+        self.offered = torch.full((_TRACKED_DEPTHS, len(rates)), _PRIOR_WEIGHT, device="cpu")
         self.accepted = self.offered * torch.tensor(rates, device="cpu")
 
     @property
@@ -139,37 +104,40 @@ class Ranks:
                 row[rank] = min(row[rank], 0.999 * row[rank - 1])
         return found
 
-    def tree(self, fed: int) -> tuple[int, ...]:
-        """Return the parents of the best tree with `fed` slots."""
-        return search_best_tree(self.rates, fed - 1, self.depth.get(fed, self.policy.depth))
+    def tree(self, width: int) -> tuple[int, ...]:
+        """Return the parents of the best tree with `width` slots."""
+        return search_best_tree(self.rates, width - 1, self.depth.get(width, self.policy.depth))
 
-    def tokens(self, fed: int) -> float:
-        return compute_expected_tokens(self.tree(fed), self.rates)
+    def expected_tokens(self, width: int) -> float:
+        return compute_expected_tokens(self.tree(width), self.rates)
 
-    def promising(self, fed: int) -> float:
-        rates = [_HOPED[: self.policy.children]]
-        return compute_expected_tokens(search_best_tree(rates, fed - 1, self.depth.get(fed, self.policy.depth)), rates)
+    def optimistic_tokens(self, width: int) -> float:
+        rates = [_OPTIMISTIC_RATES[: self.policy.children]]
+        return compute_expected_tokens(search_best_tree(rates, width - 1, self.depth.get(width, self.policy.depth)), rates)
 
-    def observe(self, count: Tensor, active: Tensor, fed: int) -> None:
-        """Do nothing: the counts do not distinguish siblings. See `see`."""
+    def observe(self, num_committed: Tensor, active: Tensor, width: int) -> None:
+        """Do nothing: the counts do not distinguish siblings. See `record`."""
 
-    def see(self, table: Tensor, images: int) -> None:
+    def record(self, table: Tensor, images: int) -> None:
         """Update the rates with the table of `count_sibling_acceptance` for a pass with `images` unfinished images."""
         for mine, seen in ((self.offered, table[..., 0]), (self.accepted, table[..., 1])):
-            rows = torch.arange(len(seen)).clamp(max=_DEPTHS - 1)
-            mine *= _MEMORY
-            mine[:, : seen.shape[1]] += torch.zeros(_DEPTHS, seen.shape[1]).index_add_(0, rows, seen / max(images, 1))
+            rows = torch.arange(len(seen)).clamp(max=_TRACKED_DEPTHS - 1)
+            mine *= _EMA_DECAY
+            mine[:, : seen.shape[1]] += torch.zeros(_TRACKED_DEPTHS, seen.shape[1]).index_add_(0, rows, seen / max(images, 1))
         self.offered.clamp_(min=1e-3)
 
 
 class TreeController:
     """Selects the tree of each pass.
 
+    Attributes:
+        parents: of the slots of the next pass; the root alone if drafting does not pay off.
+
     Args:
         policy: limits.
         seconds: of a target pass, by the number of tokens it feeds, including 1.
         drafting: seconds to draft a tree.
-        settled: whether to select once, as on a GPU.
+        choose_once: whether to select once, as on a GPU.
     """
 
     def __init__(
@@ -177,55 +145,33 @@ class TreeController:
         policy: AutoTree,
         seconds: Mapping[int, float],
         drafting: Callable[[tuple[int, ...]], float] = lambda parents: 0.0,
-        settled: bool = False,
+        choose_once: bool = False,
     ):
-        ranks, steps = Ranks(policy), dict(seconds)
-        for fed in seconds:
-            if fed > 1:  # the depth that maximizes tokens per second at this size
-                depths = range(1, min(policy.depth, fed - 1) + 1)
-                rates = {depth: self._rate(ranks, fed, depth, seconds, drafting) for depth in depths}
-                ranks.depth[fed] = max(rates, key=lambda depth: rates[depth])
-                steps[fed] = seconds[fed] + drafting(ranks.tree(fed))
-        self.ranks, self.settled = ranks, settled
-        self.choice = WidthController(steps, ranks, probes=0 if settled else 4, margin=1.1)
-        self.parents = self._chosen()
+        estimate, steps = SiblingRateEstimate(policy), dict(seconds)
 
-    @staticmethod
-    def _rate(
-        ranks: Ranks, fed: int, depth: int, seconds: Mapping[int, float], drafting: Callable[[tuple[int, ...]], float]
-    ) -> float:
-        ranks.depth[fed] = depth
-        return ranks.tokens(fed) / (seconds[fed] + drafting(ranks.tree(fed)))
+        def tokens_per_second(width: int, depth: int) -> float:
+            estimate.depth[width] = depth
+            return estimate.expected_tokens(width) / (seconds[width] + drafting(estimate.tree(width)))
 
-    def _chosen(self) -> tuple[int, ...]:
-        fed = self.choice.next()
-        return (-1,) if fed == 1 else self.ranks.tree(fed)
+        for width in seconds:
+            if width > 1:
+                depths = range(1, min(policy.depth, width - 1) + 1)
+                rates = {depth: tokens_per_second(width, depth) for depth in depths}
+                estimate.depth[width] = max(rates, key=lambda depth: rates[depth])
+                steps[width] = seconds[width] + drafting(estimate.tree(width))
+        self.estimate, self.choose_once = estimate, choose_once
+        self.in_place = choose_once  # it never changes then; see `graphs.describe`
+        self._width_controller = WidthController(steps, estimate, warmup_passes=0 if choose_once else 4, switch_margin=1.1)
+        self.parents = self._choose()
 
-    def next(self) -> tuple[int, ...]:
-        """Return the parents of the next pass; the root alone if drafting does not pay off."""
-        return self.parents
+    def _choose(self) -> tuple[int, ...]:
+        width = self._width_controller.choose()
+        return (-1,) if width == 1 else self.estimate.tree(width)
 
     def observe(self, step: Step, total: int) -> None:
         """Update the estimate with the result of a pass; `total`: number of tokens of the grid."""
-        if self.settled or len(self.parents) == 1:
+        if self.choose_once or len(self.parents) == 1:
             return
         active = step.noise.position[:, 0] < total
-        self.ranks.see(count_sibling_acceptance(step.draft, step.verdict, active), int(active.sum()))
-        self.parents = self._chosen()
-
-
-class AlwaysTree:
-    """Selects the same tree in every pass."""
-
-    def __init__(self, parents: tuple[int, ...]):
-        self.parents = parents
-
-    def next(self) -> tuple[int, ...]:
-        return self.parents
-
-    def observe(self, step: Step, total: int) -> None: ...
-
-
-def sizes(policy: AutoTree) -> list[int]:
-    """List the candidate numbers of tokens per pass."""
-    return [fed for fed in FED if fed <= policy.nodes] + [policy.nodes + 1]
+        self.estimate.record(count_sibling_acceptance(step.draft, step.verdict, active), int(active.sum()))
+        self.parents = self._choose()

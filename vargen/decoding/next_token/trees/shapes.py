@@ -7,25 +7,27 @@ children. Siblings are ranked by their order.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from vargen.values import parse_float, parse_int, short_repr, suggest_names
+from vargen.values import number_field, parse_float, parse_int, short_repr, suggest_names, validate_fields
 
 MAX_TREE_WIDTH = 256  # maximum number of tokens per pass
+_limit = partial(number_field, least=1, most=MAX_TREE_WIDTH - 1, is_integer=True)
 
 
-def chain(drafts: int) -> tuple[int, ...]:
-    """Chain of `drafts` draft tokens."""
-    return tuple(range(-1, drafts))
+def make_chain(length: int) -> tuple[int, ...]:
+    """Chain of `length` draft tokens."""
+    return tuple(range(-1, length))
 
 
 def make_k_ary(children: int, depth: int) -> tuple[int, ...]:
     """Complete tree: every slot above `depth` has `children` children."""
-    return branching([children] * depth)
+    return make_branching([children] * depth)
 
 
-def branching(children: Sequence[int]) -> tuple[int, ...]:
+def make_branching(children: Sequence[int]) -> tuple[int, ...]:
     """Every slot at depth d has `children[d]` children (RSD-C of Jeon et al. 2024)."""
     parents, level = [-1], [0]
     for count in children:
@@ -50,37 +52,33 @@ def make_by_level_sizes(widths: Sequence[int]) -> tuple[int, ...]:
     return tuple(parents)
 
 
-def fan(fed: int, children: int, depth: int) -> tuple[int, ...]:
-    """The tree of SJD-PAC: complete above `depth`, with a chain after the first leaf that fills up to `fed` slots.
+def make_fan(width: int, children: int, depth: int) -> tuple[int, ...]:
+    """The tree of SJD-PAC: complete above `depth`, with a chain after the first leaf that fills up to `width` slots.
 
     Every slot above `depth` has `children` children.
 
     Raises:
-        ValueError: if `fed` is too small for the branching part.
+        ValueError: if `width` is too small for the branching part.
     """
     parents = make_k_ary(children, depth)
-    if fed < len(parents):
-        raise ValueError(f"{children} children to depth {depth} are {len(parents)} slots, the root included, got {fed}")
+    if width < len(parents):
+        raise ValueError(f"width must be at least {len(parents)} for {children} children to depth {depth}, got {width}")
     first = len(parents) - children**depth  # the first of the deepest slots
-    return parents + tuple(first if slot == len(parents) else slot - 1 for slot in range(len(parents), fed))
+    return parents + tuple(first if slot == len(parents) else slot - 1 for slot in range(len(parents), width))
 
 
-STATIC: dict[str, tuple[int, ...]] = {
-    "chain-4": chain(4),
-    "binary-3": make_k_ary(2, 3),
+NAMED_SHAPES: dict[str, tuple[int, ...]] = {
     "wide-15": make_by_level_sizes((4, 5, 4, 2)),
-    "wide-31": make_by_level_sizes((6, 9, 8, 5, 3)),
-    "wide-57": make_by_level_sizes((8, 15, 15, 11, 8)),
-    "fan-24": fan(24, 2, 2),
+    "fan-24": make_fan(24, 2, 2),
 }
 
 
-def compute_depths(parents: Sequence[int]) -> int:
-    """Return the depth of the deepest slot."""
-    steps = [0]
+def compute_depths(parents: Sequence[int]) -> list[int]:
+    """Return the distance of each slot from the root."""
+    depths = [0]
     for parent in parents[1:]:
-        steps.append(steps[parent] + 1)
-    return max(steps)
+        depths.append(depths[parent] + 1)
+    return depths
 
 
 def parse_parents(value: Any) -> tuple[int, ...]:
@@ -92,11 +90,11 @@ def parse_parents(value: Any) -> tuple[int, ...]:
         TypeError: if `value` is neither.
     """
     if isinstance(value, str):
-        if value not in STATIC:
+        if value not in NAMED_SHAPES:
             raise ValueError(
-                f"unknown tree {short_repr(value)}; {suggest_names(value, STATIC)}, or give the parents of its slots"
+                f"unknown tree {short_repr(value)}; {suggest_names(value, NAMED_SHAPES)}, or give the parents of its slots"
             )
-        return STATIC[value]
+        return NAMED_SHAPES[value]
     if not isinstance(value, Sequence):
         raise TypeError(f"tree must be a name or a sequence of parents, root first, got {short_repr(value)}")
     parents = tuple(parse_int(parent, -1) for parent in value)
@@ -114,7 +112,7 @@ class StaticTree:
     """The same tree in every pass.
 
     Args:
-        parents: of the slots, root first, or a name in `STATIC`.
+        parents: of the slots, root first, or a name in `NAMED_SHAPES`.
 
     Raises:
         ValueError, TypeError: see `parse_parents`.
@@ -128,60 +126,59 @@ class StaticTree:
         parse_parents(self.parents)
 
     @property
-    def slots(self) -> tuple[int, ...]:
-        """The parents of the slots."""
+    def parents_tuple(self) -> tuple[int, ...]:
+        """The parents of the slots, also if they were given by a name."""
         return parse_parents(self.parents)
 
     @property
     def nodes(self) -> int:
         """Number of draft tokens per pass."""
-        return len(self.slots) - 1
+        return len(self.parents_tuple) - 1
 
     @property
     def depth(self) -> int:
-        return compute_depths(self.slots)
+        return max(compute_depths(self.parents_tuple))
 
     @property
     def children(self) -> int:
         """Largest number of children of a slot."""
-        return max(self.slots.count(slot) for slot in range(len(self.slots)))
+        return max(self.parents_tuple.count(slot) for slot in range(len(self.parents_tuple)))
 
     @property
-    def expanded(self) -> int:
+    def num_expanded(self) -> int:
         """Number of slots that have children."""
-        return sum(self.widths())
+        return sum(self.expanded_per_level())
 
-    def widths(self) -> list[int]:
+    def expanded_per_level(self) -> list[int]:
         """Number of slots that have children at each depth, starting with the root."""
-        steps = [0]
-        for parent in self.slots[1:]:
-            steps.append(steps[parent] + 1)
-        inner = set(self.slots[1:]) - {-1}
-        return [sum(steps[slot] == depth for slot in inner) for depth in range(max(steps))]
+        depths, expanded = compute_depths(self.parents_tuple), set(self.parents_tuple[1:])
+        return [sum(depths[slot] == depth for slot in expanded) for depth in range(max(depths))]
 
-    def cut(self, depth: int) -> StaticTree:
+    def limit_depth(self, depth: int) -> StaticTree:
         """Return the tree without slots deeper than `depth`."""
-        steps = [0]
-        for parent in self.slots[1:]:
-            steps.append(steps[parent] + 1)
-        return self._without([step > depth for step in steps])
+        return self._drop_subtrees([each > depth for each in compute_depths(self.parents_tuple)])
 
-    def narrowed(self, children: int) -> StaticTree:
+    def limit_children(self, children: int) -> StaticTree:
         """Return the tree with only the first `children` children of each slot."""
-        return self._without([self.slots[:slot].count(self.slots[slot]) >= children for slot in range(len(self.slots))])
+        parents = self.parents_tuple
+        return self._drop_subtrees([parents[:slot].count(parent) >= children for slot, parent in enumerate(parents)])
 
-    def _without(self, left_out: Sequence[bool]) -> StaticTree:
+    def _drop_subtrees(self, dropped: Sequence[bool]) -> StaticTree:
         """Return the tree without these slots and their descendants."""
         kept, parents = {0: 0}, [-1]
-        for slot, parent in enumerate(self.slots[1:], 1):
-            if parent in kept and not left_out[slot]:
+        for slot, parent in enumerate(self.parents_tuple[1:], 1):
+            if parent in kept and not dropped[slot]:
                 kept[slot] = len(parents)
                 parents.append(kept[parent])
         return StaticTree(tuple(parents))
 
 
-# Acceptance rates of the first, second, ... sibling.
-ACCEPTANCE = (0.6, 0.14, 0.07, 0.04)
+DEFAULT_SIBLING_RATES = (0.6, 0.14, 0.07, 0.04)  # acceptance rates of the first, second, ... sibling
+
+
+def rates_by_rank(rates: Sequence[float], children: int) -> list[float]:
+    """Return the acceptance rates of `children` siblings; the last of `rates` applies to all further ranks."""
+    return [rates[min(rank, len(rates) - 1)] for rank in range(children)]
 
 
 @dataclass(frozen=True)
@@ -205,46 +202,37 @@ class DynamicTree:
         ValueError: if a value is out of range, or there are fewer candidates than `nodes`.
     """
 
-    nodes: int = 15
-    depth: int = 4
-    children: int = 4
-    frontier: int | None = None
-    acceptance: tuple[float, ...] = field(default=ACCEPTANCE)
+    nodes: int = _limit(15)
+    depth: int = _limit(4)
+    children: int = _limit(4)
+    frontier: int | None = _limit(None, optional=True)
+    acceptance: tuple[float, ...] = DEFAULT_SIBLING_RATES
 
     def __post_init__(self) -> None:
-        for name, most in (("nodes", MAX_TREE_WIDTH - 1), ("depth", MAX_TREE_WIDTH - 1), ("children", MAX_TREE_WIDTH - 1)):
-            value = parse_int(getattr(self, name), 1, most)
-            if value is None:
-                raise ValueError(
-                    f"{name} of a tree must be a whole number from 1 to {most}, got {short_repr(getattr(self, name))}"
-                )
-            object.__setattr__(self, name, value)
-        frontier = self.children if self.frontier is None else parse_int(self.frontier, 1, MAX_TREE_WIDTH - 1)
-        if frontier is None:
-            raise ValueError(f"frontier must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {short_repr(self.frontier)}")
-        object.__setattr__(self, "frontier", frontier)
+        validate_fields(self)
+        if self.frontier is None:
+            object.__setattr__(self, "frontier", self.children)
         rates = [parse_float(rate) for rate in self.acceptance] if isinstance(self.acceptance, list | tuple) else []
         if not rates or any(rate is None or not rate > 0 for rate in rates) or sum(rates) >= 1:  # type: ignore[arg-type]
             given = short_repr(self.acceptance)
-            raise ValueError(f"acceptance must hold a rate in (0, 1) for each rank, and these less than 1 in sum, got {given}")
+            raise ValueError(f"acceptance must be rates in (0, 1), one for each rank, with a sum below 1, got {given}")
         object.__setattr__(self, "acceptance", tuple(rates))
-        if self.nodes > self.candidates:
+        if self.nodes > self.num_candidates:
             raise ValueError(
-                f"nodes must be at most the {self.candidates} candidates that {self.depth} levels of {frontier} slots with "
-                f"{self.children} children have, got {self.nodes}"
+                f"nodes must be at most the {self.num_candidates} candidates of {self.depth} levels with {self.frontier} slots "
+                f"of {self.children} children, got {self.nodes}"
             )
 
     @property
-    def chances(self) -> tuple[float, ...]:
+    def conditional_rates(self) -> tuple[float, ...]:
         """Acceptance rate of a sibling by rank, given that all earlier siblings are rejected."""
-        found, left = [], 1.0
-        for rank in range(self.children):
-            rate = self.acceptance[min(rank, len(self.acceptance) - 1)]
-            found.append(min(rate / left, 0.99))
-            left = max(left - rate, 0.01)
+        found, rejected = [], 1.0  # probability that all earlier siblings are rejected
+        for rate in rates_by_rank(self.acceptance, self.children):
+            found.append(min(rate / rejected, 0.99))
+            rejected = max(rejected - rate, 0.01)
         return tuple(found)
 
-    def widths(self) -> list[int]:
+    def expanded_per_level(self) -> list[int]:
         """Number of slots expanded at each depth, starting with the root."""
         assert self.frontier is not None
         found = [1]
@@ -253,24 +241,24 @@ class DynamicTree:
         return found
 
     @property
-    def candidates(self) -> int:
+    def num_candidates(self) -> int:
         """Number of children sampled per pass."""
-        return self.expanded * self.children
+        return self.num_expanded * self.children
 
     @property
-    def expanded(self) -> int:
+    def num_expanded(self) -> int:
         """Number of slots expanded per pass."""
-        return sum(self.widths())
+        return sum(self.expanded_per_level())
 
-    def narrowed(self, children: int) -> DynamicTree:
+    def limit_children(self, children: int) -> DynamicTree:
         """Return the tree with at most `children` children per slot, and `nodes` limited to the remaining candidates."""
         narrow = replace(self, children=min(self.children, children), nodes=1)
-        return replace(narrow, nodes=min(self.nodes, narrow.candidates))
+        return replace(narrow, nodes=min(self.nodes, narrow.num_candidates))
 
-    def cut(self, depth: int) -> DynamicTree:
+    def limit_depth(self, depth: int) -> DynamicTree:
         """Return the tree with `depth` levels, and `nodes` limited to their candidates."""
         shorter = replace(self, depth=depth, nodes=1)
-        return replace(shorter, nodes=min(self.nodes, shorter.candidates))
+        return replace(shorter, nodes=min(self.nodes, shorter.num_candidates))
 
 
 @dataclass(frozen=True)
@@ -289,30 +277,25 @@ class AutoTree:
         ValueError: if a value is outside the ranges of `DynamicTree`.
     """
 
-    nodes: int = 31
-    depth: int = 16
-    children: int = 3
-    acceptance: tuple[float, ...] = field(default=ACCEPTANCE)
+    nodes: int = _limit(31)
+    depth: int = _limit(16)
+    children: int = _limit(3)
+    acceptance: tuple[float, ...] = DEFAULT_SIBLING_RATES
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "depth", "children"):
-            value = parse_int(getattr(self, name), 1, MAX_TREE_WIDTH - 1)
-            if value is None:
-                given = short_repr(getattr(self, name))
-                raise ValueError(f"{name} of a tree must be a whole number from 1 to {MAX_TREE_WIDTH - 1}, got {given}")
-            object.__setattr__(self, name, value)
+        validate_fields(self)
         object.__setattr__(self, "acceptance", DynamicTree(1, 1, 1, acceptance=self.acceptance).acceptance)
 
     @property
-    def expanded(self) -> int:
+    def num_expanded(self) -> int:
         """Maximum number of slots expanded per pass."""
         return self.nodes
 
-    def cut(self, depth: int) -> AutoTree:
+    def limit_depth(self, depth: int) -> AutoTree:
         """Return the policy limited to `depth` levels."""
         return replace(self, depth=min(self.depth, depth))
 
-    def narrowed(self, children: int) -> AutoTree:
+    def limit_children(self, children: int) -> AutoTree:
         """Return the policy limited to `children` children per slot."""
         return replace(self, children=min(self.children, children))
 

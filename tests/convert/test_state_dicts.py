@@ -1,0 +1,263 @@
+"""Checkpoint files: every layout that training leaves behind is read, no code in one ever runs."""
+
+import argparse
+import os
+import re
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from vargen.convert.state_dicts import build_network, read_checkpoint
+
+State = dict[str, Tensor]
+
+
+@pytest.fixture
+def state() -> State:
+    generator = torch.Generator().manual_seed(0)
+    names = ("tok.weight", "layers.0.w.weight", "layers.0.w.bias", "module_list.0.weight")
+    return {name: torch.randn(4, 3, generator=generator) for name in names}
+
+
+def _same(found: State, given: State) -> bool:
+    return found.keys() == given.keys() and all(torch.equal(found[k], v) for k, v in given.items())
+
+
+def _views(state: State) -> State:
+    """All tensors in one storage, as fully sharded training leaves them."""
+    flat = torch.cat([v.flatten() for v in state.values()])
+    pieces = flat.split([v.numel() for v in state.values()])
+    return {k: piece.view(v.shape) for (k, v), piece in zip(state.items(), pieces, strict=True)}
+
+
+_LAYOUTS: dict[str, Callable[[State], Any]] = {
+    "bare": lambda s: s,
+    "model": lambda s: {"model": s, "optimizer": {"state": {}}, "steps": 3},
+    "module": lambda s: {"module": s},
+    "state_dict": lambda s: {"state_dict": s, "epoch": 1},
+    "ddp": lambda s: {f"module.{k}": v for k, v in s.items()},
+    "compiled": lambda s: {"model": {f"_orig_mod.{k}": v for k, v in s.items()}},
+    "ddp of compiled": lambda s: {f"module._orig_mod.{k}": v for k, v in s.items()},
+    "compiled ddp": lambda s: {f"_orig_mod.module.{k}": v for k, v in s.items()},
+    "compiled blocks": lambda s: {re.sub(r"(layers\.\d+)", r"\1._orig_mod", k): v for k, v in s.items()},
+    "training": lambda s: {"model": s, "args": argparse.Namespace(lr=1e-4, name="x", layers=[1], seed=None)},
+    "views into one buffer": _views,
+    "parameters": lambda s: {k: nn.Parameter(v) for k, v in s.items()},
+}
+
+
+@pytest.mark.parametrize("layout", _LAYOUTS)
+def test_every_layout_is_read(layout: str, state: State, tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    torch.save(_LAYOUTS[layout](state), file)
+    found = read_checkpoint(file)
+    assert _same(found, state) and not any(v.requires_grad for v in found.values())
+
+
+@pytest.mark.parametrize("ending", [".pt", ".pth", ".bin", ".safetensors"])
+def test_every_kind_of_file_is_read(ending: str, state: State, tmp_path: Path) -> None:
+    file = tmp_path / f"x{ending}"
+    if ending == ".safetensors":
+        save_file(state, file)
+    else:
+        torch.save(state, file)
+        assert _same(read_checkpoint(file), state)
+        torch.save(state, file, _use_new_zipfile_serialization=False)  # files from before torch 1.6
+    assert _same(read_checkpoint(file), state)
+
+
+def test_averaged_weights_are_preferred_where_asked_for(state: State, tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    averaged = {k: v / 2 for k, v in state.items()}
+    torch.save({"model": state, "ema": averaged}, file)
+    assert _same(read_checkpoint(file), state)
+    assert _same(read_checkpoint(file, prefer="ema"), averaged)
+    torch.save({"model": state}, file)
+    assert _same(read_checkpoint(file, prefer="ema"), state)
+
+
+def test_a_file_of_the_current_format_is_mapped(state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large file must not need its size in memory before the first tensor is used."""
+    torch.save(state, tmp_path / "x.pt")
+    options: dict[str, Any] = {}
+    load = torch.load
+    monkeypatch.setattr(torch, "load", lambda *a, **k: options.update(k) or load(*a, **k))
+    read_checkpoint(tmp_path / "x.pt")
+    assert options["mmap"] and options["weights_only"] is True
+
+
+# -- what is refused -------------------------------------------------------------------------------------------
+
+
+class _Hostile:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, marker: Path):
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize("place", ["args", "model", "namespace"])
+def test_a_pickle_that_would_run_code_is_refused_and_runs_none(place: str, zipped: bool, state: State, tmp_path: Path) -> None:
+    marker, file = tmp_path / "ran", tmp_path / "x.pt"
+    hostile: Any = _Hostile(marker)
+    content = {
+        "args": {"model": state, "args": hostile},
+        "model": {"model": {**state, "extra": hostile}},
+        "namespace": {"model": state, "args": argparse.Namespace(inner=hostile)},
+    }[place]
+    torch.save(content, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(ValueError, match=r"x\.pt holds more than tensors: \w+\.mkdir.*could run code") as caught:
+        read_checkpoint(file)
+    assert not marker.exists()
+    assert "weights_only" not in str(caught.value) and caught.value.__cause__ is None, "no bad advice"
+    torch.load(file, weights_only=False)
+    assert marker.exists(), "the file does run code where it is let"
+
+
+def test_nothing_but_a_namespace_is_let_in_and_that_only_meanwhile(state: State, tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    for other in (Path("x"), nn.Linear(2, 2)):
+        torch.save({"model": state, "args": other}, file)
+        with pytest.raises(ValueError, match=r"holds more than tensors: (pathlib|torch\.nn)"):
+            read_checkpoint(file)
+    torch.save({"model": state, "args": argparse.Namespace()}, file)
+    read_checkpoint(file)
+    assert argparse.Namespace not in torch.serialization.get_safe_globals()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_program_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "x.pt"
+    torch.jit.save(torch.jit.script(nn.Linear(2, 2)), str(file))
+    with pytest.raises(ValueError, match="holds more than tensors: a TorchScript program"):
+        read_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("x.pt", lambda b: b[: len(b) // 2]),
+        ("x.pt", lambda b: b[:100]),
+        ("x.pt", lambda b: b""),
+        ("x.pt", lambda b: b"hello world" * 100),
+        ("x.pt", lambda b: b"PK\x03\x04" + bytes(500)),
+        ("x.pth", lambda b: b[:80] + b"\xff" * 40 + b[120:]),
+        ("x.safetensors", lambda b: b[:500]),
+        ("x.safetensors", lambda b: b""),
+    ],
+)
+def test_a_damaged_file_is_refused(name: str, damage: Callable[[bytes], bytes], state: State, tmp_path: Path) -> None:
+    file = tmp_path / name
+    torch.save(state, file)
+    file.write_bytes(damage(file.read_bytes()))
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=rf"{re.escape(name)} is .*damaged.*again"):
+        warnings.simplefilter("ignore")
+        read_checkpoint(file)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "holds a list"),
+        (torch.zeros(3), "holds a Tensor"),
+        ({}, "holds no tensors"),
+        ({"model": {}}, "holds no tensors"),
+        ({"epoch": 3, "weights": {"a": torch.zeros(1)}}, r"more than tensors at its top \(epoch, weights\)"),
+        ({"model": {"a": 1.0}}, r"more than tensors at its top \(a\)"),
+        ({"a": torch.zeros(1), "module.a": torch.zeros(1)}, "holds a tensor twice"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(content: Any, message: str, tmp_path: Path) -> None:
+    torch.save(content, tmp_path / "x.pt")
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(tmp_path / "x.pt")
+
+
+def test_what_is_no_checkpoint_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("x")
+    (tmp_path / "folder.pt").mkdir()
+    for name in ("README.md", "folder.pt", "none.pt"):
+        with pytest.raises(ValueError, match=rf"{re.escape(name)} is not a checkpoint file"):
+            read_checkpoint(tmp_path / name)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch, about nested and quantized tensors
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (lambda: torch.zeros(0, 4), r"odd in x\.pt is empty, \[0, 4\]"),
+        (lambda: torch.eye(4).to_sparse(), r"odd in x\.pt is a sparse tensor, expected a plain one"),
+        (lambda: torch.eye(4).to_sparse_csr(), r"odd in x\.pt is a sparse tensor"),
+        (lambda: torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.qint8), r"odd in x\.pt is a quantized tensor"),
+        (lambda: torch.empty(4, 4, device="meta"), r"odd in x\.pt is a meta tensor"),
+        (lambda: torch.ones(1).expand(10**9, 10**3), r"odd in x\.pt is \[1000000000, 1000\], but the file holds fewer numbers"),
+    ],
+)
+def test_a_tensor_that_is_not_plain_is_refused(
+    value: Callable[[], Tensor], message: str, state: State, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {**state, "odd": value()}}, "x.pt")
+    with pytest.raises(ValueError, match=message):
+        read_checkpoint(Path("x.pt"))
+
+
+# -- weights in their network ------------------------------------------------------------------------------------
+
+
+def _linear() -> State:
+    return {"weight": torch.randn(2, 3), "bias": torch.randn(2)}
+
+
+_SHAPE: dict[str, Any] = {"in_features": 3, "out_features": 2}
+
+
+def test_a_network_is_built_around_its_weights() -> None:
+    given = _linear()
+    network = build_network(nn.Linear, _SHAPE, given, Path("x.pt"))
+    assert _same(network.state_dict(), given)
+    assert network.weight.data_ptr() == given["weight"].data_ptr(), "not a second copy"
+    half = build_network(nn.Linear, _SHAPE, given, Path("x.pt"), torch.float16)
+    assert _same(half.state_dict(), {k: v.half() for k, v in given.items()})
+
+
+def test_weights_that_share_a_buffer_can_be_saved_apart(tmp_path: Path) -> None:
+    shared = torch.randn(5, 5)
+    tied = {"0.weight": shared, "0.bias": shared[0], "1.weight": shared.T, "1.bias": torch.randn(5)}
+
+    def pair() -> nn.Module:
+        return nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
+
+    network = build_network(pair, {}, tied, Path("x.pt"))
+    save_file(network.state_dict(), tmp_path / "x.safetensors")  # refuses tensors that share memory
+    assert _same(load_file(tmp_path / "x.safetensors"), tied)
+
+
+@pytest.mark.parametrize(
+    ("change", "dtype", "message"),
+    [
+        (lambda s: s.pop("bias"), None, r"x\.pt do not fit the model\. missing: 1 \(bias\)"),
+        (lambda s: s.update(more=torch.zeros(1)), None, r"unexpected: 1 \(more\)"),
+        (lambda s: s.update(bias=torch.zeros(3)), None, r"bias is \[3\], expected \[2\]"),
+        (lambda s: s.update(bias=torch.ones(2, dtype=torch.int64)), None, r"bias in x\.pt is torch\.int64"),
+        (lambda s: s.update(bias=torch.ones(2).to(torch.float8_e4m3fn)), None, r"bias in x\.pt is torch\.float8_e4m3fn"),
+        (lambda s: s["bias"].fill_(torch.nan), None, r"bias in x\.pt holds NaN"),
+        (lambda s: s["weight"].fill_(torch.inf), torch.float16, r"weight in x\.pt holds NaN or infinite"),
+        (lambda s: s["weight"].fill_(1e6), torch.float16, r"weight in x\.pt does not fit torch\.float16"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(change: Callable[[State], Any], dtype: torch.dtype | None, message: str) -> None:
+    state = _linear()
+    change(state)
+    with pytest.raises(ValueError, match=message):
+        build_network(nn.Linear, _SHAPE, state, Path("x.pt"), dtype)

@@ -1,0 +1,264 @@
+"""Acceptance in one launch against the rules of `vargen.decoding.next_token.acceptance`, which are proved exact elsewhere: of
+the same probabilities, draft and noise the same verdict."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from vargen.decoding import Draft, Tree
+from vargen.decoding.next_token.acceptance import (
+    GroupedRule,
+    NeighborhoodRule,
+    recursive_rejection,
+    shared_noise,
+    speculative_sampling,
+    traversal,
+)
+from vargen.decoding.next_token.draft import Verdict
+from vargen.decoding.noise import Noise, Purpose
+from vargen.kernels.relaxed_probs import grouped_accept_prob, neighborhood_accept_prob
+from vargen.kernels.sampler import NoiseStream, sample_gumbel_max
+from vargen.kernels.verify_chain import verify_chain
+from vargen.kernels.verify_traversal import verify_traversal
+from vargen.kernels.verify_tree import verify_recursive_rejection, verify_shared_noise
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+pytestmark = pytest.mark.usefixtures("canaries")
+
+
+class Case:
+    """Probabilities, a draft of which about half is accepted, and noise."""
+
+    def __init__(self, tree: Tree, B: int, V: int, *, drawn: bool, valid: bool, seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        T = tree.parents.shape[-1]
+        self.probs = (torch.randn(B, T, V, generator=generator) * (1.5 if drawn else 4.0)).softmax(-1)
+        parents = tree.parents[..., 1:].clamp(min=0).expand(B, T - 1)
+        likely = self.probs.gather(1, parents[..., None].expand(-1, -1, V))
+        q = (likely.log() + torch.randn(B, T - 1, V, generator=generator)).softmax(-1)
+        tokens = torch.zeros(B, 0, dtype=torch.int64)
+        if T > 1:
+            tokens = torch.multinomial(q.flatten(0, 1), 1, generator=generator).view(B, T - 1)
+        if not drawn:  # the likeliest of each slot, by rank
+            order = likely.argsort(-1, descending=True)
+            rank = tree.sibling_rank[..., 1:].expand(B, T - 1)
+            tokens = order.gather(2, rank[..., None])[..., 0]
+        marks = torch.rand(B, T - 1, generator=generator) < 0.8 if valid else None
+        self.draft = Draft(tokens, tree, q if drawn else None, marks)
+        seeds = torch.randint(-(2**62), 2**62, (B,), generator=generator)
+        self.noise = Noise(seeds, torch.randint(0, 500, (B, 1), generator=generator) + tree.depth, 5)
+        self.step = 5 if seed % 2 == 0 else torch.tensor(5, device=DEVICE)  # as the host or the device counts passes
+
+    def there(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor]:
+        """probs, tokens, q, valid, seeds, position on the device of the kernels."""
+        given = (self.probs, self.draft.tokens, self.draft.probs, self.draft.valid, self.noise.seeds, self.noise.position)
+        return tuple(None if each is None else each.to(DEVICE) for each in given)  # type: ignore[return-value]
+
+
+def random_tree(T: int, B: int | None, seed: int) -> Tree:
+    draw = random.Random(seed)
+
+    def parents() -> tuple[int, ...]:
+        found = [-1]
+        while len(found) < T:
+            found.append(draw.randrange(max(0, len(found) - 5), len(found)))
+        return tuple(found)
+
+    if B is None:
+        return Tree.from_parents(parents())
+    return Tree.batched(torch.tensor([parents() for _ in range(B)]), T)
+
+
+TREES: dict[str, Callable[[int], Tree]] = {
+    "root alone": lambda B: Tree.make_chain(0),
+    "chain": lambda B: Tree.make_chain(6),
+    "fan": lambda B: Tree.from_parents((-1, 0, 0, 0, 0, 0)),
+    "one for all": lambda B: random_tree(13, None, 3),
+    "one for each": lambda B: random_tree(9, B, 4),
+}
+
+
+def check(verdict: Verdict, count: Tensor, next_token: Tensor, path: Tensor | None = None) -> None:
+    assert torch.equal(count.cpu(), verdict.count)
+    assert torch.equal(next_token.cpu(), verdict.next_token)
+    if path is not None:
+        for got, expected, n in zip(path.cpu(), verdict.path, verdict.count.tolist(), strict=True):
+            assert torch.equal(got[:n], expected[:n])
+
+
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize(("T", "V"), [(1, 30), (2, 30), (9, 1000), (33, 100), (4, 4096)])
+def test_chains_are_verified_as_by_the_exact_rule(T: int, V: int, drawn: bool, valid: bool) -> None:
+    accepted = set()
+    for seed in range(3):
+        case = Case(Tree.make_chain(T - 1), 4, V, drawn=drawn, valid=valid, seed=seed)
+        expected = speculative_sampling(case.probs, case.draft, case.noise, torch.zeros(4))
+        probs, tokens, q, marks, seeds, position = case.there()
+        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step)
+        check(expected, got.num_committed, got.next_token)
+        accepted |= set(expected.count.tolist())
+    assert T == 1 or len(accepted) > 1, "this case tests one outcome alone"
+
+
+def strided(seeds: Tensor) -> Tensor:
+    """The same numbers, between others."""
+    return torch.stack([seeds, seeds + 1], 1)[:, 0]
+
+
+@pytest.mark.parametrize("name", ["chain", "siblings", "traversal", "gumbel-max"])
+def test_seeds_of_any_stride_are_read(name: str) -> None:
+    """Such as one seed that is expanded, or every second one of a tensor that lies on the device."""
+    case = Case(
+        Tree.from_parents((-1, 0, 0, 1)) if name != "chain" else Tree.make_chain(3), 3, 50, drawn=True, valid=False, seed=1
+    )
+    probs, tokens, q, _, seeds, position = case.there()
+    tree = case.draft.tree
+    tables = [each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder)]
+
+    def verdict(seeds: Tensor) -> list[Tensor]:
+        if name == "gumbel-max":
+            return [sample_gumbel_max(probs, NoiseStream(seeds, position, 0))]
+        if name == "chain":
+            return list(verify_chain(probs, tokens, q, None, seeds, position, 5)[:2])
+        if name == "siblings":
+            return list(verify_recursive_rejection(probs, tokens, q, None, tables[0], tree.max_path, seeds, position, 5))[1:]
+        return list(verify_traversal(probs, tokens, q, None, *tables, tree.max_path, seeds, position, 5))[1:]
+
+    differ = False
+    for shift in range(4):
+        expected = verdict(seeds + shift)
+        assert all(map(torch.equal, verdict(strided(seeds + shift)), expected))
+        differ |= not torch.equal(expected[-1], verdict(seeds)[-1])
+    assert differ, "this case does not depend on its seeds"
+
+
+def relaxed_rules() -> list[GroupedRule | NeighborhoodRule]:
+    codes = torch.nn.functional.normalize(torch.randn(200, 8, generator=torch.Generator().manual_seed(1)), dim=1)
+    near = torch.cdist(codes, codes).fill_diagonal_(9).argsort(1)[:, :40].short()
+    rules: list[GroupedRule | NeighborhoodRule] = [
+        GroupedRule(),
+        GroupedRule(size=1, delta=0.01),
+        GroupedRule(size=15, distance=1.5),
+    ]
+    rules += [
+        NeighborhoodRule(),
+        NeighborhoodRule(size=40, ratio=None, delta=0.1),
+        NeighborhoodRule(size=33, ratio=2.0, delta=0.05),
+    ]
+    for rule in rules:
+        if isinstance(rule, GroupedRule):
+            object.__setattr__(rule, "codebook", codes)
+        else:
+            object.__setattr__(rule, "neighbor_table", near[:, : rule.size].contiguous())
+    return rules
+
+
+def accept_prob_of(rule: GroupedRule | NeighborhoodRule, p: Tensor, q: Tensor | None, tokens: Tensor) -> Tensor:
+    if isinstance(rule, GroupedRule):
+        assert rule.codebook is not None
+        return grouped_accept_prob(p, q, tokens, rule.size, rule.delta, rule.distance, rule.codebook.t().to(DEVICE))
+    assert rule.neighbor_table is not None
+    return neighborhood_accept_prob(p, q, tokens, rule.neighbor_table.to(DEVICE), rule.ratio, rule.delta)
+
+
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("drawn", [True, False])
+def test_relaxed_rules_accept_as_in_torch(number: int, drawn: bool) -> None:
+    rule = relaxed_rules()[number]
+    case = Case(Tree.make_chain(5), 3, 200, drawn=drawn, valid=True, seed=number)
+    case.probs[0, 2, 50:] = 0  # as filters leave it
+    case.probs[0, 2] /= case.probs[0, 2].sum()
+    probs, tokens, q, marks, seeds, position = case.there()
+    for budget, tightening in ((None, 0.0), (0.5, 0.3)):
+        limited = replace(rule, budget=budget, tightening=tightening)
+        for name in ("codebook", "neighbor_table"):
+            if hasattr(rule, name):
+                object.__setattr__(limited, name, getattr(rule, name))
+        spent = torch.tensor([0.0, 0.2, 0.6])
+        expected = limited(case.probs, case.draft, case.noise, spent)
+        accept_prob = accept_prob_of(limited, probs[:, :-1], q, tokens)
+        torch.testing.assert_close(
+            accept_prob.cpu(),
+            limited.accept_prob(case.probs[:, :-1], case.draft.probs, case.draft.tokens),
+            atol=1e-5,
+            rtol=1e-5,
+        )
+        limits = {"relaxation": spent.to(DEVICE), "budget": budget, "tightening": tightening}
+        got = verify_chain(probs, tokens, q, marks, seeds, position, case.step, accept_prob=accept_prob, **limits)  # type: ignore[arg-type]
+        check(expected, got.num_committed, got.next_token)
+        assert expected.relaxation is not None and got.relaxation is not None
+        torch.testing.assert_close(got.relaxation.cpu(), expected.relaxation, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("name", TREES)
+def test_trees_are_verified_sibling_by_sibling(name: str, drawn: bool, valid: bool) -> None:
+    for seed in range(2):
+        case = Case(TREES[name](3), 3, 60, drawn=drawn, valid=valid, seed=seed)
+        tree = case.draft.tree
+        expected = recursive_rejection(case.probs, case.draft, case.noise, torch.zeros(3))
+        probs, tokens, q, marks, seeds, position = case.there()
+        got = verify_recursive_rejection(
+            probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, case.step
+        )
+        check(expected, got.num_committed, got.next_token, got.path)
+
+
+@pytest.mark.parametrize("valid", [False, True])
+@pytest.mark.parametrize("drawn", [True, False])
+@pytest.mark.parametrize("name", TREES)
+def test_trees_are_verified_by_traversal(name: str, drawn: bool, valid: bool) -> None:
+    for seed in range(2):
+        case = Case(TREES[name](3), 3, 60, drawn=drawn, valid=valid, seed=seed)
+        tree = case.draft.tree
+        expected = traversal(case.probs, case.draft, case.noise, torch.zeros(3))
+        probs, tokens, q, marks, seeds, position = case.there()
+        tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
+        got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, case.step)
+        check(expected, got.num_committed, got.next_token, got.path)
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_trees_are_verified_with_shared_noise(name: str) -> None:
+    """Equal siblings are accepted once; drafts that are no match end the path."""
+    for seed in range(4):
+        case = Case(TREES[name](3), 3, 4, drawn=True, valid=False, seed=seed)  # of so few tokens that many agree
+        tree = case.draft.tree
+        expected = shared_noise(case.probs, case.draft, case.noise, torch.zeros(3))
+        assert expected.sampled is not None
+        got = verify_shared_noise(
+            expected.sampled.to(DEVICE), case.draft.tokens.to(DEVICE), tree.children.to(DEVICE), tree.max_path
+        )
+        check(expected, got.num_committed, got.next_token, got.path)
+
+
+@pytest.mark.parametrize("V", [8192, 16384])
+def test_whole_vocabularies(V: int) -> None:
+    case = Case(Tree.from_parents((-1, 0, 0, 1)), 1, V, drawn=True, valid=False, seed=V)
+    probs, tokens, q, marks, seeds, position = case.there()
+    tree, step, nothing = case.draft.tree, case.step, torch.zeros(1)
+    got = verify_recursive_rejection(probs, tokens, q, marks, tree.children.to(DEVICE), tree.max_path, seeds, position, step)
+    check(recursive_rejection(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
+    tables = (each.to(DEVICE) for each in (tree.children, tree.parents, tree.depth, tree.postorder))
+    got = verify_traversal(probs, tokens, q, marks, *tables, tree.max_path, seeds, position, step)
+    check(traversal(case.probs, case.draft, case.noise, nothing), got.num_committed, got.next_token, got.path)
+
+
+def test_a_residual_sample_follows_its_distribution() -> None:
+    """200 images reject a draft with certainty; the token that they sample instead follows norm((p - q)+)."""
+    B, p, q = 200, torch.tensor([0.1, 0.5, 0.4, 0.0]), torch.tensor([0.6, 0.1, 0.0, 0.3])
+    probs, drafted = p.expand(B, 2, 4).contiguous(), q.expand(B, 1, 4).contiguous()
+    tokens, position = torch.full((B, 1), 3), torch.arange(2).expand(B, 2)
+    given = (each.to(DEVICE) for each in (probs, tokens, drafted))
+    got = verify_chain(*given, None, torch.arange(B).to(DEVICE), position.to(DEVICE), 1)
+    assert (got.num_committed == 1).all()
+    share = got.next_token.cpu().bincount(minlength=4) / B
+    left = torch.tensor([0.0, 0.5, 0.5, 0.0])
+    assert ((share - left).abs() < 5 * (left * (1 - left) / B).sqrt() + 1e-9).all()
+    assert Purpose.ACCEPT == 1 and Purpose.RESIDUAL == 2, "which the kernels write out"

@@ -1,0 +1,147 @@
+"""Exact acceptance rules for draft trees: recursive rejection sampling, k-SEQ, and traversal verification.
+
+Shape suffixes: B images, T tokens fed in one pass, R of these slots, K children of a slot, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from vargen.decoding.next_token.acceptance import fused
+from vargen.decoding.next_token.acceptance.siblings import (
+    SiblingDecision,
+    Siblings,
+    follow_accepted,
+    trace_path,
+    verify_siblings,
+)
+from vargen.decoding.next_token.draft import Draft, Verdict
+from vargen.decoding.next_token.protocols import acceptance_rule
+from vargen.decoding.noise import Noise, Purpose
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"))
+def recursive_rejection(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Verify siblings in order: accept x if u < p(x) / q(x); after a rejection, p becomes norm((p - q)+) for the next sibling.
+
+    The recorded q of each sibling selects one of three published variants. Sampled with replacement, all siblings from one q:
+    Miao et al. 2024, SpecInfer. Sampled without replacement, q excluding the earlier siblings: Jeon et al. 2024, RSD; Chen et
+    al. 2024, Sequoia. Not sampled, q being one on the token itself, so that x is accepted with probability p(x) and then
+    removed from p: Li et al. 2024, EAGLE-2.
+
+    On a chain it equals `speculative_sampling`. The output is distributed as the target provided that each q is the
+    distribution its sibling was actually sampled from. Arguments: see `AcceptanceRule`.
+    """
+    if fused.is_available(probs):
+        return fused.verify_recursive_rejection(probs, draft, noise)
+    return verify_siblings(_test_ratio, probs, draft, noise)
+
+
+def _test_ratio(siblings: Siblings) -> SiblingDecision:
+    p, q = siblings.p_and_q
+    return SiblingDecision(p / q)
+
+
+_BISECTIONS = 30  # bisection steps on [1, K]: beyond the resolution of float32
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("with-replacement",))
+def k_seq(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Accept the first of K siblings, all sampled from one q, with u < p(x) / (rho q(x)).
+
+    k-SEQ of SpecTr (Sun et al. 2023, algorithm 2). With beta(rho) = sum min(q, p / rho), one sibling is accepted with
+    probability beta, and some sibling of K with probability a = 1 - (1 - beta)^K. If all are rejected, the next token is
+    sampled from p - min(q, p / rho) a / beta, which is nonnegative where a <= rho beta. The smallest such rho in [1, K] is
+    found by bisection, for all slots at once.
+
+    With one child per slot it equals `speculative_sampling`. The number of siblings of a slot must not depend on the samples.
+    Arguments: see `AcceptanceRule`.
+    """
+    if draft.probs is None:
+        raise ValueError("k_seq needs siblings that were sampled, and this draft has no probabilities; use recursive_rejection")
+    B, T, _ = probs.shape
+    image, tree = torch.arange(B, device=probs.device)[:, None], draft.tree
+    parents = tree.slots_with_rank[0] if tree.max_children else torch.zeros(1, dtype=torch.int64, device=probs.device)
+    children = tree.children.expand(B, T, -1)[:, parents]  # [B, R, K], for the slots that have children
+    at = (children - 1).clamp(min=0)
+    exists = children > 0 if draft.valid is None else (children > 0) & draft.valid[image[..., None], at]
+    p = probs[:, parents]
+    q = draft.probs[image, at[..., 0]] if tree.max_children else p  # shared by all siblings of a slot
+    number = exists.sum(-1).to(probs.dtype)
+    rho, beta = _solve_rho(p, q, number)
+    tokens = draft.tokens[image[..., None], at]
+    accept_prob = p.gather(2, tokens) / (rho[..., None] * q.gather(2, tokens))
+    uniforms = [noise.branch(rank).uniform(Purpose.ACCEPT)[:, parents] for rank in range(tree.max_children)]
+    hit = exists & (torch.stack(uniforms, -1) < accept_prob) if uniforms else exists
+    hit = hit & (hit.cumsum(-1) == 1)  # only the first
+    accepted = torch.zeros(B, T, dtype=torch.bool, device=probs.device).scatter(1, children.flatten(1), hit.flatten(1))
+    path, count, _ = follow_accepted(accepted, tree)
+    last = path.gather(1, count[:, None] - 1)
+    row = torch.searchsorted(parents, last).clamp(max=len(parents) - 1)  # index of the slot among those that have children
+    has = exists[image, row].any(-1) & (parents[row] == last)
+    accept_any = 1 - (1 - beta) ** number
+    share = torch.where(beta > 0, accept_any / beta, 0.0)[image, row]
+    target = probs[image, last]
+    residual = (target - torch.minimum(q[image, row], target / rho[image, row][..., None]) * share[..., None]).clamp_min_(0)
+    residual = torch.where(has[..., None] & (residual.sum(-1, keepdim=True) > 0), residual, target)
+    return Verdict(path, count, noise.at(last[:, 0]).sample(residual, Purpose.RESIDUAL)[:, 0])
+
+
+def _solve_rho(p: Tensor, q: Tensor, number: Tensor) -> tuple[Tensor, Tensor]:
+    """Return rho and beta(rho), `[B, T]` each, for `number` siblings `[B, T]`; a <= rho beta holds up to rounding."""
+    low, high = torch.ones_like(number), number.clamp(min=1)
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        beta = torch.minimum(q, p / middle[..., None]).sum(-1)
+        fits = 1 - (1 - beta) ** number <= middle * beta
+        low, high = torch.where(fits, low, middle), torch.where(fits, middle, high)
+    return high, torch.minimum(q, p / high[..., None]).sum(-1)
+
+
+@acceptance_rule(exact=True, topologies=("chain", "tree"), requires=("independent-per-pass",))
+def traversal(probs: Tensor, draft: Draft, noise: Noise, relaxation: Tensor) -> Verdict:
+    """Accept the first path that passes, starting from the leaves (Weng et al. 2025, traversal verification).
+
+    Each slot has a reach probability r, 1 for the root. For a child it is min(1, r p(x) / q(x)), with r and p of its parent. A
+    slot is accepted, with all its ancestors, if u < r; its children are tested first. When a child is rejected, its parent gets
+    p' = norm((r p - q)+) and r' = S / (S + 1 - r), where S is the sum of (r p - q)+. On a chain this is block verification (Sun
+    et al. 2024).
+
+    A path is inspected to its leaf before it is rejected, so all draft tokens must be resampled in every pass, each branch with
+    its own uniforms. Reach probabilities do not depend on the rule's uniforms, so one ordered sweep over the slots computes
+    them, and then the first slot that passes is selected. Arguments: see `AcceptanceRule`.
+    """
+    if fused.is_available(probs):
+        return fused.verify_traversal(probs, draft, noise)
+    B, T, _ = probs.shape
+    tree, image = draft.tree, torch.arange(B, device=probs.device)
+    parents = tree.parents.expand(B, T)
+    residual, reach = probs.clone(), torch.ones_like(probs[..., 0])
+    for slot in range(1, T):
+        parent, token = parents[:, slot], draft.tokens[:, slot - 1, None]
+        p, r = residual[image, parent], reach[image, parent]
+        reachable = p * r[:, None]
+        own = reachable.gather(1, token)[:, 0]
+        if draft.probs is None:
+            accept_prob, rest = own, reachable.scatter(1, token, 0.0)
+        else:
+            q = draft.probs[:, slot - 1]
+            accept_prob, rest = own / q.gather(1, token)[:, 0], (reachable - q).clamp_min_(0)
+        total = rest.sum(1)
+        fixed = torch.where((total > 0) | (r < 1), total / (total + (1 - r)), 1.0)  # p equals q: the child is never rejected
+        rest = torch.where(total[:, None] > 0, rest / total[:, None], p)
+        accept_prob = accept_prob.clamp(max=1.0).nan_to_num(0.0)  # q is 0 for tokens that were not sampled
+        if draft.valid is not None:
+            valid = draft.valid[:, slot - 1]
+            accept_prob, fixed = torch.where(valid, accept_prob, 0.0), torch.where(valid, fixed, r)
+            rest = torch.where(valid[:, None], rest, p)
+        reach[:, slot] = accept_prob
+        residual[image, parent], reach[image, parent] = rest, fixed
+    slots = torch.arange(T, device=probs.device)
+    passes = noise.branch(slots).uniform(Purpose.ACCEPT) < reach
+    passes[:, 0] = True
+    last = torch.where(passes, tree.postorder, T).argmin(1)
+    path, count = trace_path(last, tree)
+    next_token = noise.at(last).sample(residual[image, last][:, None], Purpose.RESIDUAL)[:, 0]
+    return Verdict(path=path, count=count, next_token=next_token)

@@ -1,0 +1,169 @@
+"""Validation of a component's folder without loading weights: configuration, headers of weight files, tokenizer files, code."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vargen.models.config_bounds import check_config
+from vargen.models.weight_storage import QuantizedStorageMixin
+from vargen.weight_files import check_dtypes, check_layer_counts, check_weights, read_header, read_weight_header
+
+_INCOMPLETE = "the folder is incomplete, download or convert it again"
+# Files with the vocabulary of a tokenizer, any one of which suffices.
+_VOCABULARY_FILES = {"BertTokenizer": ("tokenizer.json", "vocab.txt"), "T5Tokenizer": ("tokenizer.json", "spiece.model")}
+_CODE = (".py", ".pyc", ".pyd", ".so")
+# Configuration keys that make the library fetch or run code: remote classes of transformers and diffusers, and kernels from
+# the Hub, which transformers accepts as the name of an attention or expert implementation.
+_CODE_KEYS = frozenset({"auto_map", "trust_remote_code", "custom_pipelines"})
+_KERNEL_KEYS = ("implementation", "implementation_internal")
+_MAX_FILES = 10_000  # per component
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file.
+
+    Raises:
+        ValueError: if the file is missing, not JSON, or not an object; the message names the file.
+    """
+    if not file.is_file():
+        raise ValueError(f"{file} is missing; {_INCOMPLETE}")
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or nested too deeply
+        raise ValueError(f"{file} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} must hold a JSON object, and holds a {type(content).__name__}")
+    return content
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a configuration; ValueError as `read_object`, or if it requests code to be fetched or run."""
+    config = read_object(file)
+    for key, value in config.items():
+        kernel = key.endswith(_KERNEL_KEYS) and isinstance(value, str | dict) and "/" in str(value)
+        if kernel or (key in _CODE_KEYS and value):
+            raise ValueError(f"{file} has {key!r}: {value!r}, which asks for code from elsewhere; vargen runs none")
+    return config
+
+
+def check_network_files(folder: Path, network_class: Any, variant: str | None = None) -> Mapping[str, Any]:
+    """Compare a folder's weight file with the network that its configuration describes.
+
+    Numbers of layers are compared before a network of that size is built, even on the meta device: a network class has
+    `layer_prefixes`, by configuration key of such a number the prefixes before the layer index in names of weights.
+
+    Args:
+        variant: variant in the weight file's name, such as "fp16", as in diffusers.
+
+    Returns:
+        The configuration, including default values that the file omits.
+
+    Raises:
+        ValueError: for a mismatch; the message names the file and the first wrong value or tensors.
+    """
+    file = folder / "config.json"
+    config = read_config(file)
+    if config.get("quantization_config"):
+        raise ValueError(
+            f"{file} has a quantization_config, which vargen cannot load: use weights that are not quantized, or saved with "
+            "weight_format='int8'"
+        )
+    header = read_weight_header(folder, "diffusion_pytorch_model", variant)
+    check_layer_counts(header, config, getattr(network_class, "layer_prefixes", {}), file)
+    try:
+        check_config(network_class, config)
+        with torch.device("meta"):
+            network = network_class.from_config(config)
+    except Exception as error:
+        raise ValueError(f"{file} does not describe a {network_class.__name__}: {error}") from error
+    if isinstance(network, QuantizedStorageMixin) and network.config.weight_format is not None:
+        check_weights(header, network.stored_shapes(), str(folder), network.stored_dtypes())
+    else:
+        shapes = {key: tuple(value.shape) for key, value in network.state_dict().items()}
+        check_weights(header, shapes, str(folder))
+    return network.config
+
+
+def check_t5_files(folder: Path) -> Mapping[str, Any]:
+    """Validate a T5 text encoder and return its configuration. Tensor names are not compared, because transformers renames
+    tensors while loading.
+
+    Raises:
+        ValueError: if the configuration is missing, not T5 or does not match the weights in size, or if weights are missing,
+            damaged or not floating-point.
+    """
+    file, adapter = folder / "config.json", folder / "adapter_config.json"
+    config = read_config(file)
+    if config.get("model_type") != "t5":
+        raise ValueError(f"{file} has model_type: {config.get('model_type')!r}, expected 't5'")
+    if adapter.exists():  # transformers would download the base model that it names
+        raise ValueError(f"{adapter} makes this the adapter of another model; merge it into the encoder's weights")
+    weights = sorted(folder.glob("*.safetensors"))
+    if not weights:
+        raise ValueError(f"{folder / 'model.safetensors'} is missing; {_INCOMPLETE}")
+    header = {name: info for weight in weights for name, info in read_header(weight).items()}
+    check_layer_counts(header, config, {"num_layers": ("encoder.block.",)}, file)
+    if not config.get("quantization_config"):  # quantized weights have other dtypes
+        check_dtypes(header, str(folder))
+    return config
+
+
+def check_tokenizer_files(folder: Path, class_name: str) -> None:
+    """Validate a tokenizer's files. Without them, transformers reports that another library is missing, which misleads.
+
+    Raises:
+        ValueError: if a file is missing or damaged.
+    """
+    from tokenizers import Tokenizer
+
+    names = _VOCABULARY_FILES.get(class_name.removesuffix("Fast"), ("tokenizer.json",))
+    if not any((folder / name).is_file() for name in names):
+        others = "".join(f", and so is {name}" for name in names[1:])
+        raise ValueError(f"{folder / names[0]} is missing{others}; {_INCOMPLETE}")
+    for file in (folder / name for name in names):
+        if file.is_file() and not file.read_bytes().strip():
+            raise ValueError(f"{file} is empty and must hold a vocabulary; {_INCOMPLETE}")
+    for file in sorted(folder.glob("*.json")):
+        if file.name != "tokenizer.json":
+            read_config(file)
+            continue
+        read_object(file)  # reports invalid JSON more clearly than the tokenizer
+        try:
+            Tokenizer.from_file(str(file))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{file} is damaged or not a tokenizer: {error}; download or convert it again") from error
+
+
+def refuse_code_files(folder: Path, components: Iterable[str] = ()) -> None:
+    """Raise ValueError if a folder, or the folder of one of its components, contains a file that Python could import."""
+    files = [entry for entry in sorted(folder.iterdir()) if entry.is_file()]
+    files += [file for component in components for file in _list_files(folder / component)]
+    for file in files:
+        if file.suffix.lower() in _CODE:
+            raise ValueError(
+                f"{file} is program code, and vargen runs none that comes with a model; if it is a file of your own, "
+                "keep it outside the model folder"
+            )
+
+
+def _list_files(folder: Path) -> list[Path]:
+    """Return all files below a folder. Links to folders are followed, but each folder is visited only once.
+
+    Raises:
+        ValueError: for more than `_MAX_FILES` files and folders, since a link may lead to a whole disk.
+    """
+    found: list[Path] = []
+    visited: set[str] = set()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        folders[:] = sorted(name for name in folders if os.path.realpath(os.path.join(place, name)) not in visited)
+        visited.update(os.path.realpath(os.path.join(place, name)) for name in folders)
+        found += [Path(place) / name for name in sorted(names)]
+        if len(found) + len(visited) > _MAX_FILES:
+            raise ValueError(f"{folder} holds more than {_MAX_FILES} files and folders, links followed; it is no component's")
+    return found

@@ -1,0 +1,185 @@
+"""Scorers of an `ImageTextModel`: a small image encoder paired with a text encoder. The packaged scorer is one of them.
+
+A scorer's folder holds `config.json` and weights of an `ImageTextModel`, either at its top or, as training writes them, in
+`scorer/`. It may also hold `text_encoder/`, `tokenizer/` and a `scorer.json`:
+
+    {"text_encoder": "emoji", "captions": ["a red apple", ...]}
+
+which names the packaged model whose text encoder was used in training, and the fixed captions that scores are relative to.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import vargen.assets
+from vargen.compat import ensure_torchvision
+from vargen.files import check_not_interrupted, expand_user
+from vargen.models.component_files import check_network_files
+from vargen.models.image_text import ImageTextModel, pooled_features, resized
+from vargen.models.text_encoder import MiniLMTextEncoder
+from vargen.scoring.protocol import BatchedScorer, Images, to_tensor
+from vargen.values import short_repr, suggest_names
+from vargen.weight_files import weights_digest
+
+ensure_torchvision()
+
+from transformers import AutoTokenizer
+
+FILE = "scorer.json"
+_KEPT_CAPTIONS = 256
+_ENCODER = "emoji"  # source of the text encoder if a folder names none
+
+
+class ImageTextScorer(BatchedScorer):
+    """Scores how well an image matches its prompt: the log odds of the pair, minus those of fixed captions.
+
+    The logit is SigLIP's (Zhai et al. 2023), `scale * cosine + bias`. Some images match any caption better than others do. If
+    the folder has fixed captions, their mean logit is therefore subtracted, so that images of one prompt can be ranked.
+
+    Args:
+        source: name of a packaged scorer (`emoji-scorer`), or a folder.
+        text_encoder: a packaged model or a folder with `text_encoder/` and `tokenizer/`; by default the one of the folder.
+
+    Raises:
+        ValueError: the name is unknown, the folder holds no scorer, or the text encoder has another width.
+    """
+
+    def __init__(
+        self,
+        source: str | Path = "emoji-scorer",
+        text_encoder: str | Path | None = None,
+        device: torch.device | str = "cpu",
+        batch_size: int = 64,
+    ):
+        folder = scorer_folder(source)
+        settings = _settings(folder)
+        self.model = load_image_tower(folder).to(device)
+        encoder = _encoder_folder(folder, text_encoder or settings.get("text_encoder"))
+        self.encoder = MiniLMTextEncoder.from_pretrained(encoder / "text_encoder").to(device).eval().requires_grad_(False)
+        self.tokenizer = AutoTokenizer.from_pretrained(encoder / "tokenizer")
+        if self.encoder.config.hidden_size != self.model.config.text_dim:
+            raise ValueError(
+                f"text_encoder {str(encoder)!r} gives {self.encoder.config.hidden_size} features, and the scorer in "
+                f"{str(folder)!r} takes {self.model.config.text_dim}: name the encoder that it was trained with"
+            )
+        name = str(source) if str(source) in packaged_scorers() else Path(source).resolve().name
+        super().__init__(name, True, device, batch_size)
+        self._latest: dict[str, Tensor] = {}
+        captions = settings.get("captions") or []
+        self.identity = f"{tower_identity(self.model)}-{weights_digest(self.encoder)}-{captions}"
+        with torch.inference_mode():
+            self.baseline_embeddings = self.embed_captions(captions) if captions else None
+
+    def embed_captions(self, texts: Sequence[str]) -> Tensor:
+        """Return unit vectors `[len(texts), E]`; their cosine similarity with an image's vector measures the match."""
+        return self.model.encode_text(pooled_features(self.encoder, self.tokenizer, texts).to(self.device))
+
+    def embed_images(self, images: Images) -> Tensor:
+        """Return unit vectors `[N, E]` of images."""
+        return self.model.encode_image(preprocess(self.model, to_tensor(images).to(self.device)))
+
+    def score_batch(self, images: Images, prompts: Sequence[str]) -> Tensor:
+        image = self.embed_images(images)
+        scale = self.model.pair_scale.exp().clamp(max=100)
+        different = list(dict.fromkeys(prompts))  # all frames of a video share one prompt
+        captions = self._embed_cached(different)[[different.index(prompt) for prompt in prompts]]
+        fits = scale * (image * captions).sum(-1)
+        if self.baseline_embeddings is not None:
+            return fits - (scale * image @ self.baseline_embeddings.T).mean(1)
+        return fits + self.model.pair_bias
+
+    def _embed_cached(self, texts: Sequence[str]) -> Tensor:
+        """Embed captions as `embed_captions` does, with a cache of recent ones: all blocks of a video share one prompt."""
+        if new := [text for text in texts if text not in self._latest]:
+            if len(self._latest) + len(new) > _KEPT_CAPTIONS:
+                self._latest, new = {}, list(texts)
+            self._latest = {**self._latest, **dict(zip(new, self.embed_captions(new), strict=True))}
+        return torch.stack([self._latest[text] for text in texts])
+
+
+def preprocess(model: ImageTextModel, pixels_BCYX: Tensor) -> Tensor:
+    """Convert images in [0, 1] to the image encoder's input: its size, values in [-1, 1]."""
+    return resized(pixels_BCYX * 2 - 1, model.config.image_size)
+
+
+def load_image_tower(folder: Path) -> ImageTextModel:
+    """Open the `ImageTextModel` of a scorer's folder.
+
+    Raises:
+        ValueError: it cannot be opened.
+    """
+    try:
+        check_network_files(folder, ImageTextModel)
+        return ImageTextModel.from_pretrained(folder, use_safetensors=True).eval().requires_grad_(False)
+    except MemoryError:
+        raise
+    except Exception as error:  # from diffusers, safetensors or torch
+        reason = " ".join(str(error).split())[: None if isinstance(error, ValueError) else 200]
+        raise ValueError(f"the scorer in {str(folder)!r} is damaged or incomplete ({reason}); train it again") from error
+
+
+def tower_identity(model: ImageTextModel) -> str:
+    """Return a string that identifies the features of this image encoder."""
+    return f"image-text-{weights_digest(model)}"
+
+
+def packaged_scorers() -> list[str]:
+    """Return the names of the scorers that are packaged with the library, sorted."""
+    root = Path(vargen.assets.__file__).parent
+    return sorted(file.parent.relative_to(root).as_posix() for file in root.rglob(f"*/{FILE}"))
+
+
+def scorer_folder(source: str | Path) -> Path:
+    """Return the folder that holds the image encoder's `config.json`, of a packaged scorer or of a local folder.
+
+    Raises:
+        ValueError: the name is unknown, or the folder has no such file.
+    """
+    names = packaged_scorers()
+    if str(source) in names:
+        path = Path(vargen.assets.__file__).parent / str(source)
+    else:
+        path = expand_user(source, "scorer")
+        if not os.path.isdir(path):
+            check_not_interrupted(path)
+            hint = suggest_names(str(source), names)
+            raise ValueError(f"unknown scorer {short_repr(str(source))}: give a packaged one or a folder; {hint}")
+    for folder in (path, path / "scorer"):
+        if (folder / "config.json").is_file():
+            return folder
+    raise ValueError(f"scorer folder {str(source)!r} holds no config.json: finish its training first")
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    for place in (folder / FILE, folder.parent / FILE):
+        if place.is_file():
+            try:
+                held = json.loads(place.read_text("utf-8"))
+            except ValueError as error:
+                raise ValueError(f"{place} is not JSON ({error})") from error
+            captions = held.get("captions", []) if isinstance(held, dict) else None
+            if not isinstance(captions, list) or not all(isinstance(text, str) for text in captions):
+                raise ValueError(f"{place} must be an object whose captions are a list of texts")
+            return held
+    return {}
+
+
+def _encoder_folder(folder: Path, named: str | Path | None) -> Path:
+    if named is None:
+        for own in (folder, folder.parent):
+            if (own / "text_encoder").is_dir() and (own / "tokenizer").is_dir():
+                return own
+        named = _ENCODER
+    packaged = str(named) in vargen.assets.packaged_models()
+    found = vargen.assets.packaged_model_path(str(named)) if packaged else expand_user(named, "text_encoder")
+    if not ((found / "text_encoder").is_dir() and (found / "tokenizer").is_dir()):
+        raise ValueError(f"text_encoder {str(named)!r} must hold text_encoder/ and tokenizer/")
+    return found
