@@ -19,8 +19,8 @@ from torch import Tensor
 from vargen.decoding import DecodeStats
 from vargen.models.tokenizers.multi_scale_quantizer import MultiScaleQuantizer
 from vargen.models.tokenizers.vq import NonFinitePixelsError
-from vargen.reading import on_white
 from vargen.pipelines.validation import check_output_type, check_tokens
+from vargen.reading import on_white
 from vargen.values import parse_float, short_repr
 
 logger = logging.getLogger("vargen")

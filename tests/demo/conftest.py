@@ -18,10 +18,10 @@ gradio = pytest.importorskip("gradio", reason="the demo needs gradio: pip instal
 from tiny_models import text_pipeline  # noqa: E402
 from tiny_video_folder import video_folder  # noqa: E402
 
-from vargen.demo import page  # noqa: E402
-from vargen.demo.address import Address  # noqa: E402
-from vargen.demo.image_service import Engine  # noqa: E402
-from vargen.demo.video_tab import VideoEngine  # noqa: E402
+from vargen.demo.image_service import ImageService  # noqa: E402
+from vargen.demo.launch import Address, serve  # noqa: E402
+from vargen.demo.page import build_page  # noqa: E402
+from vargen.demo.video_service import VideoService  # noqa: E402
 from vargen.pipelines.registry import open_pipeline  # noqa: E402
 
 _FLAGS = (
@@ -31,10 +31,10 @@ _FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    """A random model of 8 x 8 tokens that can be slowed down: `engine.pause` is seconds slept before every pass."""
+def service() -> Iterator[ImageService]:
+    """A random model of 8 x 8 tokens that can be slowed down: `service.pause` is seconds slept before every pass."""
     pipe = text_pipeline(grid_size=8)
-    made = Engine(pipe, "tiny")
+    made = ImageService(pipe, "tiny")
     made.pause = 0.0  # type: ignore[attr-defined]
     pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
     yield made
@@ -44,8 +44,8 @@ def engine() -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def full_speed(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
-    if "engine" in request.fixturenames:
-        request.getfixturevalue("engine").pause = 0.0
+    if "service" in request.fixturenames:
+        request.getfixturevalue("service").pause = 0.0
 
 
 def brightness(images: Any, prompts: Any) -> Any:
@@ -53,27 +53,27 @@ def brightness(images: Any, prompts: Any) -> Any:
 
 
 @pytest.fixture(scope="module")
-def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoEngine]:
+def video(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
     """A random model of video, for a tab beside those of pictures."""
-    made = VideoEngine(open_pipeline(video_folder(tmp_path_factory.mktemp("runs"))), "tiny-video", brightness)
+    made = VideoService(open_pipeline(video_folder(tmp_path_factory.mktemp("runs"))), "tiny-video", brightness)
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module")
-def address(engine: Engine, video: VideoEngine) -> Iterator[str]:
-    served = page.build(engine, video=video)
+def address(service: ImageService, video: VideoService) -> Iterator[str]:
+    served = build_page(service, video=video)
     with socket.socket() as free:  # gradio's own search for a port is a race between parallel test workers
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    yield page.serve(served, Address("127.0.0.1", port))
+    yield serve(served, Address("127.0.0.1", port))
     served.close(verbose=False)
 
 
 @pytest.fixture
-def slow(engine: Engine) -> Callable[[float], None]:
+def slow(service: ImageService) -> Callable[[float], None]:
     def set_pause(seconds: float) -> None:
-        engine.pause = seconds  # type: ignore[attr-defined]
+        service.pause = seconds  # type: ignore[attr-defined]
 
     return set_pause
 

@@ -1,4 +1,4 @@
-"""Takes the pictures of the README, beside a running `python app.py`; needs chromium, its driver and selenium:
+"""Takes the screenshots of the README, beside a running `python app.py`; needs chromium, its driver and selenium:
 `python tests/demo/screenshots.py http://127.0.0.1:7860 assets/screenshots`."""
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def main(address: str, folder: Path) -> None:
         write(browser, "#prompt textarea, #prompt input", PROMPT)
         write(browser, "#seed input", SEED)
         press(browser, "#lock label")
-        press(browser, "#method label", "gumbel")
+        press(browser, "#method input[value=gumbel]")
         press(browser, "#generate")
-        wait(browser, "#note", "Drawn in")
+        wait(browser, "#note", "Generated in")
         time.sleep(1)
         shoot(browser, folder / "generate.png", 1280, dark=False)
         shoot(browser, Path(tempfile.gettempdir()) / "generate-390-dark.png", 390, dark=True)
@@ -75,10 +75,14 @@ def main(address: str, folder: Path) -> None:
         wait(browser, "#race-note", "was first")
         shoot(browser, folder / "race.png", 1280, dark=True)
         shoot(browser, Path(tempfile.gettempdir()) / "race-390.png", 390, dark=False)
+        press(browser, "button[role=tab]", "Explore")
+        press(browser, "#explore")
+        wait(browser, "#explore-note", "Done")
+        shoot(browser, Path(tempfile.gettempdir()) / "explore.png", 1280, dark=False)
         press(browser, "button[role=tab]", "Video")
         press(browser, "#video-examples button", "face with rolling eyes")
         press(browser, "#video-make")
-        wait(browser, "#video-note", "Made ")
+        wait(browser, "#video-note", "Generated ")
         time.sleep(1)
         shoot(browser, folder / "video.png", 1280, dark=False)
         shoot(browser, Path(tempfile.gettempdir()) / "video-390.png", 390, dark=True)

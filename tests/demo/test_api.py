@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 
-from vargen.demo.image_service import Engine
-from vargen.demo.jobs import Run
+from vargen.demo.image_service import ImageService
+from vargen.demo.jobs import Job
 
 gradio_client = pytest.importorskip("gradio_client")
 
@@ -30,7 +30,7 @@ def client(address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[g
     yield gradio_client.Client(address, verbose=False, download_files=str(folder), analytics_enabled=False)
 
 
-def test_generate(client: gradio_client.Client, engine: Engine) -> None:
+def test_generate(client: gradio_client.Client, service: ImageService) -> None:
     from PIL import Image
 
     files, report = client.predict("a red apple", seed=7, num_images=2, api_name="/generate")
@@ -45,8 +45,8 @@ def test_generate(client: gradio_client.Client, engine: Engine) -> None:
     assert Image.open(again[0]).tobytes() == Image.open(files[1]).tobytes(), "a seed is a picture"
 
 
-def test_compare(client: gradio_client.Client, engine: Engine) -> None:
-    names = [name for name in ("ar", "gumbel") if name in engine.methods]
+def test_compare(client: gradio_client.Client, service: ImageService) -> None:
+    names = [name for name in ("ar", "gumbel") if name in service.methods]
     files, reports = client.predict("a red apple", names, seed=3, api_name="/compare")
     assert len(files) == len(reports) == 2
     assert [each["identical"] for each in reports] == [True, True]
@@ -60,10 +60,10 @@ def test_methods(client: gradio_client.Client) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prompt": " "}, "Type what to draw first"),
+        ({"prompt": " "}, "Type a prompt first"),
         ({"prompt": "x" * 301}, "at most 300"),
         ({"prompt": "a", "method": "magic"}, "'magic' is not available"),
-        ({"prompt": "a", "num_images": 5}, "The number of pictures must be a whole number from 1 to 4"),
+        ({"prompt": "a", "num_images": 5}, "The number of images must be a whole number from 1 to 4"),
         ({"prompt": "a", "num_images": 1.5}, "whole number"),
         ({"prompt": "a", "temperature": -1}, "Temperature must be a number from 0 to 2"),
         ({"prompt": "a", "guidance_scale": "much"}, "Guidance must be a number"),
@@ -91,16 +91,16 @@ def test_files_of_the_machine_are_not_served(address: str, repo_root: Path, path
 
 
 @pytest.fixture
-def runs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[Run]:
+def runs(service: ImageService, monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """The drawings that the endpoints started, in order."""
-    started: list[Run] = []
-    start = engine.start
+    started: list[Job] = []
+    start = service.start
 
-    def start_and_tell(*given: Any, **options: Any) -> Run:
+    def start_and_tell(*given: Any, **options: Any) -> Job:
         started.append(start(*given, **options))
         return started[-1]
 
-    monkeypatch.setattr(engine, "start", start_and_tell)
+    monkeypatch.setattr(service, "start", start_and_tell)
     return started
 
 
@@ -120,7 +120,7 @@ gradio_client.Client(sys.argv[1], verbose=False).predict(*json.loads(sys.argv[2]
 """
 
 
-def stopped(runs: list[Run], give_up: Callable[[], Any]) -> None:
+def stopped(runs: list[Job], give_up: Callable[[], Any]) -> None:
     """A drawing is under way, its caller gives up, and it ends there; no other one is begun."""
     wait_until(lambda: runs and runs[0].counts)
     give_up()
@@ -132,7 +132,7 @@ def stopped(runs: list[Run], give_up: Callable[[], Any]) -> None:
 
 @pytest.mark.parametrize("name", CALLS)
 def test_a_cancelled_job_ends_its_drawing(
-    client: gradio_client.Client, runs: list[Run], slow: Callable[[float], None], name: str
+    client: gradio_client.Client, runs: list[Job], slow: Callable[[float], None], name: str
 ) -> None:
     slow(0.5)  # half a minute a picture
     job = client.submit(*CALLS[name], api_name=f"/{name}")
@@ -142,7 +142,7 @@ def test_a_cancelled_job_ends_its_drawing(
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_killed_client_ends_its_drawing(address: str, runs: list[Run], slow: Callable[[float], None], name: str) -> None:
+def test_a_killed_client_ends_its_drawing(address: str, runs: list[Job], slow: Callable[[float], None], name: str) -> None:
     slow(0.5)
     with subprocess.Popen([sys.executable, "-c", PROGRAM, address, json.dumps(CALLS[name]), f"/{name}"]) as program:
         try:
@@ -152,7 +152,7 @@ def test_a_killed_client_ends_its_drawing(address: str, runs: list[Run], slow: C
 
 
 def test_a_plain_http_caller_that_hangs_up_ends_its_drawing(
-    address: str, runs: list[Run], slow: Callable[[float], None]
+    address: str, runs: list[Job], slow: Callable[[float], None]
 ) -> None:
     slow(0.5)
     place = urllib.parse.urlsplit(address)
@@ -181,7 +181,7 @@ def test_a_caller_that_listens_sees_how_far_it_is(client: gradio_client.Client, 
     *before, last = job.outputs()
     assert len(files) == 1 and report["seed"] == 7 and last[1] == report
     assert before and all(each[0] == [] for each in before)
-    drawn = [each[1]["tokens_drawn"] for each in before]
+    drawn = [each[1]["tokens_generated"] for each in before]
     assert drawn == sorted(drawn) and 0 <= drawn[0] < 64 and drawn[-1] <= 64 and before[0][1]["tokens"] == 64
 
 
@@ -200,7 +200,7 @@ def resident() -> float:
     return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
-def test_eight_clients_forty_requests(address: str, engine: Engine, tmp_path: Path) -> None:
+def test_eight_clients_forty_requests(address: str, service: ImageService, tmp_path: Path) -> None:
     """None is lost, each gets its own picture, no drawing thread is left over, and memory is steady."""
     clients = [
         gradio_client.Client(address, verbose=False, download_files=str(tmp_path / str(n)), analytics_enabled=False)

@@ -38,7 +38,7 @@ def served(repo_root: Path, chromium: object) -> Iterator[str]:
         )
         try:
             assert process.stdout is not None
-            found = next((m for line in process.stdout if (m := re.search(r"draws at (\S+)", line))), None)
+            found = next((m for line in process.stdout if (m := re.search(r"runs at (\S+)", line))), None)
             assert found, "the app ended before it served anything"
             assert found[1] == f"http://localhost:{port}/"
             yield found[1]
@@ -56,7 +56,7 @@ def test_a_newcomer_draws_a_picture(open_browser: Callable[[str], Any], served: 
     browser.write("#prompt textarea, #prompt input", "grinning face")
     browser.click("#style input[value='3d']")
     browser.click("#generate")
-    browser.says("#note", "Drawn in")
+    browser.says("#note", "Generated in")
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert browser.attribute("#stage img", "alt") == "grinning face, 3d style"
     browser.press_tab("Race")
@@ -97,4 +97,4 @@ def test_a_taken_port_is_told_before_the_model_is_loaded(repo_root: Path) -> Non
                 text=True,
                 timeout=120,
             )
-            assert done.returncode != 0 and f"{name} {port} is taken" in done.stderr and "server_port" not in done.stderr
+            assert done.returncode != 0 and f"{name} {port} is used" in done.stderr and "server_port" not in done.stderr

@@ -11,8 +11,9 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from vargen.demo.image_service import Engine
-from vargen.demo.request import LONGEST_PROMPT, Settings
+from vargen.decoding import PRESETS
+from vargen.demo.image_service import ImageService
+from vargen.demo.request import MAX_PROMPT, PageRequest
 
 Open = Callable[[str], Any]
 
@@ -34,7 +35,7 @@ def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, 
 
     browser.until(filled_in)
     slow(0.0)
-    browser.says("#note", "Drawn in")
+    browser.says("#note", "Generated in")
     browser.until(lambda: browser.attribute("#stage svg", "aria-label").startswith("Token map: 64 of 64 tokens"))
     browser.until(lambda: browser.attribute("#stage img", "src").startswith("data:image/png"))
     assert "green frog" in browser.attribute("#stage img", "alt")
@@ -56,16 +57,16 @@ def test_type_generate_and_watch_the_preview_change(browser: Any, address: str, 
     ("tab", "note", "finished"), [("Race", "#race-note", "was first"), ("Explore", "#explore-note", "Done: seed")]
 )
 def test_enter_starts_what_the_open_tab_starts(
-    browser: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch, tab: str, note: str, finished: str
+    browser: Any, service: ImageService, monkeypatch: pytest.MonkeyPatch, tab: str, note: str, finished: str
 ) -> None:
     prompts: list[str] = []
-    start = engine.start
+    start = service.start
 
-    def start_and_tell(settings: Settings, *rest: Any, **more: Any) -> Any:
+    def start_and_tell(settings: PageRequest, *rest: Any, **more: Any) -> Any:
         prompts.append(settings.prompt)
         return start(settings, *rest, **more)
 
-    monkeypatch.setattr(engine, "start", start_and_tell)
+    monkeypatch.setattr(service, "start", start_and_tell)
     browser.press_tab(tab)
     browser.until(lambda: browser.ready(f"#{tab.lower()}"))
     browser.write(FIELD, "a green frog")
@@ -81,22 +82,22 @@ def test_enter_starts_what_the_open_tab_starts(
 def test_stop_ends_a_drawing(browser: Any, slow: Callable[[float], None]) -> None:
     slow(0.5)  # half a minute a picture
     browser.click("#generate")
-    browser.says("#note", "Drawing")
+    browser.says("#note", "Generating")
     browser.click("#stop")
     browser.says("#note", "Stopped after")
     assert " of 64 tokens" in browser.text("#note")
     slow(0.0)
     browser.until(lambda: browser.ready("#generate"))
     browser.click("#generate")
-    browser.says("#note", "Drawn in")
+    browser.says("#note", "Generated in")
 
 
-def test_race(browser: Any, engine: Engine) -> None:
+def test_race(browser: Any, service: ImageService) -> None:
     browser.press_tab("Race")
     browser.click("#race")
-    names = [name for name in ("ar", "gumbel", "gsd") if name in {each.name for each in engine.available}]
+    names = [name for name in ("ar", "gumbel", "gsd") if name in {each.name for each in service.available}]
     browser.says("#race-note", "was first")
-    browser.says("#track", "identical picture to ar")
+    browser.says("#track", "same image as ar")
 
     def drawn() -> bool:
         sources = browser.attributes("#track img", "src")
@@ -104,7 +105,7 @@ def test_race(browser: Any, engine: Engine) -> None:
 
     browser.until(drawn)
     assert browser.count("#track figure") == browser.count("#track tbody tr") == len(names)
-    assert "gumbel drew the identical picture" in browser.text("#race-note")
+    assert "gumbel gave the same image" in browser.text("#race-note")
 
 
 def test_race_needs_two_methods(browser: Any) -> None:
@@ -114,6 +115,21 @@ def test_race_needs_two_methods(browser: Any) -> None:
     browser.until(lambda: browser.count("#racers input:checked") == 1)
     browser.click("#race")
     browser.toast("Choose two to 4 methods")
+
+
+def test_experimental_methods_are_listed_on_request(browser: Any, service: ImageService) -> None:
+    core = {each.name for each in service.available if not PRESETS[each.name].experimental}
+    names = "#method input[type=radio]"
+    browser.until(lambda: set(browser.attributes(names, "value")) == core)
+    browser.click("#more-methods input")
+    browser.until(lambda: set(browser.attributes(names, "value")) == {each.name for each in service.available})
+    browser.click("#method input[value=lookup]")
+    browser.until(lambda: browser.script("return document.querySelector('#method input:checked').value") == "lookup")
+    browser.click("#generate")
+    browser.says("#note", "Generated in")
+    browser.click("#more-methods input")
+    browser.until(lambda: browser.script("return document.querySelector('#method input:checked').value") == "auto")
+    assert set(browser.attributes(names, "value")) == core
 
 
 def test_explore(browser: Any) -> None:
@@ -148,11 +164,11 @@ def test_a_dropped_picture_reloads_its_parameters(browser: Any, address: str, tm
 def test_bad_input_gets_a_message(browser: Any) -> None:
     browser.write(FIELD, " ")
     browser.click("#generate")
-    browser.toast("Type what to draw first")
+    browser.toast("Type a prompt first")
     browser.until(lambda: browser.ready("#generate"))
     assert "Traceback" not in browser.text("body")
-    browser.write(FIELD, "x" * (LONGEST_PROMPT + 50))
-    assert len(browser.value(FIELD)) <= LONGEST_PROMPT
+    browser.write(FIELD, "x" * (MAX_PROMPT + 50))
+    assert len(browser.value(FIELD)) <= MAX_PROMPT
 
 
 def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, slow: Callable[[float], None]) -> None:
@@ -163,7 +179,7 @@ def test_two_browsers_at_once(browser: Any, open_browser: Open, address: str, sl
     one.click("#generate")
     two.click("#generate")
     for each, prompt in ((one, "a cat"), (two, "a dog")):
-        each.says("#note", "Drawn in")
+        each.says("#note", "Generated in")
         each.until(lambda b=each, p=prompt: b.attribute("#stage img", "alt") == p)
         each.until(lambda b=each: b.count("#gallery img"))
         assert each.count("#gallery img") == 1, "a session sees its own pictures only"
@@ -176,7 +192,7 @@ def test_a_tab_makes_videos_by_a_model_of_its_own(browser: Any) -> None:
     browser.click("#lock input")
     before = browser.shown("#seed input").get_property("value")
     browser.click("#video-make")
-    browser.says("#video-note", "Made ")
+    browser.says("#video-note", "Generated ")
     browser.until(lambda: browser.attribute("#video-stage img", "src").startswith("data:image/webp"))
     assert browser.attribute("#video-stage img", "alt").startswith("winking face, ")
     assert browser.count("#video-badges .vg-block") >= 2
@@ -185,7 +201,7 @@ def test_a_tab_makes_videos_by_a_model_of_its_own(browser: Any) -> None:
     browser.driver.execute_script("arguments[0].focus()", browser.shown(FIELD))
     browser.driver.switch_to.active_element.send_keys("\n")  # Enter starts what the open tab starts
     browser.until(lambda: browser.shown("#seed input").get_property("value") != before)
-    browser.says("#video-note", "Made ")
+    browser.says("#video-note", "Generated ")
 
 
 _CUT = """
@@ -200,7 +216,9 @@ return [...document.querySelectorAll('[role=listbox], input[aria-haspopup=listbo
 
 
 @pytest.mark.parametrize("width", [390, 1280])
-def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(browser: Any, engine: Engine, width: int) -> None:
+def test_what_is_chosen_is_read_in_full_and_the_picture_is_above_the_methods(
+    browser: Any, service: ImageService, width: int
+) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     for tab in ("Generate", "Video"):
@@ -228,7 +246,7 @@ def test_nothing_is_wider_than_the_screen(browser: Any, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
     browser.click("#generate")
-    browser.says("#note", "Drawn in")
+    browser.says("#note", "Generated in")
     browser.until(lambda: browser.count("#gallery img"))
     for tab in ("Generate", "Race", "Explore", "Video"):
         browser.press_tab(tab)

@@ -15,82 +15,82 @@ pytest.importorskip("gradio")
 from tiny_models import text_var_pipeline
 
 from vargen.decoding import list_methods
-from vargen.demo.image_service import Engine
-from vargen.demo.jobs import Runs
-from vargen.demo.request import Settings
+from vargen.demo.image_service import ImageService
+from vargen.demo.jobs import JobRegistry
+from vargen.demo.request import PageRequest
 
 FIELD = "#prompt textarea, #prompt input"
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[Engine]:
-    """A random model of four scales that can be slowed down: `engine.pause` is seconds slept before every pass."""
+def service() -> Iterator[ImageService]:
+    """A random model of four scales that can be slowed down: `service.pause` is seconds slept before every pass."""
     pipe = text_var_pipeline()
-    made = Engine(pipe, "tiny")
+    made = ImageService(pipe, "tiny")
     made.pause = 0.0  # type: ignore[attr-defined]
     pipe.transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
     yield made
     made.close()
 
 
-def test_the_engine_runs_what_the_pipeline_runs(engine: Engine) -> None:
-    assert set(engine.methods) == {preset.name for preset in list_methods("next-scale")}
-    assert (engine.default_method, engine.baseline, engine.live, engine.relaxes) == ("plain", "plain", True, False)
-    drawn = engine.start(Settings("a cat", "code", 3)).result()
+def test_the_engine_runs_what_the_pipeline_runs(service: ImageService) -> None:
+    assert set(service.methods) == {preset.name for preset in list_methods("next-scale")}
+    assert (service.default_method, service.baseline, service.live, service.relaxes) == ("plain", "plain", True, False)
+    drawn = service.start(PageRequest("a cat", "code", 3)).result()
     assert drawn.images[0].size == (8, 8) and drawn.stats.passes == 4
-    run = engine.start(Settings("a cat", "plain", 3))
+    run = service.start(PageRequest("a cat", "plain", 3))
     run.result()
     assert run.counts == [1, 4, 9, 16]
 
 
-def test_previews_become_finer_pictures(engine: Engine) -> None:
+def test_previews_become_finer_pictures(service: ImageService) -> None:
     seen: list[bytes] = []
-    engine.pause = 0.1  # type: ignore[attr-defined]
-    run = engine.start(Settings("a cat", "plain", 3), every_pass=True)
+    service.pause = 0.1  # type: ignore[attr-defined]
+    run = service.start(PageRequest("a cat", "plain", 3), every_pass=True)
     while not run.done.wait(0.01):
         if run.preview and run.preview[0] not in seen:
             seen.append(run.preview[0])
-    engine.pause = 0.0  # type: ignore[attr-defined]
+    service.pause = 0.0  # type: ignore[attr-defined]
     assert len(seen) == 3, "one for each scale but the last"
     assert all(Image.open(io.BytesIO(each)).size == (8, 8) for each in seen)
 
 
-def test_a_stopped_drawing_shows_what_is_there(engine: Engine) -> None:
-    engine.pause = 0.2  # type: ignore[attr-defined]
-    run = engine.start(Settings("a cat", "plain", 3))
+def test_a_stopped_drawing_shows_what_is_there(service: ImageService) -> None:
+    service.pause = 0.2  # type: ignore[attr-defined]
+    run = service.start(PageRequest("a cat", "plain", 3))
     while not run.counts:
         time.sleep(0.01)
     run.stop.set()
     drawn = run.result()
-    engine.pause = 0.0  # type: ignore[attr-defined]
+    service.pause = 0.0  # type: ignore[attr-defined]
     assert drawn.stopped and drawn.stats.passes < 4 and drawn.images[0].size == (8, 8)
 
 
 def test_a_new_letter_stops_the_drawing_of_the_last_ones() -> None:
-    runs = Runs()
-    first, other, elsewhere = runs.begin("me", "live"), runs.begin("me"), runs.begin("you", "live")
+    runs = JobRegistry()
+    first, other, elsewhere = runs.enqueue("me", "live"), runs.enqueue("me"), runs.enqueue("you", "live")
     begun = runs.start(first)
     assert begun is not None
-    runs.stop_all("me", "live")
+    runs.stop_visitor_jobs("me", "live")
     assert begun.stop.is_set() and runs.start(other) is not None and runs.start(elsewhere) is not None
-    waiting = runs.begin("me", "live")
-    runs.stop_all("me", "live")
+    waiting = runs.enqueue("me", "live")
+    runs.stop_visitor_jobs("me", "live")
     assert runs.start(waiting) is None, "what has not begun never does"
 
 
-def test_the_picture_follows_what_is_typed(browser: Any, engine: Engine) -> None:
+def test_the_picture_follows_what_is_typed(browser: Any, service: ImageService) -> None:
     prompts: list[str] = []
-    start = engine.start
+    start = service.start
 
-    def start_and_tell(settings: Settings, *rest: Any, **more: Any) -> Any:
+    def start_and_tell(settings: PageRequest, *rest: Any, **more: Any) -> Any:
         prompts.append(settings.prompt)
         return start(settings, *rest, **more)
 
-    engine.start = start_and_tell  # type: ignore[method-assign]
+    service.start = start_and_tell  # type: ignore[method-assign]
     try:
         assert not [each for each in browser.all("button[role=tab]") if each.text == "Explore"]
         browser.press_tab("Live")
-        browser.says("#live-note", "Drawn in")  # opening it draws what the prompt says
+        browser.says("#live-note", "Generated in")  # opening it draws what the prompt says
         before = browser.attribute("#live-stage img", "src")
         browser.write(FIELD, "a green frog")
         browser.until(lambda: "a green frog" in browser.attribute("#live-stage img", "alt"))
@@ -105,14 +105,14 @@ def test_the_picture_follows_what_is_typed(browser: Any, engine: Engine) -> None
         severe = [entry["message"] for entry in browser.driver.get_log("browser") if entry["level"] == "SEVERE"]
         assert not severe
     finally:
-        engine.start = start  # type: ignore[method-assign]
+        service.start = start  # type: ignore[method-assign]
 
 
 def test_generate_and_race_know_scales(browser: Any) -> None:
     browser.click("#generate")
-    browser.says("#note", "Drawn in")
-    browser.until(lambda: browser.attribute("#stage svg", "aria-label").startswith("Token map: 30 of 30 tokens drawn in 4"))
+    browser.says("#note", "Generated in")
+    browser.until(lambda: browser.attribute("#stage svg", "aria-label").startswith("Token map: 30 of 30 tokens generated in 4"))
     browser.press_tab("Race")
     browser.click("#race")
     browser.says("#race-note", "was first")
-    browser.until(lambda: browser.count("#track figure") == 3)
+    browser.until(lambda: browser.count("#track figure") == 2)

@@ -15,9 +15,9 @@ import torch
 from PIL import Image
 from tiny_video_folder import video_folder
 
-from vargen.demo import page, video_page
-from vargen.demo.address import Address
-from vargen.demo.video_tab import VideoEngine
+from vargen.demo.launch import Address, serve
+from vargen.demo.page import build_video_page
+from vargen.demo.video_service import VideoService
 from vargen.pipelines.registry import open_pipeline
 
 TAU = "#tau input[type=number]"
@@ -28,10 +28,10 @@ def brightness(images: Any, prompts: Any) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoEngine]:
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoService]:
     """A random model that can be slowed down, as that of the other page."""
     pipe = open_pipeline(video_folder(tmp_path_factory.mktemp("runs")))
-    made = VideoEngine(pipe, "emoji-video", brightness)
+    made = VideoService(pipe, "emoji-video", brightness)
     made.pause = 0.0  # type: ignore[attr-defined]
     pipe.draft_transformer.register_forward_pre_hook(lambda *_: time.sleep(made.pause))  # type: ignore[attr-defined]
     yield made
@@ -39,12 +39,12 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VideoEngine]:
 
 
 @pytest.fixture(scope="module")
-def address(engine: VideoEngine) -> Iterator[str]:
-    served = video_page.build(engine)
+def address(service: VideoService) -> Iterator[str]:
+    served = build_video_page(service)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    yield page.serve(served, Address("127.0.0.1", port))
+    yield serve(served, Address("127.0.0.1", port))
     served.close(verbose=False)
 
 
@@ -76,7 +76,7 @@ def test_it_plays_while_it_is_made_and_the_slider_acts_meanwhile(browser: Any, s
     set_number(browser, TAU, "10")
     browser.until(lambda: "rejected" in verdicts(browser))
     slow(0.0)
-    browser.says("#note", "Made 20 frames")
+    browser.says("#note", "Generated 20 frames")
     browser.until(lambda: frames_shown(browser) == 20)
     found = verdicts(browser)
     assert len(found) == 10 and found[0] == "forced"
@@ -117,7 +117,7 @@ def test_a_threshold_that_is_being_typed_is_no_error_of_the_server(browser: Any,
     empty(browser, TAU)
     time.sleep(1.0)  # the slider's event
     slow(0.0)
-    browser.says("#note", "Made 16 frames")
+    browser.says("#note", "Generated 16 frames")
     assert not severe(browser)
 
 
@@ -127,7 +127,7 @@ def test_everything_fits_the_screen(browser: Any, width: int) -> None:
     browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     set_number(browser, "#blocks input[type=number]", "12")
     browser.click("#make")
-    browser.says("#note", "Made 24 frames")
+    browser.says("#note", "Generated 24 frames")
     browser.until(lambda: len(verdicts(browser)) == 12)
     assert browser.script("return document.documentElement.scrollWidth <= window.innerWidth")
     boxes = """return [...document.querySelectorAll(arguments[0])].map(each => each.getBoundingClientRect())

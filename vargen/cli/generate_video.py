@@ -55,8 +55,8 @@ def generate_videos(options: GenerateOptions, image: Path | None, video: dict[st
         call["scorer"] = options.scorer
     if image is not None:
         call["image"] = read_source(image, "image")
-    inputs = {"prompt_file": [options.prompt_file], "image": [image], "a file of model": model_files(options.model)}
-    check_distinct_paths({"output": files}, inputs)
+    inputs: dict[str, list[Path | None]] = {"prompt_file": [options.prompt_file], "image": [image]}
+    check_distinct_paths({"output": files}, {**inputs, "a file of model": model_files(options.model)})
     device = select_device(options.device)
     dtype = select_dtype(options.dtype, device, model.folder)
     started = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The generation tab: one method, live previews, the token map, and the images of this session."""
+"""The Generate tab: one method, live previews, the token map, and the images of this session."""
 
 from __future__ import annotations
 
@@ -8,149 +8,128 @@ from typing import Any
 
 import gradio as gr
 
-from vargen.demo import inputs
-from vargen.demo import rendering as figures
-from vargen.demo.image_service import Engine
-from vargen.demo.jobs import Run, Runs, told_plainly
-from vargen.demo.request import MOST_CANDIDATES, MOST_PICTURES, Settings
+from vargen.demo import rendering
+from vargen.demo.image_service import ImageService
+from vargen.demo.inputs import Inputs, MethodList, build_method_list, make_request
+from vargen.demo.jobs import INSTANT_EVENT, POLL_SECONDS, START, Job, JobControls, JobRegistry, Ticket, connect_job
+from vargen.demo.request import MAX_CANDIDATES, MAX_IMAGES, PageRequest
 from vargen.scoring.registry import DEFAULT_SCORER
 
-_KEPT = 24  # images in a session's gallery
+_MAX_GALLERY = 24  # images in a session's gallery
 _IDLE = "Press Generate, or Enter in the prompt."
 
 
-def build(engine: Engine, runs: Runs, shared: inputs.Inputs, draw_options: dict[str, Any]) -> tuple[gr.Radio, gr.HTML]:
+def build_generate_tab(
+    service: ImageService, registry: JobRegistry, shared: Inputs, queue_options: dict[str, Any]
+) -> tuple[MethodList, gr.HTML]:
     """Lay out the tab and connect its events.
 
     Returns:
-        The method component, and the status line, which the drop box also fills.
+        The list of methods, and the status line; the drop box fills both.
     """
     with gr.Row(elem_id="go-row"):
         count = gr.Dropdown(
-            [(f"{n} picture{'s' if n > 1 else ''}", n) for n in range(1, MOST_PICTURES + 1)],
-            value=1, show_label=False, label="Pictures", container=False, min_width=130, scale=1, elem_id="count",
+            [(f"{n} image{'s' if n > 1 else ''}", n) for n in range(1, MAX_IMAGES + 1)],
+            value=1, show_label=False, label="Images", container=False, min_width=130, scale=1, elem_id="count",
         )  # fmt: skip
         best = gr.Dropdown(
-            [(f"best of {n}", n) for n in (1, 2, 4, MOST_CANDIDATES)],
+            [(f"best of {n}", n) for n in (1, 2, 4, MAX_CANDIDATES)],
             value=1, show_label=False, label="Candidates", container=False, min_width=130, scale=1, elem_id="best",
-            visible=engine.scorer is not None,
+            visible=service.scorer is not None,
         )  # fmt: skip
-        go = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=inputs.START)
+        start = gr.Button("Generate", variant="primary", min_width=130, scale=3, elem_id="generate", elem_classes=START)
         stop = gr.Button("Stop", variant="stop", interactive=False, min_width=80, scale=1, elem_id="stop")
-    note = gr.HTML(figures.note(_IDLE, "off"), elem_id="note")
-    stage = gr.HTML(_stage([None], [], engine, 0, 0.0, "an empty frame"), elem_id="stage")
+    note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="note")
+    stage = gr.HTML(_render([None], [], service, 0, 0.0, "an empty frame"), elem_id="stage")
     download = gr.DownloadButton("Download PNG", interactive=False, size="md", elem_id="download")
-    names = [(f"{each.name} · {each.kind} · {each.summary}", each.name) for each in engine.available]
-    method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="method", elem_classes="methods")
-    left_out = [f"{each.name} ({each.reason.split(': ')[0]})" for each in engine.methods.values() if each.reason is not None]
-    if left_out:
-        gr.HTML(figures.hint(f"Not with this model: {'; '.join(left_out)}."), padding=True)
-    with gr.Accordion("The same picture from the command line", open=False):
+    methods = build_method_list(
+        gr.Radio, service.available, lambda each: f"{each.name} · {each.kind} · {each.summary}", "more-methods",
+        value=service.default_method, label="Method", elem_id="method", elem_classes="methods",
+    )  # fmt: skip
+    unavailable = [
+        f"{each.name} ({each.reason.split(': ')[0]})" for each in service.methods.values() if each.reason is not None
+    ]
+    if unavailable:
+        with gr.Accordion("Methods that this model cannot run", open=False):
+            gr.HTML(rendering.hint(f"{'; '.join(unavailable)}."), padding=True)
+    with gr.Accordion("Command line for the same images", open=False):
         command = gr.Code(language="shell", interactive=False, show_label=False, wrap_lines=True, elem_id="command")
     gallery = gr.Gallery(
-        label="Pictures of this session", columns=6, fit_columns=False, height="auto", format="png", interactive=False,
-        object_fit="contain",
-        buttons=["download", "fullscreen"], elem_id="gallery", visible=False,
+        label="Images of this session", columns=6, fit_columns=False, height="auto", format="png", interactive=False,
+        object_fit="contain", buttons=["download", "fullscreen"], elem_id="gallery", visible=False,
     )  # fmt: skip
-    kept = gr.State([], time_to_live=3600)
-    ticket = gr.Textbox(visible=False)
+    files = gr.State([], time_to_live=3600)
 
-    def press(request: gr.Request, *values: Any) -> list[Any]:
-        *own, method_name, number, candidates, locked = values
-        with told_plainly():
-            seed = own[2] if locked else inputs.new_seed()
-            own[2] = seed
-            wanted = inputs.settings(engine, tuple(own), method_name, number, candidates)
-        if cut := engine.ignored(wanted.prompt):
-            gr.Warning(figures.text(cut))
-        news = figures.note("Waiting for a free place …")
-        return [runs.begin(request.session_hash or ""), seed, gr.Button(interactive=False), gr.Button(interactive=True), news]
+    def check(*values: Any) -> PageRequest:
+        *own, method, num_images, best_of = values
+        request = make_request(service, own, method, num_images, best_of)
+        if warnings := service.prompt_warnings(request.prompt):
+            gr.Warning(rendering.text(warnings))
+        return request
 
-    def draw(number: str, *values: Any) -> Iterator[list[Any]]:
-        *own, method_name, pictures, candidates, files = values
-        if (taken := runs.start(number)) is None:
+    def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
+        *own, method, num_images, best_of, earlier = values
+        request = make_request(service, own, method, num_images, best_of)
+        job = service.start(request, stop=ticket.stop)
+        yield [rendering.status_line(f"Generating “{request.prompt}” by {method} …"), *[gr.skip()] * 5]
+        while not job.done.wait(POLL_SECONDS):
+            yield [gr.skip(), _render_running(job, service), *[gr.skip()] * 4]
+        result = job.result()
+        if result.stopped:
+            alt, images = f"{request.prompt}, unfinished", job.preview or result.images
+            view = _render(images, job.counts, service, job.tokens, result.seconds, alt)
+            yield [rendering.status_line(f"Stopped after {job.tokens} of {job.total} tokens."), view, *[gr.skip()] * 4]
             return
-        try:
-            with told_plainly():
-                wanted = inputs.settings(engine, tuple(own), method_name, pictures, candidates)
-                run = engine.start(wanted, stop=taken.stop)
-                yield [figures.note(f"Drawing “{wanted.prompt}” by {method_name} …"), *[gr.skip()] * 5]
-                while not run.done.wait(0.25):
-                    yield [gr.skip(), _running(run, engine), *[gr.skip()] * 4]
-                drawn = run.result()
-                if drawn.stopped:
-                    images = run.preview or drawn.images
-                    news = f"Stopped after {run.tokens} of {run.total} tokens."
-                    view = _stage(images, run.counts, engine, run.tokens, drawn.seconds, f"{wanted.prompt}, unfinished")
-                    yield [figures.note(news), view, *[gr.skip()] * 4]
-                    return
-                new = engine.save(drawn)
-                files = [*reversed(new), *files][:_KEPT]
-                captions = [figures.scored(told) for told in drawn.told] if engine.scorer else []
-                view = _stage(drawn.images, run.counts, engine, run.total, drawn.seconds, wanted.prompt, captions)
-                yield [
-                    figures.note(f"Drawn in {drawn.seconds:.1f} seconds and {drawn.stats.passes} passes, seed {wanted.seed}."),
-                    view,
-                    gr.Gallery(files, visible=True, selected_index=None),
-                    gr.DownloadButton(value=new[0], interactive=True),
-                    command_line(engine, wanted),
-                    files,
-                ]
-        finally:
-            taken.stop.set()
-            runs.end(number)
+        new = service.save(result)
+        kept = [*reversed(new), *earlier][:_MAX_GALLERY]
+        captions = [rendering.score_caption(record) for record in result.records] if service.scorer else []
+        news = f"Generated in {result.seconds:.1f} seconds and {result.stats.passes} passes, seed {request.seed}."
+        yield [
+            rendering.status_line(news),
+            _render(result.images, job.counts, service, job.total, result.seconds, request.prompt, captions),
+            gr.Gallery(kept, visible=True, selected_index=None),
+            gr.DownloadButton(value=new[0], interactive=True),
+            command_line(service, request),
+            kept,
+        ]
 
-    def pick(files: list[str], chosen: gr.SelectData) -> Any:
-        return gr.DownloadButton(value=files[chosen.index]) if chosen.index < len(files) else gr.skip()
+    def select(listed: list[str], selected: gr.SelectData) -> Any:
+        return gr.DownloadButton(value=listed[selected.index]) if selected.index < len(listed) else gr.skip()
 
-    pressed = go.click(
-        press,
-        [*shared.values, method, count, best, shared.lock],
-        [ticket, shared.seed, go, stop, note],
-        trigger_mode="once",
-        **inputs.TALKING,
-    )
-    drawing = pressed.success(
-        draw,
-        [ticket, *shared.values, method, count, best, kept],
-        [note, stage, gallery, download, command, kept],
-        show_progress="hidden",
-        **draw_options,
-    )
-    drawing.then(inputs.idle, None, [go, stop], **inputs.QUICK)
-    drawing.failure(lambda: figures.note("Nothing was drawn.", "off"), None, note, **inputs.QUICK)
-    stop.click(inputs.stopper(runs), ticket, [note, go, stop], **inputs.QUICK)
-    gallery.select(pick, kept, download, **inputs.QUICK)
-    return method, note
+    outputs = [stage, gallery, download, command, files]
+    controls = JobControls(start, stop, note, [methods.choice, count, best], outputs, [files])
+    connect_job(registry, shared, controls, check, run, queue_options)
+    gallery.select(select, files, download, **INSTANT_EVENT)
+    return methods, note
 
 
-def _running(run: Run, engine: Engine) -> str:
-    images: list[Any] = [*run.preview] or [None] * (run.settings.num_images * run.settings.num_candidates)
-    return _stage(images, list(run.counts), engine, run.tokens, run.seconds, f"{run.settings.prompt}, unfinished")
+def _render_running(job: Job, service: ImageService) -> str:
+    images: list[Any] = [*job.preview] or [None] * (job.request.num_images * job.request.best_of)
+    return _render(images, list(job.counts), service, job.tokens, job.seconds, f"{job.request.prompt}, unfinished")
 
 
-def _stage(
-    images: Any, counts: list[int], engine: Engine, drawn: int, seconds: float, alt: str, captions: Sequence[str] = ()
+def _render(
+    images: Any, counts: list[int], service: ImageService, done: int, seconds: float, alt: str, captions: Sequence[str] = ()
 ) -> str:
-    slowest = " of the slowest picture" if len(images) > 1 else ""
+    slowest = " of the slowest image" if len(images) > 1 else ""
     return (
-        f'<div class="vg-duo"><div><h3>Picture</h3>{figures.stage(images, alt, captions)}</div>'
-        f"<div><h3>Token map{slowest}</h3>{figures.token_map(counts, engine.grids)}{figures.legend()}"
-        f"{figures.progress(drawn, engine.total)}"
-        f"{figures.numbers(figures.speed(seconds, drawn, counts, len(images)))}</div></div>"
+        f'<div class="vg-duo"><div><h3>Image</h3>{rendering.image_grid(images, alt, captions)}</div>'
+        f"<div><h3>Token map{slowest}</h3>{rendering.token_map(counts, service.grids)}{rendering.legend()}"
+        f"{rendering.progress(done, service.total)}"
+        f"{rendering.numbers(rendering.speed(seconds, done, counts, len(images)))}</div></div>"
     )
 
 
-def command_line(engine: Engine, wanted: Settings) -> str:
+def command_line(service: ImageService, request: PageRequest) -> str:
     """Return the command that generates the same images."""
-    subject = ["--class-label", wanted.prompt] if engine.by_class else [wanted.prompt]
-    parts = ["vargen", "generate", *subject, "--seed", str(wanted.seed), "--accelerator", wanted.method]
-    parts += ["--guidance-scale", f"{wanted.guidance_scale:g}", "--temperature", f"{wanted.temperature:g}"]
-    parts += ["--top-k", str(wanted.top_k or engine.vocab), "--top-p", f"{wanted.top_p:g}"]
-    parts += ["--negative-prompt", wanted.negative_prompt] if wanted.negative_prompt else []
-    parts += ["-n", str(wanted.num_images)] if wanted.num_images > 1 else []
-    if wanted.num_candidates > 1:
-        parts += ["--best-of", str(wanted.num_candidates)]
-        parts += ["--scorer", engine.scorer_name] if engine.scorer_name != DEFAULT_SCORER else []
-    parts += ["--model", engine.name] if engine.name != "emoji" else []
+    prompt = ["--class-label", request.prompt] if service.by_class else [request.prompt]
+    parts = ["vargen", "generate", *prompt, "--seed", str(request.seed), "--accelerator", request.method]
+    parts += ["--guidance-scale", f"{request.guidance_scale:g}", "--temperature", f"{request.temperature:g}"]
+    parts += ["--top-k", str(request.top_k or service.vocab), "--top-p", f"{request.top_p:g}"]
+    parts += ["--negative-prompt", request.negative_prompt] if request.negative_prompt else []
+    parts += ["-n", str(request.num_images)] if request.num_images > 1 else []
+    if request.best_of > 1:
+        parts += ["--best-of", str(request.best_of)]
+        parts += ["--scorer", service.scorer_name] if service.scorer_name != DEFAULT_SCORER else []
+    parts += ["--model", service.name] if service.name != "emoji" else []
     return shlex.join(parts)

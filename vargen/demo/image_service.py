@@ -15,8 +15,8 @@ from PIL import Image
 
 from vargen.compat import installed_version, tokenized, tokenizer_lock
 from vargen.decoding import Accelerator
-from vargen.demo.jobs import Drawn, Run
-from vargen.demo.request import MOST_LANES, PictureFolder, Settings
+from vargen.demo.jobs import Job, JobResult
+from vargen.demo.request import MAX_RACERS, ImageFolder, PageRequest
 from vargen.pipelines.base import Method, VisualPipeline
 from vargen.pipelines.prompts import describe_unreadable_words
 from vargen.scoring.protocol import Scorer, score_images
@@ -27,11 +27,11 @@ logger = logging.getLogger("vargen")
 
 _PREVIEW_SECONDS = 0.25
 _LIVE_PASSES = 16  # most passes per image of the baseline
-_PREVIEW_SHARE = 4  # previews take at most a fifth of the time: the next waits four times the cost of the last
+_PREVIEW_RATIO = 4  # previews take at most a fifth of the time: the next waits four times the cost of the last
 
 
-class Engine:
-    """A loaded pipeline, and the operations that the page needs.
+class ImageService:
+    """A loaded image pipeline, and the operations that the page needs.
 
     Args:
         pipe: of any family, on its device.
@@ -49,10 +49,10 @@ class Engine:
         self.relaxes = pipe.paradigm == Accelerator.paradigm  # relaxed rules exist for this paradigm
         self.live = pipe.steps <= _LIVE_PASSES  # fast enough to generate during typing
         self.vocab: int = pipe.vocab
-        self.pictures = PictureFolder()
+        self.folder = ImageFolder()
         # Threads are reused, because each new one would create another thread pool in torch.
-        self._threads = ThreadPoolExecutor(max_workers=2 * MOST_LANES, thread_name_prefix="draw")
-        self.methods = {method.name: self._probed(method) for method in pipe.methods()}
+        self._threads = ThreadPoolExecutor(max_workers=2 * MAX_RACERS, thread_name_prefix="generate")
+        self.methods = {method.name: self._probe_method(method) for method in pipe.methods()}
 
     @property
     def available(self) -> list[Method]:
@@ -79,7 +79,7 @@ class Engine:
 
     @property
     def defaults(self) -> dict[str, Any]:
-        """Sampling defaults of the checkpoint, as `Settings` takes them."""
+        """Sampling defaults of the checkpoint, as `PageRequest` takes them."""
         stored = self.pipe.default_sampling
         return {**stored, "top_k": stored["top_k"] or 0}
 
@@ -92,8 +92,8 @@ class Engine:
     def class_names(self) -> list[str]:
         return [names.split(",")[0] for names in self.pipe.class_names.values()]
 
-    def _probed(self, method: Method) -> Method:
-        """Run one pass of a method that should work, so that a failure on this machine shows at startup, not during a
+    def _probe_method(self, method: Method) -> Method:
+        """Job one pass of a method that should work, so that a failure on this machine shows at startup, not during a
         request.
         """
         if method.reason is not None:
@@ -103,150 +103,152 @@ class Engine:
             stop = {"stop": True}
             self.pipe(**subject, accelerator=method.name, output_type="latent", callback_on_step_end=lambda *_: stop)
         except Exception as error:
-            logger.info("method %s is left out: %s", method.name, error)
-            said = isinstance(error, ValueError | TypeError)
-            return replace(method, reason=str(error) if said else "it does not start; the server's log says why")
+            logger.info("method %s is not available: %s", method.name, error)
+            readable = isinstance(error, ValueError | TypeError)
+            return replace(method, reason=str(error) if readable else "it failed at startup; the server's log has the reason")
         return method
 
-    def check(self, settings: Settings) -> None:
+    def check(self, request: PageRequest) -> None:
         """Raise ValueError, with a message for users, if this model does not support the request."""
-        method = self.method(settings.method)
+        method = self.method(request.method)
         if method is None or method.reason is not None:
             why = f": {method.reason}" if method else ""
             names = ", ".join(each.name for each in self.available)
-            raise ValueError(f"The method {short_repr(settings.method)} is not available here{why}. Choose one of: {names}.")
-        if settings.num_candidates > 1 and self.scorer is None:
-            raise ValueError("There is no scorer here to choose among candidates: draw one of each picture.")
-        if settings.top_k > self.vocab:
-            raise ValueError(f"Top-k must be at most {self.vocab}, the tokens that this model knows; 0 keeps all.")
-        if self.by_class and settings.negative_prompt:
-            raise ValueError("This model draws classes, so it takes no negative prompt.")
+            raise ValueError(f"The method {short_repr(request.method)} is not available here{why}. Choose one of: {names}.")
+        if request.best_of > 1 and self.scorer is None:
+            raise ValueError("There is no scorer here to choose among candidates: generate one candidate per image.")
+        if request.top_k > self.vocab:
+            raise ValueError(f"Top-k must be at most {self.vocab}, the size of the vocabulary; 0 keeps all tokens.")
+        if self.by_class and request.negative_prompt:
+            raise ValueError("This model generates classes, so it takes no negative prompt.")
         if self.by_class:
-            self._subject(settings)
+            self._condition(request)
 
-    def ignored(self, prompt: str) -> str | None:
+    def prompt_warnings(self, prompt: str) -> str | None:
         """Describe what the model cannot read of a prompt: words in another script, and text beyond the maximum length."""
         if self.by_class or self.pipe.tokenizer is None:
             return None
         prompt = self.pipe.normalize_prompt(prompt).text
         hint = describe_unreadable_words(self.pipe.tokenizer, prompt)
-        told = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
+        warnings = [f"{hint[0].upper()}{hint[1:]}."] if hint else []
         rows = self.pipe.max_caption_tokens
         ids = tokenized(self.pipe.tokenizer, prompt, truncation=False, verbose=False)["input_ids"]
         if len(ids) > rows:
             with tokenizer_lock:
                 read = self.pipe.tokenizer.decode(ids[:rows], skip_special_tokens=True)
-            told.append(f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”.")
-        return " ".join(told) or None
+            warnings.append(f"This model reads {rows} tokens, and the prompt has {len(ids)}: it was cut after “…{read[-40:]}”.")
+        return " ".join(warnings) or None
 
-    def _subject(self, settings: Settings) -> dict[str, Any]:
+    def _condition(self, request: PageRequest) -> dict[str, Any]:
+        """Return the prompts or the class as arguments of the pipeline."""
         if not self.by_class:
-            return {"prompt": settings.prompt, **({"negative_prompt": settings.negative_prompt or None})}
-        label: int | str = int(settings.prompt) if settings.prompt.isdecimal() else settings.prompt
+            return {"prompt": request.prompt, **({"negative_prompt": request.negative_prompt or None})}
+        label: int | str = int(request.prompt) if request.prompt.isdecimal() else request.prompt
         known = {name.strip().lower() for text in self.pipe.class_names.values() for name in text.split(",")}
         classes = self.pipe.transformer.config.num_classes
         if isinstance(label, int) and label >= classes:
-            raise ValueError(f"This model knows the classes 0 to {classes - 1}, not {label}.")
+            raise ValueError(f"This model has the classes 0 to {classes - 1}, not {label}.")
         if isinstance(label, str) and label.lower() not in known:
-            raise ValueError(f"This model draws classes, and knows none called {label!r}. Give a class's name or number.")
+            raise ValueError(f"This model has no class {label!r}. Give the name or the number of a class.")
         return {"class_labels": label}
 
     # -- generation -----------------------------------------------------------------------------------------------------------
 
     def start(
         self,
-        settings: Settings,
+        request: PageRequest,
         accelerator: str | Accelerator | None = None,
         stop: threading.Event | None = None,
         previews: bool = True,
         every_pass: bool = False,
-    ) -> Run:
-        """Start a run in another thread.
+    ) -> Job:
+        """Start a job in another thread.
 
         Args:
-            settings: checked by `check`.
-            accelerator: replaces the method of the settings.
-            stop: set it to end the run within one pass.
+            request: checked by `check`.
+            accelerator: replaces the method of the request.
+            stop: set it to end the job within one pass.
             previews: whether to decode partial images during generation. every_pass: after each pass, regardless of the cost.
         """
-        run = Run(settings, self.pipe.tokens, stop or threading.Event())
-        self._threads.submit(self._work, run, accelerator or settings.method, previews, every_pass)
-        return run
+        job = Job(request, self.pipe.tokens, stop or threading.Event())
+        self._threads.submit(self._run_job, job, accelerator or request.method, previews, every_pass)
+        return job
 
-    def _work(self, run: Run, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> None:
+    def _run_job(self, job: Job, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> None:
         try:
-            run.drawn = self._draw(run, accelerator, previews, every_pass)
+            job.finished = self._generate(job, accelerator, previews, every_pass)
         except BaseException as error:
-            run.error = error
+            job.error = error
         finally:
-            run.done.set()
+            job.done.set()
 
-    def _draw(self, run: Run, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> Drawn:
-        settings = run.settings
-        run.started = time.perf_counter()
-        due = run.started + _PREVIEW_SECONDS
+    def _generate(self, job: Job, accelerator: str | Accelerator, previews: bool, every_pass: bool) -> JobResult:
+        request = job.request
+        job.started = time.perf_counter()
+        due = job.started + _PREVIEW_SECONDS
 
-        def after_pass(_: Any, step: int, drawn: int, tensors: dict[str, Any]) -> dict[str, Any]:
+        def after_pass(_: Any, step: int, done: int, tensors: dict[str, Any]) -> dict[str, Any]:
             nonlocal due
             now = time.perf_counter()
-            run.counts.append(drawn - run.tokens)
-            run.tokens = drawn
-            if run.stop.is_set():
+            job.counts.append(done - job.tokens)
+            job.tokens = done
+            if job.stop.is_set():
                 return {"stop": True}
-            if previews and (every_pass or now >= due) and drawn < run.total:
-                run.preview = self._preview(tensors["latents"], drawn)
+            if previews and (every_pass or now >= due) and done < job.total:
+                job.preview = self._preview(tensors["latents"], done)
                 spent = time.perf_counter() - now
-                run.aside += spent
-                due = now + spent + max(_PREVIEW_SECONDS, _PREVIEW_SHARE * spent)
+                job.preview_seconds += spent
+                due = now + spent + max(_PREVIEW_SECONDS, _PREVIEW_RATIO * spent)
             return {}
 
-        several = {"num_candidates": settings.num_candidates, "scorer": self.scorer} if settings.num_candidates > 1 else {}
+        several = {"num_candidates": request.best_of, "scorer": self.scorer} if request.best_of > 1 else {}
         result = self.pipe(
-            **self._subject(settings),
+            **self._condition(request),
             **several,
-            num_images_per_prompt=settings.num_images,
-            guidance_scale=settings.guidance_scale,
-            temperature=settings.temperature,
-            top_k=settings.top_k or self.vocab,  # None would select the checkpoint's default
-            top_p=settings.top_p,
+            num_images_per_prompt=request.num_images,
+            guidance_scale=request.guidance_scale,
+            temperature=request.temperature,
+            top_k=request.top_k or self.vocab,  # None would select the checkpoint's default
+            top_p=request.top_p,
             accelerator=accelerator,
-            generator=[torch.Generator().manual_seed(settings.seed + k) for k in range(settings.num_images)],
+            generator=[torch.Generator().manual_seed(request.seed + k) for k in range(request.num_images)],
             output_type="latent",
             callback_on_step_end=after_pass,
         )
         tokens, stats = result.images, result.stats
-        length = torch.full((len(tokens),), run.tokens) if stats.stopped else None
+        length = torch.full((len(tokens),), job.tokens) if stats.stopped else None
         images = self.pipe.decode_tokens(tokens, length)
-        told = [stats.describe_image(k) for k in range(len(images))]
+        records = [stats.describe_image(k) for k in range(len(images))]
         if not several and not stats.stopped:
-            told = [{**each, **score} for each, score in zip(told, self._scored(settings, images), strict=True)]
-        return Drawn(settings, images, tokens.cpu(), stats, stats.seconds - run.aside, stats.stopped, told)
+            scores = self._score_images(request, images)
+            records = [{**record, **score} for record, score in zip(records, scores, strict=True)]
+        return JobResult(request, images, tokens.cpu(), stats, stats.seconds - job.preview_seconds, stats.stopped, records)
 
-    def _scored(self, settings: Settings, images: list[Image.Image]) -> list[dict[str, Any]]:
+    def _score_images(self, request: PageRequest, images: list[Image.Image]) -> list[dict[str, Any]]:
         """Score each image; an image is still returned if its scoring fails."""
         if self.scorer is None:
             return [{}] * len(images)
         try:
-            words = settings.prompt if self.by_class else self.pipe.normalize_prompt(settings.prompt).text
+            words = request.prompt if self.by_class else self.pipe.normalize_prompt(request.prompt).text
             scores = score_images(self.scorer, images, [words] * len(images)).tolist()
         except Exception:
             logger.exception("the scorer %s failed", self.scorer_name)
             return [{}] * len(images)
         return [{"scorer": self.scorer.name, "score": score} for score in scores]
 
-    def _preview(self, tokens: torch.Tensor, drawn: int) -> list[bytes]:
+    def _preview(self, tokens: torch.Tensor, done: int) -> list[bytes]:
         """Encode partial images as small files, transparent where no token exists yet."""
         found = []
-        for image in self.pipe.preview(tokens, drawn):
+        for image in self.pipe.preview(tokens, done):
             file = io.BytesIO()
             image.save(file, format="WEBP", quality=80, method=0)
             found.append(file.getvalue())
         return found
 
-    def parameters(self, settings: Settings, drawn: Drawn) -> dict[str, Any]:
-        """Return the parameters stored in an image's PNG: its settings, and what is needed to reproduce it."""
+    def parameters(self, request: PageRequest, result: JobResult) -> dict[str, Any]:
+        """Return the parameters stored in an image's PNG: its request, and what is needed to reproduce it."""
         packages = ("vargen", "torch", "diffusers", "transformers")
-        own = settings.parameters()
+        own = request.parameters()
         if self.by_class:
             own["class_label"] = own.pop("prompt")
         return {
@@ -254,18 +256,18 @@ class Engine:
             "model": self.name,
             "dtype": str(self.pipe.transformer.dtype).removeprefix("torch."),
             "versions": {name: installed_version(name) for name in packages},
-            "seconds": round(drawn.seconds, 3),
-            "tokens_per_pass": round(drawn.stats.tokens_per_pass, 3),
+            "seconds": round(result.seconds, 3),
+            "tokens_per_pass": round(result.stats.tokens_per_pass, 3),
         }
 
-    def save(self, drawn: Drawn, extra: dict[str, Any] | None = None) -> list[str]:
-        """Write the images of a finished run; returns their files."""
+    def save(self, result: JobResult, extra: dict[str, Any] | None = None) -> list[str]:
+        """Write the images of a finished job; returns their files."""
         found = []
-        for number, image in enumerate(drawn.images):
-            parameters = self.parameters(drawn.settings.picture(number), drawn)
-            found.append(str(self.pictures.save(image, {**parameters, **drawn.told[number], **(extra or {})})))
+        for number, image in enumerate(result.images):
+            parameters = self.parameters(result.request.single(number), result)
+            found.append(str(self.folder.save(image, {**parameters, **result.records[number], **(extra or {})})))
         return found
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        self.pictures.close()
+        self.folder.close()

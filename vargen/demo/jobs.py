@@ -1,4 +1,4 @@
-"""Jobs of the visitors: tickets let a Stop button, or a closed page, cancel a run that waits or is active."""
+"""Jobs of the visitors: tickets let a Stop button, or a closed page, cancel a job that waits or runs."""
 
 from __future__ import annotations
 
@@ -7,24 +7,35 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 import torch
 from PIL import Image
 
 from vargen.decoding import DecodeStats, NonFiniteLogitsError
-from vargen.demo.request import Settings
+from vargen.demo.rendering import ResultCard, status_line
+from vargen.demo.request import PageRequest, new_seed
+
+if TYPE_CHECKING:
+    from vargen.demo.inputs import Inputs
 
 logger = logging.getLogger("vargen")
+
+START = "vg-start"  # class of the button that Enter in the prompt presses
+POLL_SECONDS = 0.25  # how often the page looks at a running job
+# For immediate events that may report an error: gradio delivers messages to the page only through the queue.
+QUEUED_EVENT: dict[str, Any] = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": None}
+# For events that only update the page.
+INSTANT_EVENT: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 
 
 @dataclass
 class Ticket:
-    """One request to start a run; `kind` identifies the part of the page that made it."""
+    """One request to start a job; `kind` identifies the part of the page that made it."""
 
     session: str
     kind: str = ""
@@ -32,7 +43,7 @@ class Ticket:
     started: bool = False
 
 
-class Runs:
+class JobRegistry:
     """The tickets of all sessions, by an unguessable id."""
 
     def __init__(self) -> None:
@@ -42,7 +53,7 @@ class Runs:
     def __len__(self) -> int:
         return len(self._tickets)
 
-    def begin(self, session: str, kind: str = "") -> str:
+    def enqueue(self, session: str, kind: str = "") -> str:
         """Create a ticket; returns its id."""
         number = secrets.token_hex(8)
         with self._lock:
@@ -58,7 +69,7 @@ class Runs:
             return ticket
 
     def stop(self, number: str) -> bool:
-        """Request that a run stop; True if it was still waiting and now never starts."""
+        """Request that a job stop; True if it was still waiting and now never starts."""
         with self._lock:
             ticket = self._tickets.get(number)
             if ticket is None:
@@ -69,29 +80,23 @@ class Runs:
             return not ticket.started
 
     def end(self, number: str) -> None:
-        """Remove the ticket of a finished run."""
+        """Remove the ticket of a finished job."""
         with self._lock:
             self._tickets.pop(number, None)
 
-    def leave(self, session: str) -> None:
-        """Stop all runs of a session whose page was closed."""
-        self._stop([number for number, ticket in self._listed() if ticket.session == session])
+    def stop_visitor_jobs(self, session: str, kind: str | None = None) -> None:
+        """Stop all jobs of a session, or those of one kind."""
+        for number, ticket in self._snapshot():
+            if ticket.session == session and kind in (None, ticket.kind):
+                self.stop(number)
 
-    def stop_all(self, session: str, kind: str) -> None:
-        """Stop all runs of one kind in a session."""
-        self._stop([number for number, ticket in self._listed() if (ticket.session, ticket.kind) == (session, kind)])
-
-    def _listed(self) -> list[tuple[str, Ticket]]:
+    def _snapshot(self) -> list[tuple[str, Ticket]]:
         with self._lock:
             return list(self._tickets.items())
 
-    def _stop(self, numbers: list[str]) -> None:
-        for number in numbers:
-            self.stop(number)
-
 
 @contextmanager
-def told_plainly() -> Iterator[None]:
+def user_errors() -> Iterator[None]:
     """Turn exceptions into messages for the user of the page; tracebacks go only to the log."""
     try:
         yield
@@ -100,32 +105,32 @@ def told_plainly() -> Iterator[None]:
     except (ValueError, NonFiniteLogitsError, torch.OutOfMemoryError) as error:
         raise gr.Error(html.escape(str(error), quote=False), print_exception=False) from None
     except Exception as error:
-        logger.exception("a drawing failed")
-        message = "The drawing failed for a reason that this page does not know; the server's log has it. Please try again."
+        logger.exception("a job failed")
+        message = "The generation failed; the server's log has the reason. Please try again."
         raise gr.Error(message, print_exception=False) from error
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """The result of a run that finished or was stopped.
+class JobResult:
+    """The result of a job that finished or was stopped.
 
     Attributes:
-        settings: of the request.
+        request: that started it.
         images: white where no token was generated.
         tokens: int64, a row or a grid per image.
         stats: of the decoding loop.
         seconds: time of the loop, without previews.
-        stopped: whether the run was stopped before its end.
-        told: for each image, its seed and scores; see `DecodeStats.picture`.
+        stopped: whether the job was stopped before its end.
+        records: for each image, its seed and scores.
     """
 
-    settings: Settings
+    request: PageRequest
     images: list[Image.Image]
     tokens: torch.Tensor
     stats: DecodeStats
     seconds: float
     stopped: bool
-    told: list[dict[str, Any]]
+    records: list[dict[str, Any]]
 
     @property
     def tokens_per_second(self) -> float:
@@ -138,41 +143,147 @@ class Drawn:
 
 
 @dataclass
-class Run:
-    """An active run: a thread writes, the page reads.
+class Job:
+    """A generation in progress: a thread writes, the page reads.
 
     Attributes:
-        settings: of the request.
+        request: that started it.
         total: tokens per image.
-        stop: set it to end the run within one pass.
-        done: set when `drawn` or `error` is available.
+        stop: set it to end the job within one pass.
+        done: set when `finished` or `error` is available.
         counts: tokens that each pass committed in the slowest image of the batch.
         preview: the latest partial images, as WebP files; transparent where no token exists yet.
     """
 
-    settings: Settings
+    request: PageRequest
     total: int
     stop: threading.Event = field(default_factory=threading.Event)
     done: threading.Event = field(default_factory=threading.Event)
     counts: list[int] = field(default_factory=list)
     preview: list[bytes] = field(default_factory=list)
-    drawn: Drawn | None = None
+    finished: JobResult | None = None
     error: BaseException | None = None
     started: float = 0.0
-    aside: float = 0.0
+    preview_seconds: float = 0.0
     tokens: int = 0
+
+    @property
+    def tokens_per_pass(self) -> float:
+        return self.tokens / len(self.counts) if self.counts else 0.0
 
     @property
     def seconds(self) -> float:
         """Generation time so far, without previews."""
-        if self.drawn is not None:
-            return self.drawn.seconds
-        return time.perf_counter() - self.started - self.aside if self.started else 0.0
+        if self.finished is not None:
+            return self.finished.seconds
+        return time.perf_counter() - self.started - self.preview_seconds if self.started else 0.0
 
-    def result(self) -> Drawn:
-        """Wait for the end and return the result. Raises the exception of the run, if any."""
+    def result(self) -> JobResult:
+        """Wait for the end and return the result. Raises the exception of the job, if any."""
         self.done.wait()
         if self.error is not None:
             raise self.error
-        assert self.drawn is not None
-        return self.drawn
+        assert self.finished is not None
+        return self.finished
+
+
+def job_card(name: str, tag: str, job: Job | None, total: int, caption: str = "", badge: str = "") -> ResultCard:
+    """Describe a job for display, also one that waits (None), runs, or was stopped; `caption` is for one that finished."""
+    if job is None:
+        return ResultCard(name, tag, None, "waiting", "", 0, total, 0.0, 0.0)
+    result = job.finished
+    image: Any = job.preview[0] if job.preview else None
+    if result is None:
+        caption = f"{job.seconds:.1f} s"
+    elif result.stopped:
+        caption = f"stopped after {result.seconds:.1f} s"
+    else:
+        image = result.images[0]
+    return ResultCard(name, tag, image, caption, badge, job.tokens, total, job.seconds, job.tokens_per_pass)
+
+
+def stream_job(registry: JobRegistry, number: str, run: Callable[[Ticket], Iterator[list[Any]]]) -> Iterator[list[Any]]:
+    """Run a ticket whose turn has come; nothing happens if it was stopped while waiting. At the end it stops and is removed."""
+    if (ticket := registry.start(number)) is None:
+        return
+    try:
+        with user_errors():
+            yield from run(ticket)
+    finally:
+        ticket.stop.set()
+        registry.end(number)
+
+
+def set_idle() -> list[Any]:
+    """Return the updates that enable the start button and disable the stop button."""
+    return [gr.Button(interactive=True), gr.Button(interactive=False)]
+
+
+@dataclass(frozen=True)
+class JobControls:
+    """What a tab that generates has: a start and a stop button, a status line, and its own inputs and outputs.
+
+    Attributes:
+        inputs: read in addition to the inputs of the page. state: only passed to the job. outputs: that the job updates.
+    """
+
+    start: gr.Button
+    stop: gr.Button
+    note: gr.HTML
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+    state: Sequence[Any] = ()
+
+
+def connect_job(
+    registry: JobRegistry,
+    shared: Inputs,
+    controls: JobControls,
+    check: Callable[..., object],
+    run: Callable[..., Iterator[list[Any]]],
+    queue_options: dict[str, Any],
+) -> None:
+    """Connect the start and stop buttons of a tab.
+
+    Args:
+        check: called with the values of the shared and the own inputs; raises ValueError for what cannot be started.
+        run: called with a ticket, the same values and the state when the turn has come; yields the status line and outputs.
+    """
+    ticket = gr.Textbox(visible=False)
+
+    def start_clicked(request: gr.Request, *values: Any) -> list[Any]:
+        *own, locked = values
+        with user_errors():
+            if not locked:
+                own[shared.seed_index] = new_seed()
+            check(*own)
+        number = registry.enqueue(request.session_hash or "")
+        buttons = [gr.Button(interactive=False), gr.Button(interactive=True)]
+        return [number, own[shared.seed_index], *buttons, status_line("Waiting for other jobs …")]
+
+    def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
+        yield from stream_job(registry, number, lambda each: run(each, *values))
+
+    def stop_clicked(number: str) -> list[Any]:
+        if registry.stop(number):
+            return [status_line("Removed from the queue."), *set_idle()]
+        return [status_line("Stopping …"), gr.skip(), gr.skip()]
+
+    values, buttons = [*shared.values, *controls.inputs], [controls.start, controls.stop]
+    started = controls.start.click(
+        start_clicked,
+        [*values, shared.lock],
+        [ticket, shared.seed, *buttons, controls.note],
+        trigger_mode="once",
+        **QUEUED_EVENT,
+    )
+    running = started.success(
+        run_job,
+        [ticket, *values, *controls.state],
+        [controls.note, *controls.outputs],
+        show_progress="hidden",
+        **queue_options,
+    )
+    running.then(set_idle, None, buttons, **INSTANT_EVENT)
+    running.failure(lambda: status_line("Not finished.", "off"), None, controls.note, **INSTANT_EVENT)
+    controls.stop.click(stop_clicked, ticket, [controls.note, *buttons], **INSTANT_EVENT)

@@ -1,80 +1,79 @@
-"""The live tab: generates during typing and shows each scale, for models that need only a few passes per image."""
+"""The Live tab: generates during typing and shows each scale, for models that need only a few passes per image."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import gradio as gr
 
-from vargen.demo import inputs
-from vargen.demo import rendering as figures
-from vargen.demo.image_service import Engine
-from vargen.demo.jobs import Run, Runs, told_plainly
+from vargen.demo import rendering
+from vargen.demo.image_service import ImageService
+from vargen.demo.inputs import Inputs, build_method_list, make_request
+from vargen.demo.jobs import INSTANT_EVENT, START, JobRegistry, Ticket, stream_job
+from vargen.demo.request import new_seed
 
 _PAUSE = 0.15  # seconds without a keystroke before generation starts
-_LOOK_SECONDS = 0.03  # polling interval for a new preview
-_IDLE = "Type in the prompt: the picture follows, with the same seed."
+_POLL_SECONDS = 0.03  # how often to look for a new preview
+_IDLE = "Type a prompt: the image is generated while you type, with the same seed."
 
 
-def build(
-    engine: Engine, runs: Runs, shared: inputs.Inputs, tabs: list[gr.Tab], own: gr.Tab, draw_options: dict[str, Any]
+def build_live_tab(
+    service: ImageService,
+    registry: JobRegistry,
+    shared: Inputs,
+    tabs: tuple[Sequence[gr.Tab], gr.Tab],
+    queue_options: dict[str, Any],
 ) -> None:
     """Lay out the tab and connect its events.
 
     Args:
-        tabs: the other tabs. own: this tab; typing while another is open does not start a run.
+        tabs: the other tabs, and this one; typing while another tab is open does not start a job.
     """
-    names = [(f"{each.name} · {each.kind}", each.name) for each in engine.available]
-    method = gr.Radio(names, value=engine.default_method, label="Method", elem_id="live-method", elem_classes="chips")
-    dice = gr.Button("Another seed", variant="primary", elem_id="live", elem_classes=inputs.START)
-    note = gr.HTML(figures.note(_IDLE, "off"), elem_id="live-note")
-    stage = gr.HTML(figures.stage([None], "an empty frame"), elem_id="live-stage")
+    methods = build_method_list(
+        gr.Radio, service.available, lambda each: f"{each.name} · {each.kind}", "more-live-methods",
+        value=service.default_method, label="Method", elem_id="live-method", elem_classes="chips",
+    )  # fmt: skip
+    another_seed = gr.Button("Another seed", variant="primary", elem_id="live", elem_classes=START)
+    note = gr.HTML(rendering.status_line(_IDLE, "off"), elem_id="live-note")
+    stage = gr.HTML(rendering.image_grid([None], "an empty frame"), elem_id="live-stage")
     ticket, is_open = gr.Textbox(visible=False), gr.State(False)
-    own.select(lambda: True, None, is_open, **inputs.QUICK)
-    for tab in tabs:
-        tab.select(lambda: False, None, is_open, **inputs.QUICK)
+    others, own_tab = tabs
+    own_tab.select(lambda: True, None, is_open, **INSTANT_EVENT)
+    for tab in others:
+        tab.select(lambda: False, None, is_open, **INSTANT_EVENT)
 
-    def typed(request: gr.Request, opened: bool, prompt: str) -> str:
-        """Return a ticket and stop the run of the previous one; no ticket if there is nothing to generate."""
+    def start_on_input(request: gr.Request, opened: bool, prompt: str) -> str:
+        """Return a ticket and stop the job of the previous one; no ticket if there is nothing to generate."""
         session = request.session_hash or ""
-        runs.stop_all(session, "live")
-        return runs.begin(session, "live") if opened and prompt.strip() else ""
+        registry.stop_visitor_jobs(session, "live")
+        return registry.enqueue(session, "live") if opened and prompt.strip() else ""
 
-    def opened(request: gr.Request, prompt: str) -> str:
-        return typed(request, True, prompt)
+    def start_on_open(request: gr.Request, prompt: str) -> str:
+        return start_on_input(request, True, prompt)
 
-    def draw(number: str, *values: Any) -> Iterator[list[Any]]:
-        *own_values, method_name = values
-        if (taken := runs.start(number)) is None or taken.stop.wait(_PAUSE):
-            runs.end(number)
+    def run(ticket: Ticket, *values: Any) -> Iterator[list[Any]]:
+        *own, method = values
+        if ticket.stop.wait(_PAUSE):
             return
-        try:
-            with told_plainly():
-                wanted = inputs.settings(engine, tuple(own_values), method_name)
-                run = engine.start(wanted, stop=taken.stop, every_pass=True)
-                shown: list[bytes] = []
-                while not run.done.wait(_LOOK_SECONDS):
-                    if run.preview is not shown and not taken.stop.is_set():
-                        shown = run.preview
-                        yield [gr.skip(), figures.stage([*shown], f"{wanted.prompt}, unfinished")]
-                drawn = run.result()
-                if not drawn.stopped:
-                    yield [figures.note(_news(run)), figures.stage([*drawn.images], wanted.prompt)]
-        finally:
-            taken.stop.set()
-            runs.end(number)
+        request = make_request(service, own, method)
+        job = service.start(request, stop=ticket.stop, every_pass=True)
+        shown: list[bytes] = []
+        while not job.done.wait(_POLL_SECONDS):
+            if job.preview is not shown and not ticket.stop.is_set():
+                shown = job.preview
+                yield [gr.skip(), rendering.image_grid([*shown], f"{request.prompt}, unfinished")]
+        result = job.result()
+        if not result.stopped:
+            news = f"Generated in {result.seconds:.2f} seconds and {result.stats.passes} passes, seed {request.seed}."
+            yield [rendering.status_line(news), rendering.image_grid([*result.images], request.prompt)]
 
-    values = [ticket, *shared.values, method]
-    another = dice.click(inputs.new_seed, None, shared.seed, **inputs.QUICK)
-    events = (another.then, shared.prompt.input, shared.style.input, method.input)
-    begun = [event(typed, [is_open, shared.prompt], ticket, **inputs.QUICK) for event in events]
-    begun.append(own.select(opened, shared.prompt, ticket, **inputs.QUICK))
-    for each in begun:
-        each.then(draw, values, [note, stage], show_progress="hidden", **draw_options)
+    def run_job(number: str, *values: Any) -> Iterator[list[Any]]:
+        yield from stream_job(registry, number, lambda each: run(each, *values))
 
-
-def _news(run: Run) -> str:
-    drawn = run.drawn
-    assert drawn is not None
-    return f"Drawn in {drawn.seconds:.2f} seconds and {drawn.stats.passes} passes, seed {run.settings.seed}."
+    reseeded = another_seed.click(new_seed, None, shared.seed, **INSTANT_EVENT)
+    events = (reseeded.then, shared.prompt.input, shared.style.input, methods.choice.input)
+    started = [event(start_on_input, [is_open, shared.prompt], ticket, **INSTANT_EVENT) for event in events]
+    started.append(own_tab.select(start_on_open, shared.prompt, ticket, **INSTANT_EVENT))
+    for each in started:
+        each.then(run_job, [ticket, *shared.values, methods.choice], [note, stage], show_progress="hidden", **queue_options)

@@ -23,35 +23,35 @@ def text(value: object) -> str:
     return html.escape(str(value)).translate({ord("{"): "&#123;", ord("}"): "&#125;", ord("$"): "&#36;", ord("`"): "&#96;"})
 
 
-def picture(image: Image.Image | bytes | None, alt: str) -> str:
+def image_tag(image: Image.Image | bytes | None, alt: str) -> str:
     """Return an `<img>` with inline data: finished images as PNG, previews unchanged; None gives an empty frame."""
     if image is None:
-        return f'<div class="vg-picture" role="img" aria-label="{text(alt)}"></div>'
+        return f'<div class="vg-image" role="img" aria-label="{text(alt)}"></div>'
     kind = "webp"
     if isinstance(image, Image.Image):
         file = io.BytesIO()
         image.save(file, format="PNG")
         image, kind = file.getvalue(), "png"
     data = base64.b64encode(image).decode()
-    return f'<img class="vg-picture" alt="{text(alt)}" src="data:image/{kind};base64,{data}">'
+    return f'<img class="vg-image" alt="{text(alt)}" src="data:image/{kind};base64,{data}">'
 
 
-def stage(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = ()) -> str:
+def image_grid(images: Sequence[Image.Image | bytes | None], alt: str, captions: Sequence[str] = ()) -> str:
     """Show images as large as they fit, each with its caption if there is one."""
-    cells = [picture(image, alt if len(images) == 1 else f"{alt}, picture {k}") for k, image in enumerate(images, 1)]
+    cells = [image_tag(image, alt if len(images) == 1 else f"{alt}, image {k}") for k, image in enumerate(images, 1)]
     if captions:
         pairs = zip(cells, captions, strict=True)
         cells = [f"<figure>{cell}<figcaption>{text(caption)}</figcaption></figure>" for cell, caption in pairs]
     return f'<div class="vg-stage vg-n{min(len(images), 5)}">{"".join(cells)}</div>'
 
 
-def scored(told: dict[str, Any]) -> str:
-    """Format the scores in `DecodeStats.picture` as a caption; empty without scores."""
-    if "score" not in told:
+def score_caption(record: dict[str, Any]) -> str:
+    """Format the scores in an image's record of `DecodeStats` as a caption; empty without scores."""
+    if "score" not in record:
         return ""
-    others = sorted((each for each in told.get("candidates", ())), reverse=True)[1:]
-    beside = f", chosen before {', '.join(f'{each:.1f}' for each in others)}" if others else ""
-    return f"score {told['score']:.1f}{beside}"
+    others = sorted((each for each in record.get("candidates", ())), reverse=True)[1:]
+    beside = f", better than {', '.join(f'{each:.1f}' for each in others)}" if others else ""
+    return f"score {record['score']:.1f}{beside}"
 
 
 def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
@@ -60,7 +60,7 @@ def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
     Args:
         grids: rows and columns of each grid of tokens; an image has one grid, or one per scale.
     """
-    rows, width, height = _placed(grids)
+    rows, width, height = _layout_cells(grids)
     parts, position, passes, total = [], 0, 0, sum(columns for *_, columns in rows)
     for count in counts:
         passes += 1
@@ -82,11 +82,11 @@ def token_map(counts: Iterable[int], grids: Sequence[tuple[int, int]]) -> str:
         for x, y, wide in _pieces(rows, position, total)
         for cell in range(0, wide, _CELL)
     )
-    label = f"Token map: {position} of {total} tokens drawn in {passes} passes"
+    label = f"Token map: {position} of {total} tokens generated in {passes} passes"
     return f'<svg class="vg-map" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">{"".join(parts)}{rest}</svg>'
 
 
-def _placed(grids: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
+def _layout_cells(grids: Sequence[tuple[int, int]]) -> tuple[list[tuple[int, int, int]], int, int]:
     """Return x, y and columns of each row of tokens in generation order, and the width and height of the map.
 
     Grids are placed side by side, one cell apart, and wrap at twice the width of the widest grid.
@@ -119,10 +119,10 @@ def legend() -> str:
     )
 
 
-def progress(drawn: int, total: int, note: str = "") -> str:
+def progress(done: int, total: int) -> str:
     return (
-        f'<div class="vg-progress"><progress max="{total}" value="{drawn}" aria-label="tokens drawn"></progress>'
-        f"<span>{drawn} of {total} tokens{text(note)}</span></div>"
+        f'<div class="vg-progress"><progress max="{total}" value="{done}" aria-label="tokens generated"></progress>'
+        f"<span>{done} of {total} tokens</span></div>"
     )
 
 
@@ -132,19 +132,19 @@ def numbers(values: dict[str, str]) -> str:
     return f'<dl class="vg-numbers">{cells}</dl>'
 
 
-def speed(seconds: float, tokens: int, counts: Sequence[int], pictures: int = 1) -> dict[str, str]:
+def speed(seconds: float, tokens: int, counts: Sequence[int], num_images: int = 1) -> dict[str, str]:
     """Return elapsed time, tokens per second and tokens per pass of an active run; `tokens` counts those of one image."""
     passes = len(counts)
     return {
         "seconds": f"{seconds:.1f}",
-        "tokens per second": f"{tokens * pictures / seconds:.0f}" if seconds > 0 else "–",
+        "tokens per second": f"{tokens * num_images / seconds:.0f}" if seconds > 0 else "–",
         "tokens per pass": f"{tokens / passes:.2f}" if passes else "–",
         "passes": str(passes),
     }
 
 
 @dataclass(frozen=True)
-class Lane:
+class ResultCard:
     """One method of a race, or one image of a strip, for display.
 
     Attributes:
@@ -152,8 +152,8 @@ class Lane:
         tag: next to the name, such as "exact".
         image: the image, a preview, or None.
         caption: below the image.
-        badge: a highlight, such as "identical picture".
-        drawn: tokens so far, out of `total`.
+        badge: a highlight, such as "same image as ar".
+        done: tokens so far, out of `total`.
         seconds, tokens_per_pass: 0 if not known yet.
     """
 
@@ -162,34 +162,34 @@ class Lane:
     image: Image.Image | bytes | None
     caption: str
     badge: str
-    drawn: int
+    done: int
     total: int
     seconds: float
     tokens_per_pass: float
 
 
-def lanes(shown: Sequence[Lane], prompt: str) -> str:
+def result_cards(cards: Sequence[ResultCard], prompt: str) -> str:
     """Show images side by side."""
     cells = []
-    for lane in shown:
-        badge = f'<strong class="vg-badge">✓ {text(lane.badge)}</strong>' if lane.badge else ""
-        tag = f'<span class="vg-tag">{text(lane.tag)}</span>' if lane.tag else ""
+    for card in cards:
+        badge = f'<strong class="vg-badge">✓ {text(card.badge)}</strong>' if card.badge else ""
+        tag = f'<span class="vg-tag">{text(card.tag)}</span>' if card.tag else ""
         cells.append(
-            f"<figure><figcaption><b>{text(lane.name)}</b>{tag}</figcaption>"
-            f"{picture(lane.image, f'{prompt}, drawn by {lane.name}')}"
-            f"{progress(lane.drawn, lane.total)}<p>{text(lane.caption)}</p>{badge}</figure>"
+            f"<figure><figcaption><b>{text(card.name)}</b>{tag}</figcaption>"
+            f"{image_tag(card.image, f'{prompt}, by {card.name}')}"
+            f"{progress(card.done, card.total)}<p>{text(card.caption)}</p>{badge}</figure>"
         )
     return f'<div class="vg-lanes">{"".join(cells)}</div>'
 
 
-def chart(shown: Sequence[Lane], first: str = "method") -> str:
-    """Show seconds and tokens per pass of each lane, as a table with bars as cells."""
-    longest = max((lane.seconds for lane in shown), default=0) or 1
-    most = max((lane.tokens_per_pass for lane in shown), default=0) or 1
+def chart(cards: Sequence[ResultCard], first: str = "method") -> str:
+    """Show seconds and tokens per pass of each card, as a table with bars as cells."""
+    longest = max((card.seconds for card in cards), default=0) or 1
+    most = max((card.tokens_per_pass for card in cards), default=0) or 1
     rows = "".join(
-        f'<tr><th scope="row">{text(lane.name)}</th>{_bar(lane.seconds / longest, f"{lane.seconds:.2f} s", "a")}'
-        f"{_bar(lane.tokens_per_pass / most, f'{lane.tokens_per_pass:.2f}', 'b')}</tr>"
-        for lane in shown
+        f'<tr><th scope="row">{text(card.name)}</th>{_bar(card.seconds / longest, f"{card.seconds:.2f} s", "a")}'
+        f"{_bar(card.tokens_per_pass / most, f'{card.tokens_per_pass:.2f}', 'b')}</tr>"
+        for card in cards
     )
     return (
         f'<table class="vg-chart"><thead><tr><th scope="col">{text(first)}</th><th scope="col">seconds, less is faster</th>'
@@ -201,7 +201,7 @@ def _bar(share: float, label: str, kind: str) -> str:
     return f'<td><div class="vg-bar vg-{kind}"><i style="--share:{share:.3f}"></i><span>{text(label)}</span></div></td>'
 
 
-def note(message: str, kind: str = "") -> str:
+def status_line(message: str, kind: str = "") -> str:
     """Show a status line that screen readers announce when it changes."""
     return f'<p class="vg-note {kind}" role="status" aria-live="polite">{text(message)}</p>'
 
@@ -209,3 +209,18 @@ def note(message: str, kind: str = "") -> str:
 def hint(message: str) -> str:
     """Show a line that explains the element above it."""
     return f'<p class="vg-hint">{text(message)}</p>'
+
+
+def block_badges(rows: Iterable[Any]) -> str:
+    """Show a badge for each block of a video: the model that generated it, its score, and its time."""
+    cells = []
+    for row in rows:
+        score = "" if row.score is None else f" · {row.score:.1f}"
+        trouble = f" · {row.failure}" if row.failure else ""
+        title = f"block {row.number}: {row.outcome}{trouble}"
+        kind = "draft" if row.source == "draft" else "target"
+        cells.append(
+            f'<span class="vg-block vg-{kind}" role="listitem" title="{text(title)}">'
+            f"{row.number} {text(row.source)}{score} · {1e3 * row.seconds:.0f} ms</span>"
+        )
+    return f'<div class="vg-blocks" role="list">{" ".join(cells)}</div>'

@@ -1,9 +1,10 @@
-"""Requests of users: the settings of one run, their limits, and their conversion to and from PNG parameters."""
+"""Requests from the page: their limits, and their conversion to and from the parameters in a PNG."""
 
 from __future__ import annotations
 
 import json
 import math
+import secrets
 import tempfile
 import threading
 from collections import deque
@@ -17,25 +18,25 @@ from PIL.PngImagePlugin import PngInfo
 from vargen.decoding import DEFAULT_METHOD
 from vargen.options import OPTIONS
 
-LONGEST_PROMPT = 300  # characters
-MOST_PICTURES = 4
-MOST_CANDIDATES = 8  # per image
-MOST_LANES = 4  # methods per race
-MOST_STEPS = 6  # images per strip
-MAX_SEED = 2**53 - 1 - MOST_PICTURES  # largest exact integer in a browser, with room for the last image's seed
-NEW_SEEDS = 2**32
+MAX_PROMPT = 300  # characters
+MAX_IMAGES = 4
+MAX_CANDIDATES = 8  # per image
+MAX_RACERS = 4  # methods per race
+MAX_STRIP_IMAGES = 6  # images per strip
+MAX_SEED = 2**53 - 1 - MAX_IMAGES  # largest exact integer in a browser, with room for the last image's seed
+NUM_RANDOM_SEEDS = 2**32
 # Field -> (minimum, maximum, whether an integer, display name). For sampling, the ranges of the page's controls.
 RANGES: dict[str, tuple[float, float, bool, str]] = {
     "seed": (0, MAX_SEED, True, "The seed"),
     **{name: (*option.slider[:2], option.is_integer, option.label) for name, option in OPTIONS.items()},
-    "num_images": (1, MOST_PICTURES, True, "The number of pictures"),
-    "num_candidates": (1, MOST_CANDIDATES, True, "The number of candidates"),
+    "num_images": (1, MAX_IMAGES, True, "The number of images"),
+    "best_of": (1, MAX_CANDIDATES, True, "The number of candidates"),
 }
 
 
 @dataclass(frozen=True)
-class Settings:
-    """The checked settings of one run.
+class PageRequest:
+    """What a visitor asks for: the checked arguments of one generation.
 
     Attributes:
         prompt: text, or for class-conditional models the name or number of a class.
@@ -45,7 +46,7 @@ class Settings:
         top_k: 0 keeps every token.
         negative_prompt: empty for none.
         num_images: number of images.
-        num_candidates: candidates per image, from which the scorer selects the best.
+        best_of: candidates per image, from which the scorer selects the best.
 
     Raises:
         ValueError: for a value outside its limits, with a message for users.
@@ -60,81 +61,85 @@ class Settings:
     top_p: float = 1.0
     negative_prompt: str = ""
     num_images: int = 1
-    num_candidates: int = 1
+    best_of: int = 1
 
     def __post_init__(self) -> None:
         for name in ("prompt", "negative_prompt"):
-            object.__setattr__(self, name, _text(getattr(self, name), name))
+            object.__setattr__(self, name, _check_text(getattr(self, name), name))
         if not self.prompt:
-            raise ValueError("Type what to draw first, for example: a red apple")
+            raise ValueError("Type a prompt first, for example: a red apple")
         if not isinstance(self.method, str) or not self.method:
             raise ValueError("Choose a method first.")
-        for name, (least, most, whole, called) in RANGES.items():
-            object.__setattr__(self, name, _number(getattr(self, name), least, most, whole, called))
+        for name, limits in RANGES.items():
+            object.__setattr__(self, name, _check_number(getattr(self, name), *limits))
 
     def parameters(self) -> dict[str, Any]:
         """Return the parameters as `vargen generate` writes them to a PNG, so that each can read the other's images."""
         values = asdict(self)
-        del values["num_images"], values["num_candidates"]
+        del values["num_images"], values["best_of"]
         values["accelerator"] = values.pop("method")
         return {**values, "top_k": self.top_k or None, "negative_prompt": self.negative_prompt or None}
 
-    def picture(self, number: int) -> Settings:
-        """Return the settings that generate only image `number` of a batch."""
-        return replace(self, seed=self.seed + number, num_images=1, num_candidates=1)
+    def single(self, number: int) -> PageRequest:
+        """Return the request for image `number` of a batch alone."""
+        return replace(self, seed=self.seed + number, num_images=1, best_of=1)
 
 
-def settings_of(parameters: dict[str, Any], defaults: dict[str, Any]) -> Settings:
-    """Return the settings stored in a PNG's parameters; missing ones come from `defaults`.
+def new_seed() -> int:
+    return secrets.randbelow(NUM_RANDOM_SEEDS)
+
+
+def request_from_metadata(parameters: dict[str, Any], defaults: dict[str, Any]) -> PageRequest:
+    """Return the request stored in a PNG's parameters; missing values come from `defaults`.
 
     Raises:
-        ValueError: as `Settings`.
+        ValueError: as `PageRequest`.
     """
     prompt = parameters.get("prompt", parameters.get("class_label"))
     values = {**parameters, "prompt": None if prompt is None else str(prompt), "method": parameters.get("accelerator", "ar")}
-    known = {field.name for field in fields(Settings)} - {"num_images", "num_candidates"}
+    known = {field.name for field in fields(PageRequest)} - {"num_images", "best_of"}
     given = {name: value for name, value in values.items() if name in known and value is not None}
-    return Settings(**{**defaults, **({"top_k": 0} if "top_k" in parameters else {}), **given})
+    return PageRequest(**{**defaults, **({"top_k": 0} if "top_k" in parameters else {}), **given})
 
 
-def _text(value: Any, name: str) -> str:
-    called = "The prompt" if name == "prompt" else "The negative prompt"
+def _check_text(value: Any, name: str) -> str:
+    title = "The prompt" if name == "prompt" else "The negative prompt"
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(f"{called} must be text.")
-    if len(value) > LONGEST_PROMPT:
-        raise ValueError(f"{called} has {len(value)} characters; at most {LONGEST_PROMPT} are allowed here.")
+        raise ValueError(f"{title} must be text.")
+    if len(value) > MAX_PROMPT:
+        raise ValueError(f"{title} has {len(value)} characters; at most {MAX_PROMPT} are allowed here.")
     if any("\ud800" <= c <= "\udfff" for c in value):
-        raise ValueError(f"{called} holds bytes that are no text.")
+        raise ValueError(f"{title} contains bytes that are not text.")
     return " ".join(value.split())
 
 
-def _number(value: Any, least: float, most: float, whole: bool, called: str) -> float | int:
+def _check_number(value: Any, least: float, most: float, whole: bool, title: str) -> float | int:
     kind = "a whole number" if whole else "a number"
     plain = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not plain or not least <= value <= most or (whole and value != int(value)):
         given = f"not {value}" if plain else "please fill it in"
-        raise ValueError(f"{called} must be {kind} from {least} to {most}, {given}.")
+        raise ValueError(f"{title} must be {kind} from {least} to {most}, {given}.")
     return int(value) if whole else float(value)
 
 
 CHUNK = "vargen"
-_LONGEST_CHUNK = 20_000  # characters; our own chunks have a few hundred
-_FOREIGN = "This PNG carries no vargen parameters. Drop one that was drawn and downloaded here, or by `vargen generate`."
+_MAX_CHUNK = 20_000  # characters; our own chunks have a few hundred
+_NO_PARAMETERS = "This PNG carries no vargen parameters. Drop one that was downloaded here or written by `vargen generate`."
 
 
-class PictureFolder:
+class ImageFolder:
     """A temporary folder with the latest images of the app.
 
     Args:
-        most: number of files kept; older ones are deleted. Gradio serves copies, so images on screen do not disappear.
+        max_files: number of files kept; older ones are deleted. Gradio serves copies, so images on screen do not disappear.
     """
 
-    def __init__(self, most: int = 256):
+    def __init__(self, max_files: int = 256):
         self._folder = tempfile.TemporaryDirectory(prefix="vargen-demo-")
         self._files: deque[Path] = deque()
-        self._most, self._count, self._lock = most, 0, threading.Lock()
+        self._max_files, self._count, self._lock = max_files, 0, threading.Lock()
 
     def save(self, image: Image.Image, parameters: dict[str, Any]) -> Path:
         """Write an image; its file name contains the seed and not the prompt."""
@@ -142,7 +147,7 @@ class PictureFolder:
             self._count += 1
             path = Path(self._folder.name) / f"{self._count}" / f"vargen-{parameters['seed']}.png"
             self._files.append(path)
-            old = [self._files.popleft() for _ in range(len(self._files) - self._most)]
+            old = [self._files.popleft() for _ in range(len(self._files) - self._max_files)]
         path.parent.mkdir()
         chunk = PngInfo()
         chunk.add_text(CHUNK, json.dumps(parameters))
@@ -167,11 +172,11 @@ def read_parameters(path: str | Path) -> dict[str, Any]:
         with Image.open(path, formats=["PNG"]) as image:
             text = image.info.get(CHUNK)
     except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise ValueError("This file is not a PNG picture that can be read.") from error
+        raise ValueError("This file is not a readable PNG.") from error
     if not isinstance(text, str):
-        raise ValueError(_FOREIGN)
+        raise ValueError(_NO_PARAMETERS)
     try:
-        parameters = json.loads(text) if len(text) <= _LONGEST_CHUNK else None
+        parameters = json.loads(text) if len(text) <= _MAX_CHUNK else None
     except (ValueError, RecursionError):
         parameters = None
     if not isinstance(parameters, dict) or not {"prompt", "class_label"} & set(parameters):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vargen.demo.address import Address, chosen
+from vargen.demo.launch import Address, resolve_address, serve
 
 NAMED = {"GRADIO_SERVER_NAME": "0.0.0.0", "GRADIO_SERVER_PORT": "8123"}
 
@@ -23,11 +23,11 @@ def taken() -> Iterator[int]:
 
 
 def test_options_go_before_variables_and_variables_before_defaults() -> None:
-    assert chosen(None, None, {}) == Address("127.0.0.1", None)
-    assert chosen(None, None, {"GRADIO_SERVER_NAME": "", "GRADIO_SERVER_PORT": ""}) == Address("127.0.0.1", None)
-    assert chosen(None, None, NAMED) == Address("0.0.0.0", 8123, *NAMED)
-    assert chosen("localhost", 9000, {**NAMED, "GRADIO_SERVER_PORT": "nonsense"}) == Address("localhost", 9000)
-    assert chosen("localhost", None, NAMED) == Address("localhost", 8123, "--host", "GRADIO_SERVER_PORT")
+    assert resolve_address(None, None, {}) == Address("127.0.0.1", None)
+    assert resolve_address(None, None, {"GRADIO_SERVER_NAME": "", "GRADIO_SERVER_PORT": ""}) == Address("127.0.0.1", None)
+    assert resolve_address(None, None, NAMED) == Address("0.0.0.0", 8123, *NAMED)
+    assert resolve_address("localhost", 9000, {**NAMED, "GRADIO_SERVER_PORT": "nonsense"}) == Address("localhost", 9000)
+    assert resolve_address("localhost", None, NAMED) == Address("localhost", 8123, "--host", "GRADIO_SERVER_PORT")
 
 
 @pytest.mark.parametrize(
@@ -42,40 +42,38 @@ def test_options_go_before_variables_and_variables_before_defaults() -> None:
 )
 def test_what_is_no_address_is_told(host: str | None, port: int | None, environ: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        chosen(host, port, environ)
+        resolve_address(host, port, environ)
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost"])
 def test_a_taken_port_is_told_by_the_name_that_the_user_knows(taken: int, host: str) -> None:
-    with pytest.raises(OSError, match=f"--port {taken} is taken"):
-        chosen(host, taken, {}).check()
-    with pytest.raises(OSError, match=f"GRADIO_SERVER_PORT {taken} is taken"):
-        chosen(host, None, {"GRADIO_SERVER_PORT": str(taken)}).check()
+    with pytest.raises(OSError, match=f"--port {taken} is used"):
+        resolve_address(host, taken, {}).check()
+    with pytest.raises(OSError, match=f"GRADIO_SERVER_PORT {taken} is used"):
+        resolve_address(host, None, {"GRADIO_SERVER_PORT": str(taken)}).check()
 
 
 def test_a_port_that_is_taken_after_the_check_is_told_too(taken: int) -> None:
     gradio = pytest.importorskip("gradio")
-    from vargen.demo import page
-
     with gradio.Blocks() as empty:
         pass
-    with pytest.raises(OSError, match=f"--port {taken} is taken"):
-        page.serve(empty, Address("127.0.0.1", taken))
+    with pytest.raises(OSError, match=f"--port {taken} is used"):
+        serve(empty, Address("127.0.0.1", taken))
 
 
 def test_an_address_of_another_machine_is_told() -> None:
     with pytest.raises(OSError, match=r"--host must be a name or an address of this machine, got '192\.0\.2\.1'"):
-        chosen("192.0.2.1", None, {}).check()
+        resolve_address("192.0.2.1", None, {}).check()
     with pytest.raises(OSError, match="GRADIO_SERVER_NAME must be a name or an address of this machine, got 'no such host'"):
-        chosen(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check()
+        resolve_address(None, None, {"GRADIO_SERVER_NAME": "no such host"}).check()
 
 
 def test_a_free_address_is_fine(taken: int) -> None:
-    chosen(None, None, {}).check()
+    resolve_address(None, None, {}).check()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    chosen("127.0.0.1", port, {}).check()
+    resolve_address("127.0.0.1", port, {}).check()
 
 
 @pytest.mark.parametrize(

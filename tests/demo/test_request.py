@@ -11,7 +11,7 @@ from PIL.PngImagePlugin import PngInfo
 
 pytest.importorskip("gradio")
 
-from vargen.demo.request import MAX_SEED, PictureFolder, Settings, read_parameters, settings_of
+from vargen.demo.request import MAX_SEED, ImageFolder, PageRequest, read_parameters, request_from_metadata
 
 _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
@@ -19,39 +19,40 @@ _SIGNATURE = b"\x89PNG\r\n\x1a\n"
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"prompt": ""}, "Type what to draw"),
-        ({"prompt": None}, "Type what to draw"),
+        ({"prompt": ""}, "Type a prompt"),
+        ({"prompt": None}, "Type a prompt"),
         ({"prompt": 3}, "must be text"),
         ({"prompt": "x" * 301}, "at most 300"),
-        ({"prompt": "\udc80"}, "no text"),
+        ({"prompt": "\udc80"}, "not text"),
         ({"prompt": "a", "method": ""}, "Choose a method"),
         ({"prompt": "a", "seed": None}, "please fill it in"),
         ({"prompt": "a", "seed": MAX_SEED + 1}, "seed"),
         ({"prompt": "a", "guidance_scale": float("nan")}, "Guidance"),
         ({"prompt": "a", "temperature": True}, "Temperature"),
         ({"prompt": "a", "top_p": 0}, "Top-p"),
-        ({"prompt": "a", "num_images": 5}, "number of pictures"),
+        ({"prompt": "a", "num_images": 5}, "number of images"),
     ],
 )
 def test_limits_are_told_in_words(given: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Settings(**given)
+        PageRequest(**given)
 
 
 def test_parameters_go_through_a_png(tmp_path: Path) -> None:
-    folder = PictureFolder(most=2)
-    wanted = Settings("a red apple", "gumbel", 5, 2.5, 0.7, 50, 0.9, "blurry", 1)
+    folder = ImageFolder(max_files=2)
+    wanted = PageRequest("a red apple", "gumbel", 5, 2.5, 0.7, 50, 0.9, "blurry", 1)
     image = Image.new("RGB", (8, 8))
     paths = [folder.save(image, wanted.parameters()) for _ in range(3)]
     assert not paths[0].exists(), "old pictures go"
-    assert settings_of(read_parameters(paths[2]), {}) == wanted
+    assert request_from_metadata(read_parameters(paths[2]), {}) == wanted
     assert "apple" not in str(paths[2]), "a prompt is nobody's file name"
     folder.close()
     assert not paths[2].exists()
 
 
 def test_pictures_of_the_command_line_are_read(tmp_path: Path) -> None:
-    from vargen.cli.outputs import Target, save_image
+    from vargen.cli.outputs import OutputFile
+    from vargen.cli.results import save_image
 
     told = {
         "prompt": "a cat",
@@ -62,8 +63,8 @@ def test_pictures_of_the_command_line_are_read(tmp_path: Path) -> None:
         "top_k": None,
         "top_p": 1,
     }
-    path = save_image(Image.new("RGB", (8, 8)), Target(tmp_path / "a.png", True), told)
-    found = settings_of(read_parameters(path), {"top_k": 500})
+    path = save_image(Image.new("RGB", (8, 8)), OutputFile(tmp_path / "a.png", True), told)
+    found = request_from_metadata(read_parameters(path), {"top_k": 500})
     assert (found.prompt, found.seed, found.top_k) == ("a cat", 3, 0)
 
 
@@ -81,7 +82,7 @@ def test_damaged_parameters_get_a_message(tmp_path: Path, text: str) -> None:
 )
 def test_other_files_get_a_message(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "a.png").write_bytes(content)
-    with pytest.raises(ValueError, match="not a PNG"):
+    with pytest.raises(ValueError, match="readable PNG"):
         read_parameters(tmp_path / "a.png")
 
 
@@ -89,11 +90,11 @@ def test_a_compressed_bomb_is_refused(tmp_path: Path) -> None:
     chunk = PngInfo()
     chunk.add_text("vargen", json.dumps({"prompt": "x" * 5_000_000}), zip=True)
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png", pnginfo=chunk)
-    with pytest.raises(ValueError, match=r"not a PNG|damaged"):
+    with pytest.raises(ValueError, match=r"readable PNG|damaged"):
         read_parameters(tmp_path / "a.png")
 
 
 @pytest.mark.parametrize("told", [{"prompt": "a", "seed": "x"}, {"prompt": "a", "guidance_scale": 99}, {"prompt": ""}])
 def test_parameters_out_of_range_get_a_message(told: dict) -> None:
     with pytest.raises(ValueError):
-        settings_of(told, {})
+        request_from_metadata(told, {})

@@ -19,10 +19,10 @@ class Page(gr.Blocks):
 
     def validate_inputs(self, block_fn: Any, inputs: list[Any]) -> None:
         """Raise an error with both counts if there are too few inputs or, for an API endpoint, too many."""
-        wanted, public = len(block_fn.inputs), block_fn.api_visibility == "public"
-        if len(inputs) < wanted or (public and len(inputs) > wanted):
+        expected, public = len(block_fn.inputs), block_fn.api_visibility == "public"
+        if len(inputs) < expected or (public and len(inputs) > expected):
             name = f"/{block_fn.api_name}" if public else "This function of the page"
-            raise Error(f"{name} takes {wanted} inputs, got {len(inputs)}.", print_exception=False)
+            raise Error(f"{name} takes {expected} inputs, got {len(inputs)}.", print_exception=False)
 
     async def process_api(self, block_fn: Any, *given: Any, **options: Any) -> Any:
         """Process a request like gradio; an error outside our own functions was caused by the content of the request."""
@@ -31,25 +31,24 @@ class Page(gr.Blocks):
         except (StopIteration, StopAsyncIteration):
             raise
         except Exception as error:
-            told: Any = error
-            if type(error) is Error:  # a message for users, from us or a component
-                told.print_exception = False
+            if isinstance(error, Error) and type(error) is Error:  # a message for users, from us or a component
+                error.print_exception = False
                 raise
-            logger.warning("a request was refused: %s", type(error).__name__)
-            logger.debug("it was refused for this reason", exc_info=error)
-            raise Error("The request holds values that this function does not take.", print_exception=False) from None
+            logger.warning("a request was rejected: %s", type(error).__name__)
+            logger.debug("it was rejected for this reason", exc_info=error)
+            raise Error("The request contains values that this function does not take.", print_exception=False) from None
 
 
-def _not_found(_: Request, error: Exception) -> JSONResponse:
+def _report_not_found(_: Request, error: Exception) -> JSONResponse:
     logger.debug("a request named no function", exc_info=error)
     return JSONResponse({"detail": "There is no such endpoint; /gradio_api/info lists them."}, 404)
 
 
-def _refused(_: Request, error: Exception) -> JSONResponse:
-    logger.warning("a request was refused: %s", type(error).__name__)
-    logger.debug("it was refused for this reason", exc_info=error)
+def _reject(_: Request, error: Exception) -> JSONResponse:
+    logger.warning("a request was rejected: %s", type(error).__name__)
+    logger.debug("it was rejected for this reason", exc_info=error)
     return JSONResponse({"detail": "The request is malformed."}, 400)
 
 
 # Server handlers for exceptions that gradio does not handle: they would give a 500 with a traceback in the log.
-HANDLERS = {FnIndexInferError: _not_found, LookupError: _not_found, ValueError: _refused, TypeError: _refused}
+HANDLERS = {FnIndexInferError: _report_not_found, LookupError: _report_not_found, ValueError: _reject, TypeError: _reject}

@@ -1,0 +1,239 @@
+"""Starts the demo: checks the address, loads the models, and serves the page."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import ipaddress
+import os
+import signal
+import socket
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vargen.assets import packaged_models
+from vargen.device import select_device, set_threads
+
+if TYPE_CHECKING:
+    import gradio as gr
+
+VIDEO_MODEL = "emoji-video"  # has a tab on the page of the packaged image models
+HOST_VARIABLE, PORT_VARIABLE = "GRADIO_SERVER_NAME", "GRADIO_SERVER_PORT"
+_FREE = "the first free one from 7860"
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and a port, and the source of each.
+
+    Attributes:
+        host: a name or an address of this machine.
+        port: None for the first free one.
+        host_from, port_from: the option or variable to name in an error.
+    """
+
+    host: str
+    port: int | None
+    host_from: str = "--host"
+    port_from: str = "--port"
+
+    @property
+    def local(self) -> bool:
+        """Whether the address is reachable only from this machine."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def check(self) -> None:
+        """Raise OSError, with the option and its value, unless the server can bind to this address."""
+        try:
+            found = socket.getaddrinfo(self.host, self.port or 0, type=socket.SOCK_STREAM)
+            for family, kind, protocol, _, place in found:
+                with socket.socket(family, kind, protocol) as probe:
+                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server does: closed sockets may linger
+                    probe.bind(place)
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                raise OSError(self.describe_port_conflict()) from error
+            if error.errno == errno.EACCES:
+                raise OSError(f"{self.port_from} {self.port} is not allowed for this user; use 1024 to 65535") from error
+            message = f"{self.host_from} must be a name or an address of this machine, got {self.host!r}"
+            raise OSError(f"{message} ({error.strerror or error})") from error
+
+    def describe_port_conflict(self) -> str:
+        """Return the message for an address that another program uses."""
+        if self.port is None:
+            return "no port from 7860 is free; give one with --port"
+        return f"{self.port_from} {self.port} is used by another program; give another port, or none for {_FREE}"
+
+
+def resolve_address(host: str | None, port: int | None, environ: Mapping[str, str]) -> Address:
+    """Return the address from the options, otherwise from Gradio's variables, otherwise a local one.
+
+    Raises:
+        ValueError: for an empty host or an invalid port, with the option or variable and its value.
+    """
+    host_from, port_from = "--host", "--port"
+    given: str | int | None = port
+    if host is None and environ.get(HOST_VARIABLE):
+        host, host_from = environ[HOST_VARIABLE], HOST_VARIABLE
+    if given is None and environ.get(PORT_VARIABLE):
+        given, port_from = environ[PORT_VARIABLE], PORT_VARIABLE
+    if host is not None and not host.strip():
+        raise ValueError(f"{host_from} must be a name or an address of this machine, got {host!r}")
+    if given is not None and not (str(given).strip().isdecimal() and 1 <= int(given) <= 65535):
+        raise ValueError(f"{port_from} must be from 1 to 65535, got {given}")
+    return Address(host or "127.0.0.1", None if given is None else int(given), host_from, port_from)
+
+
+@dataclass(frozen=True)
+class Services:
+    """The models of the page: an image model or a video model, and a second one for the Video tab."""
+
+    main: Any
+    video: Any = None
+
+    def build_page(self, concurrency: int) -> gr.Blocks:
+        from vargen.demo.page import build_page, build_video_page
+        from vargen.demo.video_service import VideoService
+
+        if isinstance(self.main, VideoService):
+            return build_video_page(self.main, concurrency)
+        return build_page(self.main, concurrency, self.video)
+
+    def close(self) -> None:
+        self.main.close()
+        if self.video is not None:
+            self.video.close()
+
+
+def load_services(model: str, device_name: str, scorer_name: str | None) -> Services:
+    """Load the models; the packaged video model, too, beside a packaged image model.
+
+    Raises:
+        ValueError, OSError, RuntimeError, ImportError: for a model or scorer that cannot be loaded.
+    """
+    from vargen.demo.image_service import ImageService
+    from vargen.demo.video_service import VideoService
+    from vargen.pipelines.loading import default_dtype
+    from vargen.pipelines.registry import describe, open_pipeline
+    from vargen.scoring.registry import default_scorer, open_scorer
+
+    device = select_device(device_name)
+
+    def load(name: str) -> Any:
+        folder = describe(name).folder
+        return open_pipeline(folder, torch_dtype=default_dtype(folder, device)).to(device)
+
+    generates_video = describe(model).fps is not None
+    name = scorer_name or default_scorer(model) or "none"
+    scorer = None if name == "none" else open_scorer(name, device)
+    # A path reveals something about this machine to visitors; its last part does not.
+    title = Path(model).resolve().name if Path(model).is_dir() else model
+    if generates_video:
+        return Services(VideoService(load(model), title, scorer))
+    has_video_tab = {model, VIDEO_MODEL} <= set(packaged_models())
+    pipe, video_pipe = load(model), load(VIDEO_MODEL) if has_video_tab else None
+    video = VideoService(video_pipe, VIDEO_MODEL, scorer) if video_pipe is not None else None
+    return Services(ImageService(pipe, title, scorer, name), video)
+
+
+def serve(page: gr.Blocks, address: Address) -> str:
+    """Serve the page from background threads; returns its address.
+
+    Raises:
+        OSError: if the port is in use.
+    """
+    from vargen.demo.malformed_requests import HANDLERS
+    from vargen.demo.page import CSS, FAVICON, build_theme
+
+    # Before 6.20, gradio reads this deprecated status code at each request, and newer Starlette versions warn on stderr.
+    warnings.filterwarnings("ignore", "'HTTP_422_UNPROCESSABLE_ENTITY' is deprecated", UserWarning, r"gradio\.routes")
+    try:
+        page.launch(
+            server_name=address.host,
+            server_port=address.port,
+            share=False,
+            show_error=True,
+            app_kwargs={"exception_handlers": HANDLERS},
+            ssr_mode=False,
+            pwa=False,
+            enable_monitoring=False,
+            max_file_size="5mb",
+            strict_cors=True,
+            footer_links=["api"],
+            theme=build_theme(),
+            css_paths=CSS,
+            favicon_path=FAVICON,
+            quiet=True,
+            prevent_thread_lock=True,
+        )
+    except OSError as error:
+        if "empty port" not in str(error):
+            raise
+        # gradio's message names an argument that the user did not give
+        raise OSError(address.describe_port_conflict()) from error
+    return page.local_url
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Load the models and serve the page until it is interrupted."""
+    parser = _build_parser()
+    options = parser.parse_args(arguments)
+    if not 1 <= options.concurrency <= 16:
+        parser.error(f"--concurrency must be from 1 to 16, got {options.concurrency}")
+    try:
+        address = resolve_address(options.host, options.port, os.environ)
+        address.check()
+        set_threads(options.threads)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    for variable in (HOST_VARIABLE, PORT_VARIABLE):  # gradio would read them again, and fail at one that an option overrides
+        os.environ.pop(variable, None)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # so that the folders below are removed then, too
+    with tempfile.TemporaryDirectory(prefix="vargen-app-") as folder:
+        # Read when gradio is imported: no statistics to anyone, and one folder that is removed at the end.
+        os.environ.update(GRADIO_ANALYTICS_ENABLED="False", GRADIO_TEMP_DIR=folder, HF_HUB_DISABLE_TELEMETRY="1")
+        try:
+            import vargen.demo.page  # noqa: F401
+        except ModuleNotFoundError as error:
+            sys.exit(f'{error.name} is not installed; run: pip install -c constraints.txt -e ".[demo]"')
+        try:
+            services = load_services(options.model, options.device, options.scorer)
+        except (ValueError, OSError, RuntimeError, ImportError) as error:
+            sys.exit(f"error: {error}")
+        if not address.local:
+            print("Everyone who can reach this machine can use the page; it has no password.", flush=True)
+        page = services.build_page(options.concurrency)
+        try:
+            print(f"vargen runs at {serve(page, address)}  (Ctrl-C ends it)", flush=True)
+            page.block_thread()
+        except OSError as error:
+            sys.exit(f"error: {error}")
+        finally:
+            page.close(verbose=False)
+            services.close()
+
+
+def _build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Generate images and video in the browser, and compare methods.")
+    parser.add_argument("--model", default="emoji", metavar="NAME|DIR", help="a packaged model, or a folder (default: emoji)")
+    parser.add_argument(
+        "--host", help="address to serve at; 0.0.0.0 lets other machines in (default: GRADIO_SERVER_NAME, or 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=int, help=f"default: GRADIO_SERVER_PORT, or {_FREE}")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="auto: a GPU if there is one")
+    parser.add_argument(
+        "--scorer",
+        metavar="NAME",
+        help="scorer of `vargen score`, or none (default: emoji-scorer for packaged models)",
+    )
+    parser.add_argument("--concurrency", type=int, default=1, metavar="N", help="concurrent jobs (default: 1)")
+    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: autotuned)")
+    return parser
