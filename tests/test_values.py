@@ -114,8 +114,6 @@ def test_parts_of_an_accelerator_are_objects_not_classes():
         Speculative(shared_noise="no")
     with pytest.raises(ValueError, match="max_width"):
         AutoWindow(max_width=10**30)
-    with pytest.raises(ValueError, match="topology must be 'chain', 'tree' or None, got 'ring'"):
-        Accelerator(topology="ring")
     with pytest.raises(TypeError, match="name must be a string, got 5"):
         Accelerator(name=5)
 
