@@ -95,7 +95,7 @@ def test_the_check_finds_known_mistakes_on_trees(variant):
 
 
 class Coins(Noise):
-    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be drawn from is kept instead of drawn."""
+    """Noise whose coins are given, `[B, slots]`, one for each draft; what would be sampled from is kept instead of sampled."""
 
     def __init__(self, coins: Tensor):
         B, S = coins.shape

@@ -8,7 +8,7 @@ from vargen.decoding import Draft, Noise, Tree
 
 
 class Coins(Noise):
-    """Noise whose coins are given; what would be drawn from is kept instead of drawn."""
+    """Noise whose coins are given; what would be sampled from is kept instead of sampled."""
 
     def __init__(self, coin: float, images: int, slots: int):
         super().__init__(torch.zeros(images, dtype=torch.int64), torch.zeros(images, slots, dtype=torch.int64))

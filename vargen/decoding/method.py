@@ -118,7 +118,7 @@ _RENAMED = {
     "sampled": "without-replacement",
 }
 # Fields of vargen 0.1, by the class that they were of ("" for a whole method).
-_RENAMED_FIELDS = {
+_RENAMED_FIELDS: dict[str, dict[str, str]] = {
     "": {
         "forced": "target_blocks",
         "longest_run": "max_accepted_in_row",
